@@ -1,0 +1,1 @@
+"""The shapes world: a synthetic world in which every stage of PaCo-RL visibly works on a CPU."""
