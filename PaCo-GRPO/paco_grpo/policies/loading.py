@@ -1,0 +1,123 @@
+"""Find the policy class of a model folder (or hub name) and load it, with one clear message for each way to fail."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from pathlib import Path
+
+import torch
+
+from paco_grpo.policies.base import Policy, PolicyLoadError
+
+# Pipeline class named in model_index.json -> "module:class", imported on use.
+POLICIES: dict[str, str] = {
+    "FluxPipeline": "paco_grpo.policies.flux:FluxPolicy",
+}
+
+
+def load_policy(
+    model_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    max_sequence_length: int = 512,
+    guidance_scale: float = 3.5,
+) -> Policy:
+    """Load the generator at ``model_path`` with the policy registered for its pipeline class.
+
+    Args:
+        model_path: Diffusers pipeline folder, or a hub name such as ``black-forest-labs/FLUX.1-dev``.
+        dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
+        device: Where to put the model.
+        max_sequence_length: Text tokens, 1 to 512.
+        guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
+
+    Raises:
+        PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights.
+    """
+    class_name = pipeline_class_name(model_path)
+    if class_name not in POLICIES:
+        near = difflib.get_close_matches(class_name, POLICIES, n=1)
+        raise PolicyLoadError(
+            f"{model_path} is a {class_name}, for which PaCo-GRPO has no policy"
+            f"{f' (nearest: {near[0]})' if near else ''}. Known pipelines: {', '.join(sorted(POLICIES))}. "
+            "Choose such a model, or add a policy file and register it in paco_grpo/policies/loading.py."
+        )
+    module, name = POLICIES[class_name].split(":")
+    policy_class: type[Policy] = getattr(importlib.import_module(module), name)
+    return policy_class.from_pretrained(
+        model_path,
+        dtype=dtype,
+        device=device,
+        max_sequence_length=max_sequence_length,
+        guidance_scale=guidance_scale,
+    )
+
+
+def pipeline_class_name(model_path: str | Path) -> str:
+    """``_class_name`` of ``model_index.json`` in a folder or hub repository.
+
+    Raises:
+        PolicyLoadError: It cannot be had.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        index = folder / "model_index.json"
+        if not index.is_file():
+            raise PolicyLoadError(
+                f"model folder {folder} has no model_index.json, so it is not a diffusers pipeline. "
+                "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
+            )
+    elif _looks_like_a_path(str(model_path)):
+        raise PolicyLoadError(
+            f"model folder {model_path} does not exist (looked at {folder.absolute()}). "
+            "Correct config.pretrained.model, or download the model to that place."
+        )
+    else:
+        index = _download_index(str(model_path))
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise PolicyLoadError(
+            f"{index} is not a readable diffusers pipeline index ({type(error).__name__}: {error}). Download it again."
+        ) from error
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
+
+
+def _download_index(name: str) -> Path:
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (  # fmt: skip
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    remedy = f"There is no local folder {Path(name).absolute()} either."
+    try:
+        return Path(hf_hub_download(name, "model_index.json"))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
+        raise PolicyLoadError(
+            f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
+            f"{remedy} Check the network, or download the model elsewhere and give its folder."
+        ) from error
+    except GatedRepoError as error:
+        raise PolicyLoadError(
+            f"the hub model {name!r} is gated: accept its licence on the hub, then log in with `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise PolicyLoadError(f"the hub has no model {name!r} that you may read. {remedy} Check the name.") from error
+    except EntryNotFoundError as error:
+        raise PolicyLoadError(
+            f"the hub model {name!r} has no model_index.json, so it is not a diffusers pipeline. Choose another model."
+        ) from error
+    except HfHubHTTPError as error:
+        raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error
