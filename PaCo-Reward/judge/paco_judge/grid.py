@@ -1,0 +1,123 @@
+"""Grid prompts and grid images: layouts, panel texts, sub-figures.
+
+A grid prompt reads ``… a RxC grid layout <theme>.<shared description> LABEL:text LABEL:text …`` with labels such as
+``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are always returned row-major (left to right, top to bottom).
+"""
+
+import re
+from dataclasses import dataclass
+
+from PIL import Image
+
+_LAYOUT = re.compile(r"(\d+)\s*[x⨉]\s*(\d+)")
+_BRACKET = r"\[[A-Z0-9]+(?:-[A-Z0-9]+)*\]"
+# A label counts only where a sentence or a quotation has just ended: the same characters inside a text are text.
+_LABEL = re.compile(rf'(?<=[."”])\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d+):')
+_NAMED_ROWS = {"TOP": 0, "MIDDLE-TOP": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-BOTTOM": 3, "BOTTOM": 4}
+_NAMED_COLS = {"LEFT": 0, "MIDDLE-LEFT": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-RIGHT": 3, "RIGHT": 4}
+
+
+class PromptLayoutError(ValueError):
+    """The panels of a prompt do not match the layout that it states."""
+
+
+@dataclass(frozen=True)
+class GridPrompt:
+    """A prompt taken apart. ``panels`` has exactly ``rows * cols`` texts, row-major."""
+
+    theme: str
+    panels: tuple[str, ...]
+    rows: int
+    cols: int
+
+
+def parse_layout(prompt: str) -> tuple[int, int]:
+    """Return (rows, cols) of the first ``RxC`` in the prompt, rows first; (1, 1) if there is none.
+
+    Raises PromptLayoutError for a layout with a zero.
+    """
+    match = _LAYOUT.search(prompt)
+    if match is None:
+        return 1, 1
+    rows, cols = int(match[1]), int(match[2])
+    if rows < 1 or cols < 1:
+        raise PromptLayoutError(f"layout {match[0]!r} has no panels: rows and columns must be at least 1")
+    return rows, cols
+
+
+def split_prompt(prompt: str) -> GridPrompt:
+    """Take a grid prompt apart into its theme (the part before the first panel label) and its panel texts.
+
+    A prompt without a layout and without labels is one panel: theme and panel text are the prompt itself.
+    Raises PromptLayoutError when the number of panel texts differs from rows x columns, when a label occurs twice,
+    or when a panel has no text.
+    """
+    rows, cols = parse_layout(prompt)
+    labels = list(_LABEL.finditer(prompt))
+    if not labels and rows * cols == 1:
+        return GridPrompt(prompt.strip(), (prompt.strip(),), 1, 1)
+    names = [match["label"] for match in labels]
+    if len(names) != rows * cols:
+        found = ", ".join(names) if names else "none"
+        raise PromptLayoutError(
+            f"prompt states a {rows}x{cols} layout ({rows * cols} panels) but has {len(names)} panel labels ({found}); "
+            f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {_shorten(prompt)}"
+        )
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise PromptLayoutError(f"panel label {doubles[0]!r} occurs more than once. Prompt: {_shorten(prompt)}")
+    ends = [match.start() for match in labels[1:]] + [len(prompt)]
+    texts = [prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)]
+    empty = [name for name, text in zip(names, texts, strict=True) if not text]
+    if empty:
+        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {_shorten(prompt)}")
+    panels = tuple(texts[index] for index in _row_major(names))
+    return GridPrompt(prompt[: labels[0].start()].strip(), panels, rows, cols)
+
+
+def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
+    """Cut an image into ``rows * cols`` equal cells, row-major.
+
+    Every cell is (width // cols) x (height // rows) pixels; pixels left over at the right or bottom are dropped.
+    Raises ValueError when the image is too small to have a pixel in each cell.
+    """
+    if rows < 1 or cols < 1:
+        raise ValueError(f"rows and cols must be at least 1, got {rows}x{cols}")
+    width, height = image.width // cols, image.height // rows
+    if width < 1 or height < 1:
+        raise ValueError(f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells")
+    if rows == cols == 1:
+        return [image]
+    corners = [(col * width, row * height) for row in range(rows) for col in range(cols)]
+    return [image.crop((left, top, left + width, top + height)) for left, top in corners]
+
+
+def pairs(n: int) -> list[tuple[int, int]]:
+    """All n·(n−1)/2 unordered pairs (i, j) with i < j of n sub-figures, in lexical order."""
+    return [(i, j) for i in range(n) for j in range(i + 1, n)]
+
+
+def _row_major(names: list[str]) -> list[int]:
+    """Order of the panels by what their labels say; the order in the prompt where that is not known for all."""
+    order = range(len(names))
+    keys = [_position(name) for name in names]
+    if any(key is None for key in keys) or len(set(keys)) != len(keys):
+        return list(order)
+    return sorted(order, key=lambda index: keys[index])
+
+
+def _position(name: str) -> tuple[int, int] | None:
+    if name.startswith("PANEL-"):
+        return (0, int(name.removeprefix("PANEL-")))
+    parts = [part.strip("[]") for part in name.split("]-[")]
+    if len(parts) == 2 and parts[0] in _NAMED_ROWS and parts[1] in _NAMED_COLS:
+        return (_NAMED_ROWS[parts[0]], _NAMED_COLS[parts[1]])
+    if len(parts) == 1 and parts[0] in _NAMED_COLS:
+        return (0, _NAMED_COLS[parts[0]])
+    if len(parts) == 1 and parts[0] in _NAMED_ROWS:
+        return (_NAMED_ROWS[parts[0]], 2)
+    return None
+
+
+def _shorten(prompt: str) -> str:
+    return prompt if len(prompt) <= 160 else prompt[:157] + "..."

@@ -1,0 +1,94 @@
+"""What the judge is asked: every wording, in one place.
+
+Source of the pairwise question: arXiv 2512.04784 (PaCo-RL). The wording of the editing questions is ours.
+"""
+
+from collections.abc import Mapping
+
+_ANSWER = 'Answer "Yes" and "No" first, and then provide detailed reasons.'
+_ANSWER_EDIT = "Answer Yes or No first, then reasons."
+
+QUESTION_VARIANTS = ("theme", "theme_no_duplicates", "criteria")
+
+
+def theme_question(theme: str) -> str:
+    """The default question on two sub-figures of one grid with this theme sentence (text-to-image-set)."""
+    return f"{_theme_part(theme)} {_ANSWER}"
+
+
+def theme_no_duplicates_question(theme: str) -> str:
+    """The theme question, with a pair of near-duplicates counting as No (against copies of one sub-figure)."""
+    return f"{_theme_part(theme)} If the two images are near-duplicates of each other, the answer is No. {_ANSWER}"
+
+
+def criterion_question(criterion: str) -> str:
+    """One criterion of an item's ``criteria``, without the theme."""
+    return f"Do images meet the following criteria? {_sentence(criterion)} {_ANSWER}"
+
+
+def criteria_questions(criteria: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    """One question for each non-empty criterion of ``{dimension: {name: text}}``, by dimension.
+
+    Dimensions without a non-empty criterion are left out. Scores are averaged within a dimension, then over
+    dimensions (``paco_judge.verdict.mean_over_dimensions``). Raises ValueError if nothing is left to ask.
+    """
+    questions = {
+        dimension: tuple(criterion_question(text) for text in named.values() if text and text.strip())
+        for dimension, named in criteria.items()
+        if named
+    }
+    questions = {dimension: asked for dimension, asked in questions.items() if asked}
+    if not questions:
+        raise ValueError("the item has no criteria to ask about; use the theme question instead")
+    return questions
+
+
+def editing_consistency_question(instruction: str) -> str:
+    """On (reference, edited): does everything that the instruction does not mention stay as it was?"""
+    return (
+        "The second image was made by editing the first image with the instruction: "
+        f'"{instruction.strip()}". Does everything that the instruction does not mention (identity, style, layout and '
+        f"background) stay consistent between the two images? {_ANSWER_EDIT}"
+    )
+
+
+def editing_instruction_question(instruction: str) -> str:
+    """On (reference, edited): does the edit follow the instruction?"""
+    return (
+        "The second image was made by editing the first image with the instruction: "
+        f'"{instruction.strip()}". Does the second image follow the instruction? {_ANSWER_EDIT}'
+    )
+
+
+def editing_questions(instruction: str) -> tuple[str, str]:
+    """The two editing questions (consistency, instruction); the editing score is sqrt(q1 · q2)."""
+    return editing_consistency_question(instruction), editing_instruction_question(instruction)
+
+
+def build_messages(image_a_url: str, image_b_url: str, question: str) -> list[dict]:
+    """OpenAI chat messages of one pair: image 1, image 2, text, in this order.
+
+    The urls are what the server accepts: for ours, data URLs such as those of ``paco_judge.client.png_data_url``.
+    """
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": image_a_url}},
+                {"type": "image_url", "image_url": {"url": image_b_url}},
+                {"type": "text", "text": question},
+            ],
+        }
+    ]
+
+
+def _theme_part(theme: str) -> str:
+    return (
+        f'Given two subfigures generated based on the theme: "{theme}", do the two images maintain consistency '
+        "in terms of style, logic and identity?"
+    )
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "!", "?", '"')) else text + "."

@@ -1,0 +1,149 @@
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paco_judge.grid import PromptLayoutError, pairs, parse_layout, split_image, split_prompt
+from PIL import Image
+
+REPO = Path(__file__).resolve().parents[3]
+SAMPLE = REPO.parent / "shared" / "data" / "t2is_sample.jsonl"
+LABELS = {
+    (1, 2): ["[LEFT]", "[RIGHT]"],
+    (1, 3): ["[LEFT]", "[MIDDLE]", "[RIGHT]"],
+    (1, 5): [f"PANEL-{n}" for n in range(1, 6)],
+    (1, 7): [f"PANEL-{n}" for n in range(1, 8)],
+    (2, 1): ["[TOP]", "[BOTTOM]"],
+    (2, 2): [f"[{row}]-[{col}]" for row in ("TOP", "BOTTOM") for col in ("LEFT", "RIGHT")],
+    (2, 3): [f"[{row}]-[{col}]" for row in ("TOP", "BOTTOM") for col in ("LEFT", "MIDDLE", "RIGHT")],
+    (2, 4): [
+        f"[{row}]-[{col}]" for row in ("TOP", "BOTTOM") for col in ("LEFT", "MIDDLE-LEFT", "MIDDLE-RIGHT", "RIGHT")
+    ],
+    (3, 3): [f"[{row}]-[{col}]" for row in ("TOP", "MIDDLE", "BOTTOM") for col in ("LEFT", "MIDDLE", "RIGHT")],
+    (3, 4): [f"PANEL-{n}" for n in range(1, 13)],
+}
+# Texts may hold colons, brackets, quotes and label-like words that do not follow the end of a sentence.
+words = st.text(alphabet="abc dé,:-[]LEFT'’", min_size=1, max_size=30).map(str.strip).filter(bool)
+ends = st.sampled_from([".", '."', '"'])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "layout"),
+    [
+        ("a 2x3 grid layout of cats", (2, 3)),
+        ("a 1 x 7 grid", (1, 7)),
+        ("a 2⨉4 grid then 3x3", (2, 4)),
+        ("a cat", (1, 1)),
+        ("", (1, 1)),
+    ],
+)
+def test_layout_is_the_first_one_stated_rows_first(prompt, layout):
+    assert parse_layout(prompt) == layout
+
+
+def test_a_layout_of_no_panels_is_an_error():
+    with pytest.raises(PromptLayoutError, match="0x3"):
+        parse_layout("a 0x3 grid")
+
+
+@given(layout=st.sampled_from(sorted(LABELS)), data=st.data())
+def test_splitting_undoes_building(layout, data):
+    rows, cols = layout
+    theme = f"{rows}x{cols} grid layout depicting {data.draw(words)}.{data.draw(words)}{data.draw(ends)}"
+    texts = [data.draw(words) + data.draw(ends) for _ in range(rows * cols)]
+    order = data.draw(st.permutations(range(rows * cols)))
+    prompt = theme + "".join(f" {LABELS[layout][index]}:{texts[index]}" for index in order)
+    split = split_prompt(prompt)
+    assert (split.rows, split.cols, split.theme) == (rows, cols, theme)
+    assert list(split.panels) == texts, "row-major, whatever the order in the prompt"
+
+
+def test_a_label_inside_a_text_is_text():
+    prompt = 'a 1x2 grid layout A sign.It stays. [LEFT]:the sign says [RIGHT]: here, "go" [RIGHT]:gone.'
+    assert split_prompt(prompt).panels == ('the sign says [RIGHT]: here, "go"', "gone.")
+
+
+def test_a_plain_prompt_is_one_panel():
+    split = split_prompt(" a photo of a cat ")
+    assert (split.theme, split.panels, split.rows, split.cols) == ("a photo of a cat", ("a photo of a cat",), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("2x2 grid of x. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c.", r"4 panels.* 3 panel labels"),
+        ("2x2 grid of x.", r"4 panels.*0 panel labels \(none\)"),
+        ("a cat. [LEFT]:a. [RIGHT]:b.", r"1x1.*2 panel labels"),
+        ("1x2 grid of x. [LEFT]:a. [LEFT]:b.", "more than once"),
+        ("1x2 grid of x. [LEFT]:a. [RIGHT]: ", "'\\[RIGHT\\]' has no text"),
+    ],
+)
+def test_panels_that_do_not_match_are_an_error(prompt, message):
+    with pytest.raises(PromptLayoutError, match=message):
+        split_prompt(prompt)
+
+
+def test_toy_prompt():
+    prompt = (
+        "2x2 grid layout depicting a filled red star.The same star in every panel. [TOP]-[LEFT]:small at the left. "
+        "[TOP]-[RIGHT]:big at the top. [BOTTOM]-[LEFT]:big at the centre. [BOTTOM]-[RIGHT]:small at the bottom."
+    )
+    split = split_prompt(prompt)
+    assert split.theme == "2x2 grid layout depicting a filled red star.The same star in every panel."
+    assert split.panels == ("small at the left.", "big at the top.", "big at the centre.", "small at the bottom.")
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="shared/data absent")
+def test_every_real_prompt_splits_into_its_panels():
+    """Against a splitter of another kind: cut at every label-looking token, which the sample never has inside texts."""
+    items = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    layouts = set()
+    for item in items:
+        split = split_prompt(item["prompt"])
+        rows, cols = (int(part) for part in item["layout"].split("x"))
+        layouts.add((rows, cols))
+        assert (split.rows, split.cols) == (rows, cols), item["idx"]
+        assert item["width"] * rows == item["height"] * cols, "the sample's sizes have square panels"
+        theme, *expected = re.split(r"(?:\[[A-Z-]+\]-?)+:|PANEL-\d+:", item["prompt"])
+        assert split.theme == theme.strip(), item["idx"]
+        assert list(split.panels) == [text.strip() for text in expected], item["idx"]
+        assert len(split.panels) == rows * cols
+    assert layouts == {(1, 2), (1, 3), (1, 5), (1, 7), (2, 2), (2, 3), (2, 4)}
+
+
+@given(
+    rows=st.integers(1, 4),
+    cols=st.integers(1, 7),
+    extra=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    cell=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+def test_cells_are_equal_and_row_major(rows, cols, extra, cell):
+    width, height = cols * cell[0] + min(extra[0], cols - 1), rows * cell[1] + min(extra[1], rows - 1)
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    cells = split_image(Image.fromarray(pixels), rows, cols)
+    assert len(cells) == rows * cols
+    if rows * cols == 1:
+        assert cells[0].size == (width, height)
+        return
+    for index, image in enumerate(cells):
+        row, col = divmod(index, cols)
+        top, left = row * cell[1], col * cell[0]
+        np.testing.assert_array_equal(np.asarray(image), pixels[top : top + cell[1], left : left + cell[0]])
+
+
+def test_an_image_smaller_than_its_grid_is_an_error():
+    with pytest.raises(ValueError, match="3x1 pixels cannot be cut into 2x2"):
+        split_image(Image.new("RGB", (3, 1)), 2, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        split_image(Image.new("RGB", (3, 3)), 0, 2)
+
+
+@given(st.integers(0, 9))
+def test_pairs_are_all_unordered_pairs(n):
+    found = pairs(n)
+    assert len(found) == n * (n - 1) // 2 == len(set(found))
+    assert all(0 <= i < j < n for i, j in found)
+    assert found == sorted(found)

@@ -1,0 +1,95 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paco_judge import verdict
+from paco_judge.verdict import Verdict, p_yes_from_logits, p_yes_from_top_logprobs
+
+logprobs = st.floats(-700, 0)
+
+
+@given(yes=logprobs, no=logprobs)
+def test_share_against_float64(yes, no):
+    low = max(yes, no)
+    expected = np.exp(np.float64(yes) - low) / (np.exp(np.float64(yes) - low) + np.exp(np.float64(no) - low))
+    assert p_yes_from_top_logprobs({"Yes": yes, "No": no, "the": -0.1}) == pytest.approx(expected, abs=1e-12)
+
+
+@given(yes=logprobs, no=logprobs)
+def test_yes_and_no_are_mirrored(yes, no):
+    first = p_yes_from_top_logprobs({"Yes": yes, "No": no})
+    assert first + p_yes_from_top_logprobs({"Yes": no, "No": yes}) == pytest.approx(1.0)
+
+
+def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
+    assert p_yes_from_top_logprobs({"Yes": -9.0}) == 1.0
+    assert p_yes_from_top_logprobs({"No": -9.0}) == 0.0
+    assert p_yes_from_top_logprobs({"yes": -0.1, " Yes": -0.2, "NO": -1.0}) is None
+    assert p_yes_from_top_logprobs({}) is None
+    assert p_yes_from_top_logprobs({"Yes": -math.inf, "No": -math.inf}) is None
+
+
+def test_variants_are_summed():
+    top = {"Yes": math.log(0.2), " yes": math.log(0.1), "YES\n": math.log(0.1), "no": math.log(0.1), "None": -0.1}
+    assert p_yes_from_top_logprobs(top, variants=True) == pytest.approx(0.8)
+    assert p_yes_from_top_logprobs(top) == 1.0
+
+
+def test_openai_list_form_and_equal_tokens():
+    top = [{"token": "Yes", "logprob": math.log(0.2)}, {"token": "No", "logprob": math.log(0.4)}]
+    assert p_yes_from_top_logprobs(top) == pytest.approx(1 / 3)
+    assert p_yes_from_top_logprobs([*top, {"token": "Yes", "logprob": math.log(0.2)}]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logprobs_that_are_not_numbers_are_an_error(bad):
+    with pytest.raises(ValueError, match="not numbers"):
+        p_yes_from_top_logprobs({"Yes": bad, "No": -1.0})
+
+
+@given(st.lists(st.floats(-30, 30), min_size=6, max_size=6), st.integers(1, 7))
+def test_logits_agree_with_top_logprobs(values, top):
+    logits = np.array(values) + np.arange(6) * 1e-3  # no ties
+    log_probs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    names = ["Yes", "No", "a", "b", "c", "d"]
+    kept = np.argsort(-logits)[:top]
+    expected = p_yes_from_top_logprobs({names[i]: log_probs[i] for i in kept})
+    actual = p_yes_from_logits(logits, 0, 1, top=top)
+    assert np.isnan(actual) if expected is None else actual == pytest.approx(expected, abs=1e-9)
+
+
+def test_logits_batch_and_summed_ids():
+    logits = np.log(np.array([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]))
+    np.testing.assert_allclose(p_yes_from_logits(logits, [0, 1], 2), [0.5, 7 / 9])
+    assert p_yes_from_logits(np.zeros((2, 3, 5)), 0, 1).shape == (2, 3)
+
+
+def test_bad_logits_are_errors():
+    with pytest.raises(ValueError, match="NaN"):
+        p_yes_from_logits([0.0, math.nan], 0, 1)
+    with pytest.raises(ValueError, match="outside the vocabulary of 2"):
+        p_yes_from_logits([0.0, 1.0], 0, 2)
+
+
+def test_a_verdict_is_a_probability_or_an_error():
+    assert Verdict(0.5).ok and not Verdict(None, "gone").ok
+    for bad in ((None, None), (0.5, "gone"), (1.5, None), (math.nan, None)):
+        with pytest.raises(ValueError):
+            Verdict(*bad)
+
+
+def test_scores_of_images():
+    assert verdict.mean_score([Verdict(0.25), Verdict(0.75)]) == 0.5
+    assert verdict.mean_score([Verdict(0.25), Verdict(None, "gone")]) is None
+    assert verdict.mean_score([]) is None
+    assert verdict.editing_score(Verdict(0.25), Verdict(1.0)) == 0.5
+    assert verdict.editing_score(Verdict(0.25), Verdict(None, "gone")) is None
+
+
+def test_dimensions_weigh_the_same():
+    assert verdict.mean_over_dimensions({"a": [0.0, 1.0, 1.0, 1.0], "b": [0.25]}) == 0.5
+    assert verdict.mean_over_dimensions({"a": [0.0], "b": [None]}) is None
+    with pytest.raises(ValueError, match="nothing to average"):
+        verdict.mean_over_dimensions({"a": []})
