@@ -58,9 +58,7 @@ class Conditioning:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move every tensor to ``device``; floating-point tensors also to ``dtype`` if one is given."""
-        return self._map(
-            lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-        )
+        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None))
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -184,5 +182,7 @@ def _cat_field(name: str, values: list[Any], shared: bool = False) -> Any:
     for value in values[1:]:
         same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
         if not same:
-            raise ValueError(f"cannot join {name}: {first} and {value} differ (group samples by size and schedule first)")
+            raise ValueError(
+                f"cannot join {name}: {first} and {value} differ (group samples by size and schedule first)"
+            )
     return first

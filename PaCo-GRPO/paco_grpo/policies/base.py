@@ -115,6 +115,18 @@ class Policy(ABC):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def reference(self) -> AbstractContextManager:
+        """The base model inside the block (adapters off); for forwards without gradient."""
+        from paco_grpo.policies.adapters import adapters_off
+
+        return adapters_off(self)
+
+    def old(self) -> AbstractContextManager:
+        """The old policy inside the block (its own adapter, DiffusionNFT); for forwards without gradient."""
+        from paco_grpo.policies.adapters import OLD, adapter
+
+        return adapter(self, OLD)
+
     def round_size(self, height: int, width: int) -> tuple[int, int]:
         """Largest multiples of ``size_multiple`` not above the request, as diffusers' pipelines round; logged.
 

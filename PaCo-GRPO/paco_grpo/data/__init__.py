@@ -1,0 +1,1 @@
+"""Prompt sets and the order in which a run goes through them."""

@@ -1,0 +1,129 @@
+"""Prompt sets: files become items, checked line by line (method §2)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paco_grpo.types import Item
+from paco_judge.grid import PromptLayoutError, split_prompt
+
+
+class DataError(ValueError):
+    """A prompt set that cannot be used; the message names file, line and field."""
+
+
+def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
+    """The items of one split of a prompt set.
+
+    Args:
+        dataset: Folder of the prompt set.
+        split: ``train`` or ``test``.
+        kind: ``geneval`` (``{split}_metadata.jsonl``) or ``general_ocr`` (``{split}.txt``, one prompt a line).
+
+    Returns:
+        Items with ``item_id`` = position in the file.
+
+    Raises:
+        DataError: Unknown kind, missing folder or file, or an entry that is not valid.
+    """
+    if kind not in KINDS:
+        raise DataError(f"unknown config.prompt_fn {kind!r}. Known: {', '.join(KINDS)}")
+    folder = Path(dataset)
+    if not folder.is_dir():
+        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()})")
+    items = KINDS[kind](folder, split)
+    if not items:
+        raise DataError(f"prompt set {folder} has no item in its {split} split")
+    return items
+
+
+def _geneval(folder: Path, split: str) -> list[Item]:
+    path = _existing(folder / f"{split}_metadata.jsonl")
+    items = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: a line must be a JSON object with a field 'prompt', got {type(row).__name__}")
+        items.append(_geneval_item(row, len(items), where))
+    return items
+
+
+def _geneval_item(row: Mapping[str, Any], item_id: int, where: str) -> Item:
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
+    name = f"{where} (item {row.get('idx', item_id)!r})"
+    sides = {side: row.get(side) for side in ("height", "width")}
+    for side, value in sides.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise DataError(f"{name}: field {side!r} must be a positive integer, got {value!r}")
+    if (sides["height"] is None) != (sides["width"] is None):
+        raise DataError(f"{name}: fields 'height' and 'width' must be given together")
+    _check_criteria(row.get("criteria"), name)
+    try:
+        grid = split_prompt(prompt)
+    except PromptLayoutError as error:
+        raise DataError(f"{name}: field 'prompt': {error}") from error
+    layout = row.get("layout")
+    if layout is not None and str(layout).lower().replace("⨉", "x").replace(" ", "") != f"{grid.rows}x{grid.cols}":
+        raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
+    return Item(item_id=item_id, prompt=prompt, height=sides["height"], width=sides["width"], metadata=dict(row))
+
+
+def _check_criteria(criteria: Any, name: str) -> None:
+    if criteria is None:
+        return
+    valid = isinstance(criteria, Mapping) and all(
+        isinstance(group, Mapping) and all(isinstance(text, str) for text in group.values())
+        for group in criteria.values()
+    )
+    if not valid:
+        raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
+
+
+def _text(folder: Path, split: str) -> list[Item]:
+    path = _existing(folder / f"{split}.txt")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, lines))]
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(
+            f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
+        )
+    return path
+
+
+KINDS: dict[str, Callable[[Path, str], list[Item]]] = {"geneval": _geneval, "general_ocr": _text}
+
+
+def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
+    """Height and width in pixels at which an item is drawn, before rounding to the model's multiple.
+
+    Args:
+        item: Its own height and width count if it has them.
+        resolution: Side of a square of the wanted area.
+        mode: ``exact``: the item's own size as it is; ``aspect``: its shape at area ``resolution``².
+    """
+    if item.height is None or item.width is None:
+        return resolution, resolution
+    if mode == "exact":
+        return item.height, item.width
+    scale = resolution / math.sqrt(item.height * item.width)
+    return round(item.height * scale), round(item.width * scale)
+
+
+def round_to_multiple(size: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Both sides rounded to the nearest multiple, at least one multiple each."""
+    return tuple(max(multiple, round(side / multiple) * multiple) for side in size)  # type: ignore[return-value]

@@ -1,0 +1,93 @@
+"""Which prompts an epoch uses, in which order, and from which seeds: k repeats of m prompts, shuffled.
+
+Everything is a function of (seed, epoch), never of the number of processes: process r of P takes the positions
+r, r + P, r + 2P, … of one global order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# First word of each random stream, so that streams of the same seed and epoch are unrelated.
+_CHOICE, _ORDER, _SAMPLE_SEED, _GROUP_SEED = 11, 12, 13, 14
+
+
+@dataclass(frozen=True)
+class EpochSamples:
+    """The samples of one epoch over all processes, in their global order (length m·k).
+
+    Attributes:
+        item_ids: (m·k,) int64, index into the prompt set; groups are formed by it.
+        seeds: (m·k,) int64 ≥ 0, noise seed of each sample.
+        group_seeds: (m·k,) int64 ≥ 0, equal within an item: the shared initial noise of ``same_latent``.
+    """
+
+    item_ids: np.ndarray
+    seeds: np.ndarray
+    group_seeds: np.ndarray
+
+    def positions_of(self, process: int, num_processes: int) -> np.ndarray:
+        """Global positions that belong to ``process``."""
+        return np.arange(process, len(self.item_ids), num_processes)
+
+
+class GroupSampler:
+    """Draws m prompts an epoch without replacement within a pass over the data set, k images each.
+
+    A data set with fewer than m items is gone through more than once in an epoch (an item then has a multiple of k
+    images in its group).
+
+    Args:
+        num_items: Size of the prompt set.
+        prompts: m.
+        images_per_prompt: k.
+        seed: Of the run.
+    """
+
+    def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int) -> None:
+        for name, value in (("num_items", num_items), ("prompts", prompts), ("images_per_prompt", images_per_prompt)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_items, self.prompts, self.images_per_prompt = num_items, prompts, images_per_prompt
+        self.seed = seed
+        self.epoch = 0
+
+    def samples(self, epoch: int | None = None) -> EpochSamples:
+        """The samples of ``epoch`` (default: the current one)."""
+        epoch = self.epoch if epoch is None else epoch
+        item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)
+        item_ids = item_ids[self._generator(_ORDER, epoch).permutation(len(item_ids))]
+        seeds = self._words(len(item_ids), _SAMPLE_SEED, epoch)
+        by_item = self._words(self.num_items, _GROUP_SEED, epoch)
+        return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[item_ids])
+
+    def advance(self) -> None:
+        """Go on to the next epoch."""
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Position in the stream of epochs, for a checkpoint."""
+        return {"epoch": self.epoch, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where ``state`` was taken (its seed too: the stream must not change in the middle)."""
+        self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
+
+    def _choose(self, epoch: int) -> np.ndarray:
+        if self.num_items < self.prompts:
+            rng = self._generator(_CHOICE, epoch)
+            passes = -(-self.prompts // self.num_items)
+            return np.concatenate([rng.permutation(self.num_items) for _ in range(passes)])[: self.prompts]
+        epochs_per_pass = self.num_items // self.prompts
+        which, part = divmod(epoch, epochs_per_pass)
+        order = self._generator(_CHOICE, which).permutation(self.num_items)
+        return order[part * self.prompts : (part + 1) * self.prompts]
+
+    def _generator(self, stream: int, number: int) -> np.random.Generator:
+        return np.random.default_rng([stream, self.seed, number])
+
+    def _words(self, count: int, stream: int, epoch: int) -> np.ndarray:
+        words = np.random.SeedSequence([stream, self.seed, epoch]).generate_state(count, np.uint64)
+        return (words >> np.uint64(1)).astype(np.int64)

@@ -1,0 +1,246 @@
+"""LoRA on a policy's transformer: add, switch (current / old / off), save for PEFT and for plain diffusers.
+
+The adapter is injected in place (peft), so the transformer keeps its class and its methods. Its weights are float32
+whatever the precision of the frozen base.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from paco_grpo.policies.base import Policy, PolicyLoadError
+
+logger = logging.getLogger(__name__)
+
+CURRENT = "default"
+OLD = "old"
+
+# How PEFT names weights in its files: they belong to a PeftModel that wraps the model.
+_PEFT_PREFIX = "base_model.model."
+
+
+def add_lora(
+    policy: Policy,
+    rank: int = 64,
+    alpha: float = 128,
+    targets: Sequence[str] | None = None,
+    lora_path: str | Path | None = None,
+) -> None:
+    """Put a trainable LoRA (gaussian A, zero B: it changes nothing yet) on the transformer of ``policy``.
+
+    Args:
+        policy: Gets the adapter in place; call it before the transformer is wrapped for several processes.
+        rank: r ≥ 1.
+        alpha: Scale; the update is alpha / r · B·A.
+        targets: Module-name suffixes; default ``policy.lora_targets``.
+        lora_path: Folder or hub name in PEFT format, or a folder in diffusers format, to start from. Rank, alpha and
+            targets then come from there.
+
+    Raises:
+        PolicyLoadError: ``lora_path`` is missing, unreadable, or made for another model.
+        ValueError: A target names no module.
+    """
+    transformer = unwrap(policy.transformer)
+    if lora_path is None:
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets or policy.lora_targets)
+        )
+        transformer.add_adapter(config, CURRENT)
+    elif (Path(lora_path).expanduser() / "pytorch_lora_weights.safetensors").is_file():
+        _load_diffusers(policy, Path(lora_path).expanduser())
+    else:
+        _load_peft(transformer, str(lora_path))
+    for parameter in _adapter_parameters(transformer, CURRENT):
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
+
+
+def add_old_adapter(policy: Policy) -> None:
+    """Add a frozen copy of the current LoRA, named ``old`` (DiffusionNFT samples with it and compares to it)."""
+    transformer = unwrap(policy.transformer)
+    transformer.add_adapter(copy.deepcopy(transformer.peft_config[CURRENT]), OLD)
+    transformer.set_adapter(CURRENT)
+    for parameter in _adapter_parameters(transformer, OLD):
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(False)
+    for parameter in _adapter_parameters(transformer, CURRENT):
+        parameter.requires_grad_(True)
+    blend_old_adapter(policy, decay=0.0)
+
+
+@torch.no_grad()
+def blend_old_adapter(policy: Policy, decay: float) -> None:
+    """old ← decay·old + (1 − decay)·current, in place; ``decay`` in [0, 1] (see :func:`old_adapter_decay`)."""
+    transformer = unwrap(policy.transformer)
+    pairs = zip(_adapter_parameters(transformer, OLD), _adapter_parameters(transformer, CURRENT), strict=True)
+    for old, current in pairs:
+        old.lerp_(current.to(old.dtype), 1.0 - decay)
+
+
+def old_adapter_decay(step: int, decay_type: int) -> float:
+    """Decay after ``step`` optimizer steps: min(max(step − flat, 0)·rate, hold) (DiffusionNFT, arXiv 2509.16117).
+
+    Type 0: always 0. Type 1: flat 0, rate 0.001, hold 0.5. Type 2: flat 75, rate 0.0075, hold 0.999.
+
+    Raises:
+        ValueError: Another ``decay_type``.
+    """
+    schedules = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
+    if decay_type not in schedules:
+        raise ValueError(f"train.decay_type = {decay_type!r} is unknown: choose 0, 1 or 2")
+    flat, rate, hold = schedules[decay_type]
+    return min(max(step - flat, 0) * rate, hold)
+
+
+@contextmanager
+def adapters_off(policy: Policy) -> Iterator[None]:
+    """The base model (reference policy) inside the block: every adapter is switched off.
+
+    Raises:
+        ValueError: The transformer has no adapter, so there is no base model apart from it.
+    """
+    layers = _layers(policy)
+    with _restored(layers):
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+
+
+@contextmanager
+def adapter(policy: Policy, name: str) -> Iterator[None]:
+    """Adapter ``name`` (``default`` or ``old``) inside the block, in place of the active one; for no_grad forwards."""
+    layers = _layers(policy)
+    with _restored(layers):
+        for layer in layers:
+            layer.set_adapter(name)
+        yield
+
+
+def trainable_parameters(policy: Policy) -> list[nn.Parameter]:
+    """The parameters of the transformer that require a gradient, in a fixed order."""
+    return [parameter for parameter in policy.transformer.parameters() if parameter.requires_grad]
+
+
+def save_peft(policy: Policy, directory: str | Path) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``: PEFT's format, read by ``add_lora``'s lora_path
+    and by ``PeftModel.from_pretrained(transformer, directory)``."""
+    transformer = unwrap(policy.transformer)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(transformer.peft_config[CURRENT])
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    weights = {_PEFT_PREFIX + name: tensor for name, tensor in _weights(transformer).items()}
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def save_diffusers(policy: Policy, directory: str | Path) -> None:
+    """Write ``pytorch_lora_weights.safetensors`` so that ``pipe.load_lora_weights(directory)`` gives the same model.
+
+    ``policy.pipeline`` names the pipeline class whose format it is; rank and alpha travel in the file's metadata.
+    """
+    transformer = unwrap(policy.transformer)
+    metadata = transformer.peft_config[CURRENT].to_dict()
+    metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()}
+    type(policy.pipeline).save_lora_weights(
+        str(directory), transformer_lora_layers=_weights(transformer), transformer_lora_adapter_metadata=metadata
+    )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The transformer itself, out of DistributedDataParallel and torch.compile."""
+    while True:
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    state = get_peft_model_state_dict(transformer, adapter_name=CURRENT)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _layers(policy: Policy) -> list[BaseTunerLayer]:
+    layers = [module for module in unwrap(policy.transformer).modules() if isinstance(module, BaseTunerLayer)]
+    if not layers:
+        raise ValueError(
+            "the transformer has no LoRA adapter, so there is no reference or old policy to switch to: "
+            "use config.use_lora = True, or set the KL weight config.train.beta to 0"
+        )
+    return layers
+
+
+@contextmanager
+def _restored(layers: list[BaseTunerLayer]) -> Iterator[None]:
+    """Put activity and requires_grad of ``layers`` back at the end: peft's switches change both."""
+    active = [list(layer.active_adapters) for layer in layers]
+    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    try:
+        yield
+    finally:
+        for layer, names in zip(layers, active, strict=True):
+            layer.enable_adapters(True)
+            layer.set_adapter(names)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _adapter_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
+    return [
+        parameter
+        for key, parameter in transformer.named_parameters()
+        if f".lora_A.{name}." in key or f".lora_B.{name}." in key
+    ]
+
+
+def _load_peft(transformer: nn.Module, path: str) -> None:
+    local = Path(path).expanduser()
+    if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise PolicyLoadError(f"config.train.lora_path: folder {local.absolute()} does not exist. Correct the path.")
+    source = str(local) if local.is_dir() else path
+    try:
+        config = LoraConfig.from_pretrained(source)
+        weights = load_peft_weights(source, device="cpu")
+    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        raise PolicyLoadError(
+            f"config.train.lora_path: {path} holds no readable LoRA ({type(error).__name__}: {error}). "
+            "It needs adapter_config.json and adapter_model.safetensors (PEFT), or pytorch_lora_weights.safetensors."
+        ) from error
+    config.inference_mode = False
+    logger.info("LoRA from %s: rank %d, alpha %g", path, config.r, config.lora_alpha)
+    transformer.add_adapter(config, CURRENT)
+    weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in weights.items()}
+    expected = get_peft_model_state_dict(transformer, adapter_name=CURRENT)
+    if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
+        different = sorted(set(weights) ^ set(expected)) or "the shapes"
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {path} was made for another model: {str(different)[:300]} differ. "
+            "Choose the LoRA that belongs to config.pretrained.model."
+        )
+    set_peft_model_state_dict(transformer, weights, adapter_name=CURRENT)
+
+
+def _load_diffusers(policy: Policy, folder: Path) -> None:
+    transformer = unwrap(policy.transformer)
+    try:
+        policy.pipeline.load_lora_weights(str(folder), adapter_name=CURRENT)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} does not fit this model ({type(error).__name__}: "
+            f"{str(error)[:300]}). Choose the LoRA that belongs to config.pretrained.model."
+        ) from error
+    if CURRENT not in getattr(transformer, "peft_config", {}):
+        raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} has no weights for the transformer.")

@@ -1,0 +1,1 @@
+"""Rewards: one reward, one file; ``registry`` finds them by name or import path."""

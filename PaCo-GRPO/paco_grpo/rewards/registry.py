@@ -1,0 +1,149 @@
+"""Finding rewards by name or import path.
+
+A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``, a missing score is NaN. A factory that
+has a parameter ``device`` is given the process's device. A callable may have a method ``check()`` that is asked once
+before anything expensive (a server that must answer, weights that must be there).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paco_grpo.types import Item
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+    Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
+
+REWARDS: dict[str, str] = {
+    "consistency_score": "paco_grpo.rewards.consistency:consistency_score",
+    "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
+    "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
+}
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be built or does not keep to the interface; the message names it."""
+
+
+def short_name(name: str) -> str:
+    """The name of a reward in metrics and aggregation: the factory's own name for an import path."""
+    return name.rsplit(":", 1)[-1]
+
+
+def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
+    """Weights by short name.
+
+    Raises:
+        RewardError: Two rewards have the same short name.
+    """
+    weights: dict[str, float] = {}
+    for name, weight in reward_fn.items():
+        if short_name(name) in weights:
+            raise RewardError(f"two rewards are called {short_name(name)!r}; give one factory another name")
+        weights[short_name(name)] = float(weight)
+    return weights
+
+
+def build_rewards(
+    reward_fn: Mapping[str, float],
+    reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Reward]:
+    """Build every reward of a configuration.
+
+    Args:
+        reward_fn: Reward name or ``package.module:factory`` → weight.
+        reward_fn_kwargs: Keyword arguments of the factories, by the same names.
+        device: For factories that take one.
+
+    Returns:
+        Short name → callable(images, items) returning (n,) float64, NaN = missing.
+
+    Raises:
+        RewardError: Unknown name or keyword (the nearest right one is named), or a factory that cannot be imported.
+    """
+    kwargs = dict(reward_fn_kwargs or {})
+    for name in kwargs:
+        if name not in reward_fn:
+            raise RewardError(
+                f"reward_fn_kwargs has {name!r}, which is not among the rewards ({', '.join(reward_fn)})"
+                + _nearest(name, reward_fn)
+            )
+    reward_weights(reward_fn)
+    return {
+        short_name(name): _Checked(short_name(name), _build(name, kwargs.get(name, {}), device)) for name in reward_fn
+    }
+
+
+def find_factory(name: str) -> Callable[..., Reward]:
+    """The factory called ``name`` (registered, or ``package.module:factory``).
+
+    Raises:
+        RewardError: There is none.
+    """
+    target = REWARDS.get(name, name)
+    if ":" not in target:
+        raise RewardError(
+            f"unknown reward {name!r}.{_nearest(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
+            "or give your own as package.module:factory"
+        )
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
+    if not hasattr(module, attribute):
+        raise RewardError(f"module {module_name} has no factory {attribute!r}.{_nearest(attribute, vars(module))}")
+    return getattr(module, attribute)
+
+
+def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> Reward:
+    factory = find_factory(name)
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for keyword in kwargs:
+        if keyword not in parameters and not takes_any:
+            raise RewardError(
+                f"reward {name!r} has no argument {keyword!r}.{_nearest(keyword, parameters)} "
+                f"It takes: {', '.join(parameters) or 'nothing'}"
+            )
+    given = dict(kwargs)
+    if "device" in parameters:
+        given.setdefault("device", device)
+    return factory(**given)
+
+
+def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class _Checked:
+    """A reward whose answers are checked: one score an image, no infinities."""
+
+    def __init__(self, name: str, function: Reward) -> None:
+        if not callable(function):
+            raise RewardError(f"the factory of reward {name!r} returned {type(function).__name__}, not a callable")
+        self.name, self.function = name, function
+
+    def check(self) -> None:
+        """Ask the reward whether it can work, if it knows how to tell."""
+        if hasattr(self.function, "check"):
+            self.function.check()
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        scores = np.asarray(self.function(images, items), dtype=np.float64)
+        if scores.shape != (len(images),):
+            raise RewardError(f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images")
+        if np.isinf(scores).any():
+            raise RewardError(f"reward {self.name!r} returned an infinite score; a missing score is NaN")
+        return scores

@@ -1,0 +1,1 @@
+"""From noise to latents: schedules, one stochastic step and its log-probability, and the rollout."""
