@@ -26,6 +26,12 @@ def criterion_question(criterion: str) -> str:
     return f"Do images meet the following criteria? {_sentence(criterion)} {_ANSWER}"
 
 
+def pair_question(reasons: bool = True) -> str:
+    """The question without a theme (ConsistencyRank's templates 3 and, without reasons, 2)."""
+    asked = "Do the two images maintain consistency in terms of style, logic and identity?"
+    return f"{asked} {_ANSWER}" if reasons else f'{asked} Answer only "Yes" or "No".'
+
+
 def criteria_questions(criteria: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
     """One question for each non-empty criterion of ``{dimension: {name: text}}``, by dimension.
 

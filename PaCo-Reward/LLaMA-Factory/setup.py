@@ -1,0 +1,24 @@
+"""Only what pyproject.toml cannot say: where the judge protocol (paco-judge) lies on this machine."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+JUDGE = Path(__file__).resolve().parent.parent / "judge"
+
+if not (JUDGE / "pyproject.toml").is_file():
+    raise SystemExit(f"paco-judge is not at {JUDGE}: install from a complete checkout of PaCo-Reward (judge/ included)")
+
+setup(
+    install_requires=[
+        f"paco-judge @ {JUDGE.as_uri()}",
+        # Every release that src/paco_reward/overlay.py was tested with; it refuses the others.
+        "llamafactory==0.9.5",
+        "numpy>=1.26",
+        "omegaconf>=2.3",
+        "peft>=0.18",
+        "pillow>=10",
+        "safetensors>=0.4",
+        "transformers>=5.2,<6",
+    ]
+)

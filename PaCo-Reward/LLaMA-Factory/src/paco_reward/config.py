@@ -1,0 +1,62 @@
+"""A training configuration: a YAML file and key=value arguments, merged as LLaMA-Factory merges them."""
+
+import difflib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from paco_reward.errors import PacoRewardError
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a configuration and apply key=value overrides.
+
+    Args:
+        path: a YAML file of LLaMA-Factory arguments.
+        overrides: "key=value" strings; values are read as YAML.
+
+    Raises:
+        PacoRewardError: no such file (lists the ones beside it), not YAML, an override that is not key=value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = Path(path)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path("config")
+        known = ", ".join(sorted(str(p) for p in folder.glob("*.yaml"))) or "none here"
+        raise PacoRewardError(f"configuration {path} does not exist; configurations: {known}")
+    wrong = [item for item in overrides if "=" not in item]
+    if wrong:
+        raise PacoRewardError(f"{wrong[0]!r} is not key=value; write for example learning_rate=1e-4")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides)))
+        config = OmegaConf.to_container(merged, resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise PacoRewardError(f"configuration {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise PacoRewardError(f"configuration {path} is not a list of key: value lines")
+    return config
+
+
+def check_keys(config: dict[str, Any], dataclasses: list[type]) -> None:
+    """Refuse a key that none of the argument dataclasses knows, naming the nearest one that exists."""
+    known = {item.name for cls in dataclasses for item in fields(cls) if item.init}
+    for key in config:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise PacoRewardError(f"unknown configuration key {key!r}{hint}")
+
+
+def check_combinations(config: dict[str, Any]) -> None:
+    """Refuse settings with which the first-token-weighted loss would be wrong."""
+    if config.get("first_token_weight") is None:
+        return
+    if config.get("train_on_prompt"):
+        raise PacoRewardError(
+            "first_token_weight needs train_on_prompt: false; with a trained prompt the answer's first token is unknown"
+        )
+    if config.get("average_tokens_across_devices") is False:
+        raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")

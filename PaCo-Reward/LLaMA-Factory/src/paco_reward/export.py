@@ -1,0 +1,87 @@
+"""`paco-reward export`: a base and its adapter become one model folder, loadable by transformers and by vLLM."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
+from PIL import Image
+
+from paco_reward.errors import PacoRewardError
+from paco_reward.preflight import check_model
+from paco_reward.scorer import JudgeScorer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
+
+
+def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False) -> Path:
+    """Merge an adapter into its base and save weights, processor and chat template.
+
+    The merge is computed in float32 and saved as `dtype` ("auto": as the base is stored).
+
+    Raises:
+        PacoRewardError: base or adapter missing, an output folder that is not empty without `force`.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from paco_reward.scorer import load_adapter
+
+    check_model(base)
+    output = Path(output)
+    if output.exists() and any(output.iterdir()) and not force:
+        raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
+    config = AutoConfig.from_pretrained(base)
+    saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    model = load_adapter(model, adapter).merge_and_unload().to(saved)
+    # Written beside the target and renamed, so that a broken export never looks like a whole one.
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    _copy_processor(base, partial)
+    shutil.rmtree(output, ignore_errors=True)
+    partial.rename(output)
+    return output
+
+
+def _copy_processor(base: str, output: Path) -> None:
+    """The base's tokenizer, image processor and chat template files, as they are."""
+    folder = Path(base)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(base, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"]))
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.name not in MODEL_FILES:
+            shutil.copyfile(file, output / file.name)
+
+
+def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pair]:
+    """Pairs of smooth random pictures, the second one more or less changed; for comparing two forms of one judge."""
+    generator = np.random.default_rng(seed)
+    pairs = []
+    for index in range(count):
+        first = generator.integers(0, 256, (4, 4, 3))
+        change = generator.integers(-255, 256, (4, 4, 3)) * (index / max(count - 1, 1))
+        images = [
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).resize((size, size), Image.Resampling.BICUBIC)
+            for pixels in (first, first + change)
+        ]
+        pairs.append(Pair(images[0], images[1], theme_question("a set of pictures")))
+    return pairs
+
+
+def largest_difference(before: JudgeScorer, after: JudgeScorer, pairs: Sequence[Pair]) -> float:
+    """The largest |difference| of P(Yes) between two judges on the same pairs.
+
+    Raises:
+        PacoRewardError: a pair has no score.
+    """
+    scores = [[verdict.p_yes for verdict in judge.score(pairs)] for judge in (before, after)]
+    if any(value is None for values in scores for value in values):
+        raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")
+    return float(np.abs(np.subtract(*scores)).max())

@@ -1,0 +1,68 @@
+"""`paco-reward train`: checks everything, then trains in this process or in several through torchrun."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from paco_reward import overlay
+from paco_reward.config import check_combinations, check_keys, load_config
+from paco_reward.preflight import check_training
+from paco_reward.worker import train
+
+
+def run(config_path: str | Path, overrides: list[str], environment: dict[str, str] | None = None) -> int:
+    """Check a training configuration and run it; returns the exit status.
+
+    Several processes are started through torchrun when there are several GPUs, several nodes or a DeepSpeed
+    configuration; the usual variables say how many and where: CUDA_VISIBLE_DEVICES, NPROC_PER_NODE, NNODES,
+    NODE_RANK, MASTER_ADDR, MASTER_PORT.
+
+    Raises:
+        PacoRewardError: a check failed; nothing was started.
+    """
+    environment = dict(os.environ) if environment is None else environment
+    config = load_config(config_path, overrides)
+    check_combinations(config)
+    overlay.check_version()
+    check_training(config, lambda line: print(line, flush=True))
+    overlay.install()
+    check_keys(config, overlay.train_arguments())
+    command = torchrun_command(config, config_path, overrides, environment)
+    if command is None:
+        train(config)
+        return 0
+    print(" ".join(command), flush=True)
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def torchrun_command(
+    config: dict[str, Any], config_path: str | Path, overrides: list[str], environment: dict[str, str]
+) -> list[str] | None:
+    """The torchrun command of this node, or None when one plain process is enough."""
+    nodes = int(environment.get("NNODES", "1"))
+    processes = int(environment.get("NPROC_PER_NODE") or _gpus())
+    if nodes == 1 and processes == 1 and not config.get("deepspeed"):
+        return None
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
+    command += [
+        f"--node_rank={environment.get('NODE_RANK', '0')}",
+        f"--master_addr={environment.get('MASTER_ADDR', '127.0.0.1')}",
+        # Several nodes must agree on the port; on one node a free one lets two trainings run side by side.
+        f"--master_port={environment.get('MASTER_PORT') or (29500 if nodes > 1 else _free_port())}",
+    ]
+    return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]
+
+
+def _gpus() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

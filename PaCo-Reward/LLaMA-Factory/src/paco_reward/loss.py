@@ -1,0 +1,109 @@
+"""First-token-weighted loss of the judge, a pure function of logits and labels.
+
+The judge answers Yes or No first and then gives its reasons; the score is read off the first token, so that
+token gets a weight of its own (PaCo-RL, arXiv 2512.04784; both ways to divide are in the project's method §3).
+
+Notation: B rows, L positions, V vocabulary. An *answer* is a maximal run of labelled positions in a row: one per
+row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have cross-entropies l_0 .. l_{n-1}.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORE_INDEX = -100
+SCHEMES = ("sequence", "released")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Where the answers of a batch are.
+
+    Attributes:
+        mask: (B, L-1) bool, True where position t predicts a labelled token t+1.
+        answer: (K,) int64, the answer each of the K labelled tokens belongs to, 0 .. A-1 in row-major order.
+        first: (K,) bool, True at the first token of an answer.
+        lengths: (A,) int64, tokens of each answer.
+    """
+
+    mask: Tensor
+    answer: Tensor
+    first: Tensor
+    lengths: Tensor
+
+
+def find_answers(labels: Tensor) -> Answers:
+    """Find the answers in labels (B, L) int64, -100 where there is nothing to learn.
+
+    Labels at position 0 are left out: nothing predicts them.
+    """
+    mask = labels[:, 1:] != IGNORE_INDEX
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    first = starts[mask]
+    answer = first.long().cumsum(0) - 1
+    return Answers(mask=mask, answer=answer, first=first, lengths=torch.bincount(answer))
+
+
+def count_answers(labels: Tensor) -> Tensor:
+    """Number of answers in labels (B, L) int64: a () int64 tensor."""
+    mask = labels[:, 1:] != IGNORE_INDEX
+    return mask[:, :1].sum() + (mask[:, 1:] & ~mask[:, :-1]).sum()
+
+
+def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> Tensor:
+    """Weight of each labelled token, (K,) float32.
+
+    sequence: weight for the first token of an answer and (1 - weight)/(n - 1) for the others; n = 1: 1 for the
+        only token. Each answer's weights sum to 1.
+    released: weight for the first and n(1 - weight)/(n - 1) for the others (the authors' trainer).
+
+    Raises:
+        ValueError: a weight outside [0, 1] or an unknown scheme.
+    """
+    if not 0.0 <= weight <= 1.0:
+        raise ValueError(f"first_token_weight must be between 0 and 1, not {weight}")
+    if scheme not in SCHEMES:
+        raise ValueError(f"first_token_scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
+    length = answers.lengths[answers.answer].to(torch.float32)
+    rest = (1.0 - weight) / (length - 1).clamp(min=1)
+    if scheme == "released":
+        return torch.where(answers.first, weight, rest * length)
+    return torch.where(answers.first, torch.where(length == 1, 1.0, weight), rest)
+
+
+def first_token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    weight: float,
+    scheme: str = "sequence",
+    num_items: Tensor | int | None = None,
+) -> Tensor:
+    """Loss of one micro-batch, a () float32 tensor.
+
+        sequence:  sum over answers of (weight * l_0 + (1 - weight) * mean(l_1 .. l_{n-1})) / num_items;  n = 1: l_0
+        released:  sum over tokens of (their weight * l) / labelled tokens of this micro-batch / num_items
+
+    Args:
+        logits: (B, L, V) float; position t predicts token t+1.
+        labels: (B, L) int64, -100 where there is nothing to learn. Padding on either side is allowed.
+        weight: share of the first token, in [0, 1].
+        scheme: "sequence" or "released".
+        num_items: what the result is divided by, so that the sum over all micro-batches of an optimizer step is
+            the loss of that step: the number of answers of the whole accumulated batch for "sequence", the number
+            of its micro-batches for "released". None: this micro-batch is the whole batch.
+
+    A micro-batch without any answer has loss 0 (with a gradient of 0, so that processes keep step).
+    """
+    answers = find_answers(labels)
+    picked = logits[:, :-1][answers.mask].float()  # only answer positions: a vocabulary of 152k is large
+    if picked.shape[0] == 0:
+        return logits.sum() * 0.0
+    losses = functional.cross_entropy(picked, labels[:, 1:][answers.mask], reduction="none")
+    total = (losses * token_weights(answers, weight, scheme)).sum()
+    if scheme == "released":
+        total = total / picked.shape[0]
+        return total if num_items is None else total / num_items
+    return total / (answers.lengths.shape[0] if num_items is None else num_items)

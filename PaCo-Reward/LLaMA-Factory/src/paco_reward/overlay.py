@@ -1,0 +1,223 @@
+"""Our changes to LLaMA-Factory, at two seams; the only file of this package that touches upstream internals.
+
+1. The finetuning arguments gain `first_token_weight` and `first_token_scheme`.
+2. The SFT trainer gets the first-token-weighted loss and the judge's metrics.
+
+`install()` runs in every training process (see `paco_reward.worker`). With `first_token_weight: null` the trainer
+computes LLaMA-Factory's own loss through LLaMA-Factory's own code.
+"""
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from transformers import PrinterCallback
+
+from paco_reward.errors import PacoRewardError
+from paco_reward.loss import SCHEMES, count_answers, find_answers, first_token_loss
+from paco_reward.metrics import JudgeMetrics
+
+TESTED_VERSIONS = ("0.9.5",)
+
+logger = logging.getLogger(__name__)
+
+
+def check_version() -> str:
+    """The installed LLaMA-Factory version, when it is one that this overlay was tested with.
+
+    Raises:
+        PacoRewardError: not installed, or another version; names the versions that work.
+    """
+    works = ", ".join(TESTED_VERSIONS)
+    remedy = f"pip install llamafactory=={TESTED_VERSIONS[-1]}"
+    try:
+        version = importlib.metadata.version("llamafactory")
+    except importlib.metadata.PackageNotFoundError:
+        raise PacoRewardError(f"LLaMA-Factory is not installed (versions that work: {works}): {remedy}") from None
+    if version not in TESTED_VERSIONS:
+        raise PacoRewardError(
+            f"LLaMA-Factory {version} was not tested with PaCo-Reward; versions that work: {works}: {remedy}"
+        )
+    return version
+
+
+def install() -> None:
+    """Put the overlay into LLaMA-Factory in this process; calling it again changes nothing.
+
+    Raises:
+        PacoRewardError: an untested LLaMA-Factory, or one whose seams are not where they were.
+    """
+    version = check_version()
+    from llamafactory.hparams import parser
+    from llamafactory.train.sft import workflow
+
+    if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
+        return
+    base = next((cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments"), None)
+    if base is None or not hasattr(workflow.CustomSeq2SeqTrainer, "_get_num_items_in_batch"):
+        raise PacoRewardError(
+            f"LLaMA-Factory {version} with transformers {importlib.metadata.version('transformers')} lacks the places "
+            "where PaCo-Reward enters; install the versions that its pyproject names"
+        )
+    arguments = _arguments_class(base)
+    for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
+        group[group.index(base)] = arguments
+    workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
+
+
+def train_arguments() -> list[type]:
+    """The dataclasses whose fields are the keys of a training configuration (after `install()`)."""
+    from llamafactory.hparams import parser
+
+    return list(parser._TRAIN_ARGS)
+
+
+def run_training(args: dict[str, Any], callbacks: list[Any] | None = None) -> None:
+    """LLaMA-Factory's training with the arguments of a configuration (after `install()`)."""
+    from llamafactory.train.tuner import run_exp
+
+    run_exp(args, callbacks)
+
+
+def _arguments_class(base: type) -> type:
+    """LLaMA-Factory's finetuning arguments plus ours."""
+
+    @dataclass
+    class FirstTokenArguments(base):
+        first_token_weight: float | None = field(
+            default=None,
+            metadata={"help": "Weight of the answer's first token in the loss, in [0, 1]; null: LLaMA-Factory's loss."},
+        )
+        first_token_scheme: Literal["sequence", "released"] = field(
+            default="sequence",
+            metadata={"help": "How the weighted loss is divided: per sequence, or as the authors' released trainer."},
+        )
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.first_token_weight is None:
+                return
+            if not 0.0 <= self.first_token_weight <= 1.0:
+                raise ValueError(f"first_token_weight must be between 0 and 1, not {self.first_token_weight}")
+            if self.first_token_scheme not in SCHEMES:
+                raise ValueError(f"first_token_scheme must be one of {SCHEMES}, not {self.first_token_scheme!r}")
+            if self.stage != "sft":
+                raise ValueError(f"first_token_weight needs stage: sft, not {self.stage}")
+            others = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
+            for name in others:
+                if getattr(self, name):
+                    raise ValueError(f"first_token_weight and {name} cannot both be set")
+
+    FirstTokenArguments.__name__ = FirstTokenArguments.__qualname__ = base.__name__
+    return FirstTokenArguments
+
+
+def option_ids(tokenizer: Any) -> tuple[int, int]:
+    """Token ids of Yes and No.
+
+    Raises:
+        PacoRewardError: the tokenizer splits one of them, so that a first-token score would not exist.
+    """
+    ids = []
+    for option in ("Yes", "No"):
+        tokens = tokenizer.encode(option, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise PacoRewardError(f"this tokenizer splits {option!r} into {len(tokens)} tokens; a judge needs one")
+        ids.append(tokens[0])
+    return ids[0], ids[1]
+
+
+def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
+    """What evaluation keeps of one batch, from the logits of its one pass.
+
+    Args:
+        logits: (B, L, V), or a tuple whose first element is that.
+        labels: (B, L) int64, -100 where there is nothing to learn.
+        yes_id, no_id: the options' token ids.
+
+    Returns:
+        (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first token, and the
+        label there (1 Yes, 0 No, NaN other). Rows without an answer are NaN. Of several answers in a row (packed
+        batches) the last three columns describe the first.
+    """
+    logits = logits[0] if isinstance(logits, (list, tuple)) else logits
+    answers = find_answers(labels)
+    has_answer = answers.mask.any(1)
+    position = answers.mask.long().argmax(1)
+    rows = torch.arange(labels.shape[0], device=labels.device)
+    target = labels[rows, position + 1]
+    first = logits[rows, position].float()
+    hits = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & answers.mask
+    judged = torch.where(target == yes_id, 1.0, torch.where(target == no_id, 0.0, torch.nan))
+    statistics = torch.stack(
+        [
+            hits.sum(1) / answers.mask.sum(1),
+            (first.argmax(-1) == target).float(),
+            torch.sigmoid(first[:, yes_id] - first[:, no_id]),
+            judged,
+        ],
+        dim=1,
+    )
+    return torch.where(has_answer[:, None], statistics, torch.nan)
+
+
+def _trainer_class(base: type, upstream_metric: type) -> type:
+    """LLaMA-Factory's SFT trainer with our loss (through the hook that its own dft loss uses) and metric."""
+
+    class FirstTokenTrainer(base):
+        paco_reward = True
+
+        def __init__(self, finetuning_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(kwargs.get("compute_metrics"), upstream_metric):
+                yes_id, no_id = option_ids(kwargs["tokenizer"])
+                kwargs["compute_metrics"] = JudgeMetrics()
+                kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
+            super().__init__(finetuning_args, processor, *args, **kwargs)
+            self.remove_callback(PrinterCallback)  # raw dictionaries; ProgressLines says it in one line
+            self.first_token_scheme = finetuning_args.first_token_scheme
+            if finetuning_args.first_token_weight is None:
+                return
+            self._check_weighted_loss()
+            self.compute_loss_func = partial(
+                _outputs_loss, weight=finetuning_args.first_token_weight, scheme=finetuning_args.first_token_scheme
+            )
+            logger.warning(
+                "first-token-weighted loss in process %d of %d: weight %g, scheme %s",
+                self.args.process_index + 1,
+                self.args.world_size,
+                finetuning_args.first_token_weight,
+                finetuning_args.first_token_scheme,
+            )
+
+        def _check_weighted_loss(self) -> None:
+            if self.args.label_smoothing_factor != 0:
+                raise PacoRewardError("first_token_weight and label_smoothing_factor cannot both be set")
+            if not self.args.average_tokens_across_devices:
+                raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")
+
+        def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+            """What the loss of one optimizer step is divided by, over its micro-batches and all processes.
+
+            The trainer hands this number to the loss of each micro-batch and multiplies the result by the number
+            of processes, whose gradients are averaged: so the sum over everything is divided by it once.
+            """
+            if self.compute_loss_func is None:
+                return super()._get_num_items_in_batch(batch_samples, device)
+            if self.first_token_scheme == "released":
+                count = torch.tensor(len(batch_samples), device=device)
+            else:
+                count = sum(count_answers(batch["labels"]) for batch in batch_samples).to(device)
+            # At least 1: a batch whose answers were all cut off has loss 0, not NaN.
+            return self.accelerator.gather(count).sum().clamp(min=1)
+
+    return FirstTokenTrainer
+
+
+def _outputs_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None, *, weight: float, scheme: str
+) -> torch.Tensor:
+    """`first_token_loss` in the shape of the trainer's compute_loss_func."""
+    return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)

@@ -1,0 +1,140 @@
+"""The judge in this process: P(Yes) of image pairs with transformers.
+
+    from paco_reward.scorer import JudgeScorer
+    judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
+    pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
+    print([verdict.p_yes for verdict in judge.score(pairs)])
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from paco_judge.client import Pair
+from paco_judge.grid import pairs as index_pairs
+from paco_judge.questions import build_messages, theme_question
+from paco_judge.verdict import Verdict, p_yes_from_logits
+from PIL import Image, UnidentifiedImageError
+
+from paco_reward.errors import PacoRewardError
+from paco_reward.overlay import option_ids
+from paco_reward.preflight import check_model
+
+
+def open_image(path: str | Path | Image.Image) -> Image.Image:
+    """An RGB image from a file (or the image itself, converted).
+
+    Raises:
+        PacoRewardError: missing or not an image; names the file.
+    """
+    if isinstance(path, Image.Image):
+        return path.convert("RGB")
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise PacoRewardError(f"image {path} does not exist") from None
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise PacoRewardError(f"image {path} cannot be read: {error}") from error
+
+
+class JudgeScorer:
+    """Scores pairs with a Qwen2.5-VL judge. A pair's score does not depend on what it is batched with."""
+
+    def __init__(self, model: torch.nn.Module, processor: Any, batch_size: int = 16) -> None:
+        """Take a loaded model (evaluation mode) and its processor; `batch_size` pairs go through at once."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        self.model, self.processor, self.batch_size = model.eval(), processor, batch_size
+        # Left padding puts every prompt's end, where the answer begins, at the last position.
+        self.processor.tokenizer.padding_side = "left"
+        self.yes_id, self.no_id = option_ids(processor.tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        adapter: str | Path | None = None,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: int = 16,
+    ) -> "JudgeScorer":
+        """Load a judge.
+
+        Args:
+            model: a folder or hub name of a Qwen2.5-VL model.
+            adapter: folder of a peft adapter to put on it.
+            device: default: the first GPU, else the CPU.
+            dtype: default: as stored on a GPU, float32 on a CPU.
+            batch_size: pairs per forward pass.
+
+        Raises:
+            PacoRewardError: model or adapter missing, or a model without a chat template.
+        """
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        check_model(str(model))
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("auto" if device.startswith("cuda") else torch.float32)
+        processor = AutoProcessor.from_pretrained(model)
+        if not getattr(processor, "chat_template", None):
+            raise PacoRewardError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
+        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype).to(device)
+        if adapter is not None:
+            loaded = load_adapter(loaded, adapter)
+        return cls(loaded, processor, batch_size)
+
+    def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
+        """All unordered pairs of the images with the theme question, in the order (0,1), (0,2), …"""
+        opened = [open_image(image) for image in images]
+        question = theme_question(theme)
+        return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
+
+    def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """P(Yes) in [0, 1] for each pair, in order; a pair whose numbers went wrong has an error instead."""
+        verdicts: list[Verdict] = []
+        for start in range(0, len(pairs), self.batch_size):
+            logits = self.first_token_logits(pairs[start : start + self.batch_size])
+            finite = np.isfinite(logits[:, [self.yes_id, self.no_id]]).all(1)
+            p_yes = p_yes_from_logits(np.nan_to_num(logits), self.yes_id, self.no_id)
+            verdicts += [
+                Verdict(float(value)) if good else Verdict(None, "the model's logits are not finite")
+                for value, good in zip(p_yes, finite)
+            ]
+        return verdicts
+
+    def prompt(self, question: str) -> str:
+        """The whole prompt text of a pair: chat template around image 1, image 2, question."""
+        message = build_messages("", "", question)[0]
+        content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
+        return self.processor.apply_chat_template(
+            [{"role": message["role"], "content": content}], tokenize=False, add_generation_prompt=True
+        )
+
+    def inputs(self, pairs: Sequence[Pair]) -> Any:
+        """The model's inputs for a batch of B pairs, padded on the left: input_ids (B, L), pixel_values, …"""
+        images = [open_image(image) for pair in pairs for image in (pair.image_a, pair.image_b)]
+        text = [self.prompt(pair.question) for pair in pairs]
+        return self.processor(text=text, images=images, padding=True, return_tensors="pt").to(self.model.device)
+
+    @torch.inference_mode()
+    def first_token_logits(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Logits of the first answer token, (B, V) float32."""
+        outputs = self.model(**self.inputs(pairs), logits_to_keep=1, use_cache=False)
+        return outputs.logits[:, -1].float().cpu().numpy()
+
+
+def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:
+    """Put a peft adapter folder on a loaded model.
+
+    Raises:
+        PacoRewardError: the folder does not hold an adapter.
+    """
+    from peft import PeftModel
+
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise PacoRewardError(f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`")
+    return PeftModel.from_pretrained(model, str(adapter))

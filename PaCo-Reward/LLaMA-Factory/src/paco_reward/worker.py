@@ -1,0 +1,37 @@
+"""One training process: puts the overlay into LLaMA-Factory and trains. Run by `paco-reward train`, or by hand:
+
+torchrun --nproc_per_node 2 -m paco_reward.worker CONFIG [key=value …]
+"""
+
+import logging
+import sys
+
+from paco_reward.config import check_combinations, load_config
+from paco_reward.errors import PacoRewardError
+
+
+def train(config: dict) -> None:
+    """Train with a configuration in this process."""
+    from paco_reward import overlay
+    from paco_reward.progress import ProgressLines
+
+    check_combinations(config)
+    overlay.install()
+    overlay.run_training(config, [ProgressLines()])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of each torchrun process."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("paco_reward").setLevel(logging.INFO)
+    try:
+        train(load_config(arguments[0], arguments[1:]))
+    except PacoRewardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
