@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paco_judge.grid import PromptLayoutError, pairs, parse_layout, split_image, split_prompt
 from PIL import Image
+
+from paco_judge.grid import PromptLayoutError, pairs, parse_layout, split_image, split_prompt
 
 REPO = Path(__file__).resolve().parents[3]
 SAMPLE = REPO.parent / "shared" / "data" / "t2is_sample.jsonl"

@@ -1,4 +1,5 @@
 import pytest
+
 from paco_judge import questions
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paco_judge import verdict
 from paco_judge.verdict import Verdict, p_yes_from_logits, p_yes_from_top_logprobs
 

@@ -1,0 +1,192 @@
+"""One event loop thread, one connection pool and one cache for all judge clients of a process."""
+
+import asyncio
+import atexit
+import logging
+import os
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Coroutine
+from concurrent.futures import Future
+
+import httpx
+
+logger = logging.getLogger(__name__)
+
+CACHE_ENTRIES = 200_000
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+
+
+class Refused(Exception):
+    """The server answered with an HTTP error; ``status`` is its code."""
+
+    def __init__(self, status: int, reason: str, retry_after_s: float = 0.0):
+        super().__init__(f"HTTP {status}: {reason}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    @property
+    def passing(self) -> bool:
+        """Whether asking again later can help."""
+        return self.status == 429 or self.status >= 500
+
+
+class Unreachable(Exception):
+    """The connection failed, or the deadline passed without an answer."""
+
+
+class Cache:
+    """The most recently used scores, at most ``entries``. Used on one thread."""
+
+    def __init__(self, entries: int = CACHE_ENTRIES):
+        self._entries = entries
+        self._scores: OrderedDict[tuple, float] = OrderedDict()
+
+    def get(self, key: tuple) -> float | None:
+        score = self._scores.get(key)
+        if score is not None:
+            self._scores.move_to_end(key)
+        return score
+
+    def put(self, key: tuple, score: float) -> None:
+        self._scores[key] = score
+        if len(self._scores) > self._entries:
+            self._scores.popitem(last=False)
+
+    def clear(self) -> None:
+        self._scores.clear()
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+
+class Runtime:
+    """An event loop in a daemon thread, with a keep-alive connection pool and the cache."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self.cache = Cache()
+        self.under_way: dict[tuple, asyncio.Future] = {}
+        self._pid = os.getpid()
+        # trust_env=False: proxies of the environment are not meant for a judge on this or a neighbouring machine.
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=512, keepalive_expiry=60.0),
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            trust_env=False,
+        )
+        self._thread = threading.Thread(target=self._run, name="paco-judge", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        """False in a forked child: threads do not survive a fork."""
+        return self._pid == os.getpid() and self._thread.is_alive()
+
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def submit(self, coroutine: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self) -> None:
+        """End the pool and the thread; requests under way are abandoned."""
+        if self.alive():
+            self.submit(self._shut_down())
+            self._thread.join(timeout=5.0)
+
+    async def get(self, url: str, headers: dict[str, str], timeout_s: float) -> bytes:
+        """One attempt. Raises Refused or Unreachable."""
+        return await self._attempt("GET", url, headers, None, self.loop.time() + timeout_s)
+
+    async def post(self, url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
+        """Ask until there is an answer, an error that asking again cannot help, or the deadline (loop time).
+
+        Asks again after 429, 5xx and connection errors only, with jittered, doubling pauses; a server's Retry-After
+        is respected. Raises Refused or Unreachable.
+        """
+        pause, attempts = _FIRST_BACKOFF_S, 0
+        while True:
+            attempts += 1
+            try:
+                return await self._attempt("POST", url, headers, body, deadline)
+            except (Refused, Unreachable) as error:
+                if isinstance(error, Refused) and not error.passing:
+                    raise
+                wait = max(pause * random.uniform(0.5, 1.5), getattr(error, "retry_after_s", 0.0))
+                if self.loop.time() + wait >= deadline:
+                    raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {error}") from error
+                logger.debug("attempt %d failed (%s), again in %.1f s", attempts, error, wait)
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, _MAX_BACKOFF_S)
+
+    async def _attempt(self, method: str, url: str, headers: dict, body: bytes | None, deadline: float) -> bytes:
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await self._http.request(method, url, headers=headers, content=body)
+        except TimeoutError as error:
+            raise Unreachable("no answer before the deadline") from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise Unreachable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        if response.status_code != 200:
+            raise Refused(response.status_code, _reason(response), _retry_after(response))
+        return response.content
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def _shut_down(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.aclose()
+        self.loop.stop()
+
+
+_lock = threading.Lock()
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime:
+    """The runtime of this process; started on first use (again after a fork)."""
+    global _runtime
+    current = _runtime
+    if current is not None and current.alive():
+        return current
+    with _lock:
+        if _runtime is None or not _runtime.alive():
+            _runtime = Runtime()
+            atexit.register(_runtime.close)
+        return _runtime
+
+
+def _forget_lock() -> None:
+    """A lock that another thread held during the fork would stay locked in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own message (OpenAI's error format, or the start of the body)."""
+    try:
+        error = response.json()
+        error = error.get("error", error)
+        message = error.get("message") if isinstance(error, dict) else error
+        if message:
+            return str(message)[:500]
+    except (ValueError, AttributeError):
+        pass  # not JSON, or not an object: the text is the best there is
+    return response.text[:200].strip() or response.reason_phrase
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return max(0.0, float(response.headers.get("retry-after", 0.0)))
+    except ValueError:
+        return 0.0  # an HTTP date: our own pause is used

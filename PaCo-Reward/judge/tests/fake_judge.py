@@ -1,0 +1,96 @@
+"""A judge of a few lines on loopback, whose answers and faults a test decides."""
+
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def answer(p_yes: float) -> dict:
+    top = [
+        {"token": "Yes", "logprob": math.log(p_yes), "bytes": None},
+        {"token": "No", "logprob": math.log1p(-p_yes), "bytes": None},
+    ]
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Yes"}, "finish_reason": "length"}
+    return {"choices": [choice | {"logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]}
+
+
+class FakeJudge:
+    """``respond(number, request) -> (status, body bytes or dict, headers)``; None closes the connection unanswered."""
+
+    def __init__(
+        self, respond: Callable | None = None, models=("Paco-Reward-7B",), delay_s: float = 0.0, port: int = 0
+    ):
+        self.respond = respond or (lambda number, request: (200, answer(0.75), {}))
+        self.models, self.delay_s = list(models), delay_s
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.model_requests = self.in_flight = self.max_in_flight = 0
+        self.connections = set()
+        self._sockets = []
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in self._sockets:  # as when the process ends: kept-alive connections end too
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _handler(judge):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def setup(self):
+                judge._sockets.append(self.request)
+                super().setup()
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                judge.model_requests += 1
+                self.reply(200, {"data": [{"id": name} for name in judge.models]}, {})
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with judge._lock:
+                    judge.requests.append(request)
+                    judge.headers.append(dict(self.headers))
+                    judge.connections.add(self.client_address)
+                    number = len(judge.requests)
+                    judge.in_flight += 1
+                    judge.max_in_flight = max(judge.max_in_flight, judge.in_flight)
+                time.sleep(judge.delay_s)
+                result = judge.respond(number, request)
+                with judge._lock:
+                    judge.in_flight -= 1
+                if result is None:
+                    self.close_connection = True
+                else:
+                    self.reply(*result)
+
+            def reply(self, status, body, headers):
+                body = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                for name, value in ({"content-length": str(len(body))} | headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+        return Handler
