@@ -30,7 +30,8 @@ def picture(seed: int, size: int = 16) -> Image.Image:
 
 
 def client(judge: FakeJudge, **settings) -> JudgeClient:
-    return JudgeClient(judge.url, **({"model": judge.models[0], "deadline_s": 20.0} | settings))
+    settings.setdefault("model", judge.models[0] if judge.models else None)
+    return JudgeClient(judge.url, **({"deadline_s": 20.0} | settings))
 
 
 def free_port() -> int:
