@@ -1,0 +1,197 @@
+"""How packages get into an environment: uv, found or bootstrapped, and plain words when that fails. Standard library only."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+OLDEST_UV = (0, 8)
+PROBE_SECONDS = 12
+
+
+class SetupError(RuntimeError):
+    """Something the user can put right; its text is the whole message."""
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+def run(command: list, **options) -> subprocess.CompletedProcess:
+    """`subprocess.run` whose caller looks at the exit status."""
+    return subprocess.run([str(x) for x in command], check=False, **options)
+
+
+def python_tag(version: tuple[int, int] = sys.version_info[:2]) -> str:
+    return f"py{version[0]}{version[1]}"
+
+
+def pins(kind: str, tag: str | None = None) -> Path:
+    """The constraint file of an environment: `train` or `vllm`, for this Python."""
+    tag = tag or python_tag()
+    path = REPO / "constraints" / (f"{tag}.txt" if kind == "train" else f"{kind}-{tag}.txt")
+    if not path.is_file():
+        raise SetupError(f"{path.relative_to(REPO)} is missing: there are pins for Python 3.11 and 3.12 only.")
+    return path
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """`{normalised name: version}` of a constraint file."""
+    found = {}
+    for line in path.read_text().splitlines():
+        name, sep, version = line.split("#")[0].strip().partition("==")
+        if sep:
+            found[re.sub(r"[-_.]+", "-", name.split("[")[0]).lower()] = version.split(";")[0].strip()
+    return found
+
+
+def has_gpu() -> bool:
+    """True where NVIDIA's driver answers."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    try:
+        return run(["nvidia-smi", "-L"], capture_output=True, timeout=30).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def registry_settings() -> dict[str, str]:
+    """The environment for uv: a mirror or certificate that is set up for pip is meant for uv as well."""
+    env = dict(os.environ, VIRTUAL_ENV="")
+    env.pop("VIRTUAL_ENV")
+    for ours, theirs in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_CERT", "SSL_CERT_FILE")):
+        if env.get(ours) and not env.get(theirs):
+            env[theirs] = env[ours]
+    env.setdefault("UV_HTTP_TIMEOUT", "180")
+    env.setdefault("UV_NO_PROGRESS", "0" if sys.stderr.isatty() else "1")
+    return env
+
+
+def usable_uv(path: str | None) -> bool:
+    if not path:
+        return False
+    try:
+        answer = run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except OSError:
+        return False
+    version = re.search(r"(\d+)\.(\d+)", answer.stdout)
+    return answer.returncode == 0 and bool(version) and tuple(map(int, version.groups())) >= OLDEST_UV
+
+
+def make_venv(env: Path) -> str:
+    """Create `env` from the running Python's base and return a uv to fill it with.
+
+    Debian's Python may lack ensurepip (package python3-venv) and refuses installs outside a virtual environment
+    (PEP 668): then the environment is made without pip, and the system's pip installs uv *into* it.
+    """
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    uv = next((c for c in (shutil.which("uv"), str(env / "bin/uv"), str(REPO / ".venv/bin/uv")) if usable_uv(c)), None)
+    alive = (env / "bin/python").exists() and python_of(env) == sys.version_info[:2]
+    if alive and uv:
+        return uv
+    if not alive:
+        if Path(uv or "").is_relative_to(env):  # about to be removed with the environment
+            uv = None
+        shutil.rmtree(env, ignore_errors=True)
+    if uv:
+        run_quiet([uv, "venv", "--quiet", "--python", base, str(env)], "creating the virtual environment")
+        return uv
+    bootstrap(base, env, alive)
+    return str(env / "bin/uv")
+
+
+def python_of(env: Path) -> tuple[int, int] | None:
+    """Major and minor version of an environment's interpreter; None if it does not run."""
+    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+    try:
+        answer = run([env / "bin/python", "-c", code], capture_output=True, text=True, timeout=60)
+        return tuple(map(int, answer.stdout.split())) or None  # type: ignore[return-value]
+    except (OSError, ValueError):
+        return None
+
+
+def bootstrap(base: str, env: Path, alive: bool = False) -> None:
+    """Make `env` with the standard library's venv and put the pinned uv into it."""
+    wanted = f"uv=={read_pins(pins('train'))['uv']}"
+    python = str(env / "bin/python")
+    quiet = ["install", "--quiet", "--disable-pip-version-check", wanted]
+    if not alive and run([base, "-m", "venv", str(env)], capture_output=True).returncode != 0:
+        shutil.rmtree(env, ignore_errors=True)
+        run_quiet([base, "-m", "venv", "--without-pip", str(env)], "creating the virtual environment")
+    if run([python, "-c", "import pip"], capture_output=True).returncode == 0:
+        run_quiet([python, "-m", "pip", *quiet], "installing uv")
+    elif run([base, "-c", "import pip"], capture_output=True).returncode == 0:
+        run_quiet([base, "-m", "pip", "--python", python, *quiet], "installing uv")
+    else:
+        raise SetupError(
+            f"{base} has neither ensurepip nor pip, so nothing can be installed with it.\n"
+            "       Debian, Ubuntu: apt-get install python3-venv. Elsewhere: install uv, or name another PYTHON."
+        )
+
+
+def run_quiet(command: list[str], what: str) -> None:
+    done = run(command, capture_output=True, text=True, env=registry_settings())
+    if done.returncode != 0:
+        raise SetupError(explain(what, done.stdout + done.stderr))
+
+
+def explain(what: str, output: str) -> str:
+    """One message for a failed installation: what went wrong and what to do, with the tool's last lines."""
+    tail = "\n".join("       | " + line for line in output.strip().splitlines()[-6:])
+    if re.search(r"No space left|os error 28|Disk quota", output):
+        remedy = "The disk is full: free some space (the environment takes about 6 GB) and run setup.sh again."
+    elif re.search(r"(?i)dns error|error sending request|connection (refused|reset|error)|NewConnectionError|"
+                   r"timed? ?out|from versions: none|Could not connect|name resolution|Network is unreachable|offline", output):
+        remedy = ("The package registry could not be reached. Check the network; behind a proxy set HTTPS_PROXY, "
+                  "with a mirror of your own set UV_DEFAULT_INDEX. What was downloaded is kept.")
+    elif re.search(r"(?i)no solution found|unsatisfiable|No matching distribution|not found in the package registry",
+                   output):
+        remedy = ("The registry does not have a pinned version for this Python and platform "
+                  f"({platform.python_version()}, {platform.machine()}).")
+    else:
+        remedy = "The installer's own words:"
+    return f"{what} failed. {remedy}\n{tail}"
+
+
+def install(uv: str, env: Path, arguments: list[str], what: str) -> None:
+    """Run `uv pip install`; uv draws its own progress on a terminal, elsewhere a line every 20 s says it is alive."""
+    command = [uv, "pip", "install", "--python", str(env / "bin/python"), *arguments]
+    start = time.monotonic()
+    if sys.stderr.isatty() and run(command, cwd=REPO, env=registry_settings()).returncode == 0:
+        return
+    # Not a terminal; or it failed there: the second try also keeps what uv says, to explain it.
+    with subprocess.Popen(command, cwd=REPO, env=registry_settings(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while True:
+            try:
+                output = process.communicate(timeout=20)[0]
+                break
+            except subprocess.TimeoutExpired:
+                say(f"  {what}: still at it ({time.monotonic() - start:.0f} s)")
+    if process.returncode != 0:
+        raise SetupError(explain(what, output))
+
+
+def torch_backend(uv: str, env: Path) -> list[str]:
+    """`--torch-backend` arguments. CPU builds are a quarter of the size, but not every network reaches them."""
+    chosen = os.environ.get("PACO_TORCH_BACKEND", "")
+    if chosen:
+        return [] if chosen == "default" else ["--torch-backend", chosen]
+    if has_gpu():
+        return []
+    torch = f"torch=={read_pins(pins('train'))['torch']}"
+    probe = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", str(env / "bin/python"),
+             "--torch-backend", "cpu", torch]
+    settings = dict(registry_settings(), UV_HTTP_TIMEOUT="6", UV_HTTP_RETRIES="0")
+    try:
+        reached = run(probe, capture_output=True, env=settings, timeout=PROBE_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        reached = False
+    return ["--torch-backend", "cpu"] if reached else []
+
+

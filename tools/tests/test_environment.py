@@ -1,0 +1,197 @@
+"""setup.sh: which Python, what it says when something is missing, and pins that name no host."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def load(name: str):
+    """tools/ is no package (it runs before anything is installed): load its files as they are."""
+    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+installer = load("installer")
+environment = load("environment")
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """An empty clone: only what setup.sh itself needs."""
+    for name in ("setup.sh", "tools/environment.py", "tools/installer.py", environment.REQUIREMENTS):
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((REPO / name).read_text())
+    for pins in (REPO / "constraints").glob("*.txt"):
+        (tmp_path / "constraints" / pins.name).write_text(pins.read_text())
+    for folder in environment.EDITABLE:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "pyproject.toml").write_text("[project]\nname='x'\nversion='0'\n")
+    monkeypatch.setattr(installer, "REPO", tmp_path)
+    monkeypatch.setattr(environment, "REPO", tmp_path)
+    return tmp_path
+
+
+def setup(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    variables = {**os.environ, "PYTHON": sys.executable, **env}
+    return subprocess.run(["bash", clone / "setup.sh", *arguments], env=variables, check=False,
+                          capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+
+
+def fake_python(folder: Path, version: str) -> Path:
+    path = folder / "fakepython"
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return path
+
+
+# ---------------------------------------------------------------- the shell part
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.13"])
+def test_other_pythons_are_refused_by_version(clone, version):
+    done = setup(clone, PYTHON=str(fake_python(clone, version)))
+    assert done.returncode == 1
+    assert "3.11 or 3.12" in done.stderr and version in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_a_python_that_is_not_there(clone):
+    done = setup(clone, PYTHON="/nowhere/python3")
+    assert done.returncode == 1 and "found: none" in done.stderr
+
+
+def test_check_changes_nothing_and_names_what_is_missing(clone):
+    before = sorted(clone.rglob("*"))
+    done = setup(clone, "--check", PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 1
+    assert "missing  .venv: bash setup.sh" in done.stdout and "missing  .venv-vllm: bash setup.sh --vllm" in done.stdout
+    assert sorted(clone.rglob("*")) == before
+
+
+def test_an_incomplete_clone_is_named(clone):
+    (clone / "PaCo-GRPO/pyproject.toml").unlink()
+    done = setup(clone)
+    assert done.returncode == 1 and "incomplete: PaCo-GRPO" in done.stderr
+
+
+def test_unreachable_registry_is_one_clear_message(clone):
+    """A registry nobody listens at: the message names the network and the remedies."""
+    dead = "http://127.0.0.1:9/simple"
+    done = setup(clone, UV_DEFAULT_INDEX=dead, PIP_INDEX_URL=dead, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_RETRIES="0",
+                 PIP_CONFIG_FILE=os.devnull, UV_HTTP_RETRIES="0", UV_OFFLINE="0", UV_CACHE_DIR=str(clone / "cache"))
+    assert done.returncode == 1
+    assert "registry could not be reached" in done.stderr and "UV_DEFAULT_INDEX" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- the Python part
+
+
+def test_stamp_follows_pins_and_packages(clone, monkeypatch):
+    env = clone / ".venv"
+    (env / "bin").mkdir(parents=True)
+    (env / "bin/python").symlink_to(sys.executable)
+    assert not environment.is_current(env, "train")
+    environment.finish(env, "train", "test", 0.0)
+    assert environment.is_current(env, "train")
+    key = environment.key_of("train")
+    for name in ("PaCo-GRPO/pyproject.toml", f"constraints/{installer.python_tag()}.txt"):
+        with open(clone / name, "a") as file:
+            file.write("# changed\n")
+        assert environment.key_of("train") != key
+        key = environment.key_of("train")
+    monkeypatch.setenv("PACO_TORCH_BACKEND", "cu128")
+    assert environment.key_of("train") != key
+    (env / environment.STAMP).write_text("not json")
+    assert not environment.is_current(env, "train")
+
+
+def test_too_little_disk_is_refused_before_anything_is_made(clone, monkeypatch):
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: type("U", (), {"free": int(1e9)})())
+    with pytest.raises(installer.SetupError, match=r"0\.9 GB free .* 3\.5 GB needed"):
+        environment.make_training(clone / ".venv")
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize(("output", "remedy"), [
+    ("error: No space left on device (os error 28)", "disk is full"),
+    ("error sending request for url\n dns error", "registry could not be reached"),
+    ("error: operation timed out", "registry could not be reached"),
+    ("x No solution found when resolving dependencies", "does not have a pinned version"),
+    ("error: something else", "installer's own words"),
+])
+def test_failures_are_explained(output, remedy):
+    text = installer.explain("installing", output)
+    assert remedy in text and output.splitlines()[-1] in text
+
+
+def test_pip_without_ensurepip_installs_uv_into_the_environment(clone, monkeypatch):
+    """Debian without python3-venv: `venv` fails, `venv --without-pip` works, the system's pip has to help."""
+    calls = []
+
+    def run(command, **_):
+        calls.append([str(x) for x in command])
+        without_ensurepip = calls[-1][1:3] == ["-m", "venv"] and "--without-pip" not in calls[-1]
+        no_pip_inside = calls[-1][0].startswith(str(clone)) and "import pip" in calls[-1]
+        return subprocess.CompletedProcess(command, int(without_ensurepip or no_pip_inside), "", "")
+
+    monkeypatch.setattr(installer, "run", run)
+    installer.bootstrap("/usr/bin/python3", clone / ".venv")
+    python = str(clone / ".venv/bin/python")
+    assert calls[-1][:6] == ["/usr/bin/python3", "-m", "pip", "--python", python, "install"]
+    assert calls[-1][-1].startswith("uv==")
+
+
+def test_neither_ensurepip_nor_pip_names_the_package(clone, monkeypatch):
+    fails = lambda command, **_: subprocess.CompletedProcess(command, int("--without-pip" not in command), "", "")
+    monkeypatch.setattr(installer, "run", fails)
+    with pytest.raises(installer.SetupError, match="apt-get install python3-venv"):
+        installer.bootstrap("/usr/bin/python3", clone / ".venv")
+
+
+def test_cpu_builds_only_where_they_are_reached(monkeypatch, tmp_path):
+    answer = 0
+    monkeypatch.delenv("PACO_TORCH_BACKEND", raising=False)
+    monkeypatch.setattr(installer, "has_gpu", lambda: False)
+    monkeypatch.setattr(installer, "run", lambda c, **_: subprocess.CompletedProcess(c, answer, "", ""))
+    assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cpu"]
+    answer = 1
+    assert installer.torch_backend("uv", tmp_path) == []
+    monkeypatch.setenv("PACO_TORCH_BACKEND", "cu128")
+    assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cu128"]
+    monkeypatch.setenv("PACO_TORCH_BACKEND", "default")
+    assert installer.torch_backend("uv", tmp_path) == []
+
+
+# ---------------------------------------------------------------- the pins
+
+
+@pytest.mark.parametrize("name", ["py311.txt", "py312.txt", "vllm-py311.txt", "vllm-py312.txt"])
+def test_pins_are_names_and_versions_only(name):
+    lines = (REPO / "constraints" / name).read_text().splitlines()
+    assert len(lines) > 100
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", line)] == []
+
+
+def test_direct_requirements_are_pinned_for_both_pythons():
+    wanted = {re.split(r"[=<>\[ ]", line)[0].replace("_", "-").lower()
+              for line in (REPO / environment.REQUIREMENTS).read_text().splitlines() if line and line[0] != "#"}
+    for tag in ("py311", "py312"):
+        assert wanted <= set(installer.read_pins(installer.pins("train", tag)))
+
+
+def test_this_environment_agrees_with_the_pins():
+    """The tests run on what setup.sh installs, not on something newer that happens to be there."""
+    if not Path(sys.executable).is_relative_to(REPO):
+        return  # a developer's own environment
+    pinned, have = installer.read_pins(installer.pins("train")), environment.installed_versions(REPO / ".venv")
+    assert {n: v for n, v in have.items() if n in pinned and v.split("+")[0] != pinned[n]} == {}
