@@ -108,7 +108,7 @@ class FluxPolicy(Policy):
     ) -> Self:
         """Load with ``FluxPipeline.from_pretrained``; see :meth:`Policy.from_pretrained`."""
         try:
-            pipeline = FluxPipeline.from_pretrained(path, torch_dtype=dtype)
+            pipeline = FluxPipeline.from_pretrained(path, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
             raise PolicyLoadError(
                 f"cannot load the FLUX pipeline at {path}: {type(error).__name__}: {error}. "

@@ -79,7 +79,7 @@ def pipeline_class_name(model_path: str | Path) -> str:
         index = _download_index(str(model_path))
     try:
         return json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise PolicyLoadError(
             f"{index} is not a readable diffusers pipeline index ({type(error).__name__}: {error}). Download it again."
         ) from error
