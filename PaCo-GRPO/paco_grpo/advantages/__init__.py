@@ -1,0 +1,6 @@
+"""From rewards to group-relative advantages."""
+
+from paco_grpo.advantages.aggregation import get_aggregate_fn
+from paco_grpo.advantages.groups import AdvantageResult, compute_advantages
+
+__all__ = ["AdvantageResult", "compute_advantages", "get_aggregate_fn"]

@@ -1,0 +1,147 @@
+"""Group-relative advantages (method §5): samples are grouped by prompt *item*, never by text.
+
+A sample with a missing reward is left out of its group; it is never given a made-up score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum_aggregate_fn
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Advantages of n samples."""
+
+    advantages: np.ndarray  # (n,) float64; 0 where not kept
+    kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
+    stats: dict[str, float]  # for the log, see compute_advantages
+
+
+def compute_advantages(
+    rewards: Mapping[str, np.ndarray],
+    item_ids: Sequence[int] | np.ndarray,
+    prompts: Sequence[str],
+    *,
+    reward_weights: Mapping[str, float],
+    aggregate_fn: AggregateFn | None = None,
+    global_std: bool = False,
+    per_prompt: bool = True,
+    rank: bool = False,
+) -> AdvantageResult:
+    """Advantages of all n samples of an epoch (gathered over processes), float64.
+
+    Args:
+        rewards: Name → (n,), NaN = missing. A sample that lacks one of them is left out.
+        item_ids: (n,), the groups.
+        prompts: (n,) texts, from which the keys that ``aggregate_fn`` sees are made.
+        reward_weights: Weight by name for the default weighted sum; a reward may not lack one.
+        aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
+        global_std: Divide by the std over everything instead of over the group.
+        per_prompt: False = one group of everything. So it is with one image per prompt.
+        rank: Replace each reward by its normalised rank within the group first (rank-grpo): 0 worst, 1 best, ties
+            averaged.
+
+    Returns:
+        Result with stats ``group_size_mean``, ``zero_std_share`` (groups whose aggregate does not vary),
+        ``missing_share``, ``dropped_share`` (also counts those left in groups of one), ``mean_abs`` and whatever
+        ``aggregate_fn.stats`` holds.
+
+    Raises:
+        ValueError: Lengths differ, no reward, an infinite reward, or ``aggregate_fn`` returns other keys or lengths.
+    """
+    item_ids = np.asarray(item_ids)
+    values = _checked(rewards, item_ids, prompts)
+    missing = np.isnan(np.stack(list(values.values()))).any(axis=0)
+    kept, groups = _groups(item_ids, missing, per_prompt)
+    advantages = np.zeros(len(item_ids))
+    stats = {
+        "missing_share": float(missing.mean()),
+        "dropped_share": float(1 - kept.mean()),
+        "group_size_mean": float(np.mean([len(members) for members in groups])) if groups else 0.0,
+        "zero_std_share": 0.0,
+        "mean_abs": 0.0,
+    }
+    if not groups:
+        return AdvantageResult(advantages, kept, stats)
+    keys = _keys(groups, item_ids, prompts)
+    grouped = {
+        name: {key: _ranks(v[members]) if rank else v[members] for key, members in zip(keys, groups, strict=True)}
+        for name, v in values.items()
+    }
+    function = aggregate_fn or weighted_sum_aggregate_fn(reward_weights)
+    totals = _called(function, grouped)
+    is_advantage = getattr(function, "returns_advantages", False)
+    std = float(np.concatenate(list(totals.values())).std()) if global_std else None
+    for key, members in zip(keys, groups, strict=True):
+        advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
+    # np.ptp, because the std of equal numbers can be a rounding error above 0
+    stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))
+    stats["mean_abs"] = float(np.abs(advantages[kept]).mean())
+    stats |= {name: float(value) for name, value in getattr(function, "stats", {}).items()}
+    return AdvantageResult(advantages, kept, stats)
+
+
+def _checked(rewards: Mapping[str, np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:
+    if not rewards:
+        raise ValueError("compute_advantages needs at least one reward: set config.train.reward_fn")
+    values = {name: np.asarray(array, np.float64) for name, array in rewards.items()}
+    lengths = {"item_ids": len(item_ids), "prompts": len(prompts)} | {name: len(v) for name, v in values.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"rewards, item_ids and prompts must have one entry a sample, but have lengths {lengths}")
+    for name, array in values.items():
+        if np.isinf(array).any():
+            raise ValueError(f"reward {name!r} is infinite for {int(np.isinf(array).sum())} samples: mend the reward")
+    return values
+
+
+def _groups(item_ids: np.ndarray, missing: np.ndarray, per_prompt: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Who is kept, and the positions of each group's kept members (groups by first appearance)."""
+    _, first, counts = np.unique(item_ids, return_index=True, return_counts=True)
+    if not per_prompt or (counts == 1).all():
+        labels = [np.arange(len(item_ids))]
+    else:
+        labels = [np.flatnonzero(item_ids == item_ids[position]) for position in np.sort(first)]
+    groups = [members[~missing[members]] for members in labels]
+    groups = [members for members in groups if len(members) >= 2]
+    kept = np.zeros(len(item_ids), dtype=bool)
+    for members in groups:
+        kept[members] = True
+    return kept, groups
+
+
+def _keys(groups: list[np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> list[str]:
+    """The prompt text of each group; where two items share it, text plus item id; 'all' for one group of everything."""
+    if len(groups) == 1 and len(set(item_ids[groups[0]].tolist())) > 1:
+        return ["all"]
+    texts = [prompts[members[0]] for members in groups]
+    return [
+        text if texts.count(text) == 1 else f"{text} [item {item_ids[members[0]]}]"
+        for text, members in zip(texts, groups, strict=True)
+    ]
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks scaled to [0, 1], ties averaged: (values below + half of the other equals) / (n − 1)."""
+    below = (values[None, :] < values[:, None]).sum(axis=1)
+    equal = (values[None, :] == values[:, None]).sum(axis=1) - 1
+    return (below + 0.5 * equal) / (len(values) - 1)
+
+
+def _called(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    name = getattr(function, "__name__", type(function).__name__)
+    expected = {key: len(values) for key, values in next(iter(grouped.values())).items()}
+    result = {key: np.asarray(values, np.float64) for key, values in function(**grouped).items()}
+    got = {key: values.shape for key, values in result.items()}
+    if got != {key: (length,) for key, length in expected.items()}:
+        raise ValueError(
+            f"aggregate_fn {name} must return one array of the group's size for every prompt key: "
+            f"expected {expected}, got {got}"
+        )
+    if not all(np.isfinite(values).all() for values in result.values()):
+        raise ValueError(f"aggregate_fn {name} returned a value that is not finite")
+    return result

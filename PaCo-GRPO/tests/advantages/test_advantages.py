@@ -1,0 +1,246 @@
+"""Advantages and aggregations against plain loops in NumPy, over random groups (method §5)."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paco_grpo.advantages.aggregation import (
+    geometric_mean_aggregate_fn,
+    get_aggregate_fn,
+    harmonic_mean_aggregate_fn,
+    log_tame_aggregate_fn,
+    weighted_advantage_sum_aggregate_fn,
+)
+from paco_grpo.advantages.groups import compute_advantages
+
+WEIGHTS = {"a": 0.2, "b": 1.5}
+
+
+@st.composite
+def epochs(draw, missing=0.2):
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    items = rng.permutation(np.repeat(np.arange(len(sizes)) * 3, sizes))
+    rewards = {name: rng.integers(0, 5, len(items)) / 4 for name in WEIGHTS}
+    for values in rewards.values():
+        values[rng.random(len(items)) < missing] = np.nan
+    return rewards, items, [f"prompt {i}" for i in items]
+
+
+def expected(total, items, global_std, per_prompt=True):
+    """The definition, sample by sample."""
+    advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
+    single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
+    members_of = [
+        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])]
+        for i in range(len(items))
+    ]
+    for i, members in enumerate(members_of):
+        kept[i] = not np.isnan(total[i]) and len(members) >= 2
+    everything = np.sqrt(np.mean((total[kept] - np.mean(total[kept])) ** 2)) if kept.any() else 0
+    for i, members in enumerate(members_of):
+        if kept[i]:
+            group = total[members]
+            std = everything if global_std else np.sqrt(np.mean((group - group.mean()) ** 2))
+            advantages[i] = (total[i] - group.mean()) / max(std, 1e-6)
+    return advantages, kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(epochs(), st.booleans(), st.booleans())
+def test_weighted_sum(epoch, global_std, per_prompt):
+    rewards, items, prompts = epoch
+    result = compute_advantages(
+        rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt
+    )
+    total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
+    advantages, kept = expected(total, items, global_std, per_prompt)
+    np.testing.assert_array_equal(result.kept, kept)
+    np.testing.assert_allclose(result.advantages, advantages, atol=1e-8)
+    assert np.isfinite(result.advantages).all() and (result.advantages[~kept] == 0).all()
+    assert result.stats["missing_share"] == pytest.approx(np.isnan(total).mean())
+    assert result.stats["dropped_share"] == pytest.approx(1 - kept.mean())
+
+
+@settings(max_examples=50, deadline=None)
+@given(epochs(missing=0.0), st.integers(0, 10**6))
+def test_order_does_not_matter_and_shift_changes_nothing(epoch, seed):
+    rewards, items, prompts = epoch
+    base = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS).advantages
+    order = np.random.default_rng(seed).permutation(len(items))
+    moved = compute_advantages(
+        {k: v[order] + 3 for k, v in rewards.items()}, items[order], [prompts[i] for i in order], reward_weights=WEIGHTS
+    )
+    np.testing.assert_allclose(moved.advantages, base[order], atol=1e-7)
+
+
+def test_one_missing_reward_leaves_the_sample_out():
+    nan = float("nan")
+    result = compute_advantages(
+        {"a": [1, nan, 3, 1, nan, 5], "b": [0, 0, 0, 0, 0, 0.0]},
+        [0, 0, 0, 1, 1, 2],
+        list("xxxyyz"),
+        reward_weights=WEIGHTS,
+    )
+    assert result.kept.tolist() == [True, False, True, False, False, False]
+    np.testing.assert_allclose(result.advantages, [-1, 0, 1, 0, 0, 0])
+    assert result.stats["missing_share"] == pytest.approx(2 / 6)
+    assert result.stats["dropped_share"] == pytest.approx(4 / 6)
+    nothing = compute_advantages({"a": [nan, nan]}, [0, 0], list("xx"), reward_weights=WEIGHTS)
+    assert not nothing.kept.any() and nothing.stats["missing_share"] == 1
+
+
+def test_one_image_per_prompt_is_normalised_over_everything():
+    result = compute_advantages({"a": [1.0, 2, 3]}, [4, 5, 6], list("xyz"), reward_weights={"a": 1})
+    np.testing.assert_allclose(result.advantages, np.array([-1, 0, 1]) / np.std([1, 2, 3]))
+
+
+def test_equal_rewards_give_zero():
+    result = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, reward_weights={"a": 1})
+    assert np.abs(result.advantages).max() < 1e-9 and result.stats["zero_std_share"] == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(epochs(missing=0.0))
+def test_rank(epoch):
+    from scipy.stats import rankdata
+
+    rewards, items, prompts = epoch
+    if len(set(items)) == len(items) or min(np.unique(items, return_counts=True)[1]) < 2:
+        return
+    ranks = {name: np.empty(len(items)) for name in rewards}
+    for item in set(items):
+        group = np.flatnonzero(items == item)
+        for name in rewards:
+            ranks[name][group] = (rankdata(rewards[name][group]) - 1) / (len(group) - 1)
+    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, rank=True)
+    np.testing.assert_allclose(
+        result.advantages, expected(0.2 * ranks["a"] + 1.5 * ranks["b"], items, False)[0], atol=1e-8
+    )
+    stretched = {name: np.exp(5 * values) for name, values in rewards.items()}
+    same = compute_advantages(stretched, items, prompts, reward_weights=WEIGHTS, rank=True)
+    np.testing.assert_allclose(same.advantages, result.advantages)
+
+
+def test_items_that_share_a_prompt_stay_apart():
+    seen = {}
+
+    def spy(**grouped):
+        seen.update(grouped["a"])
+        return grouped["a"]
+
+    result = compute_advantages(
+        {"a": [0.0, 1, 10, 11, 5, 6]}, [0, 0, 1, 1, 2, 2], ["x"] * 4 + ["y"] * 2, reward_weights={}, aggregate_fn=spy
+    )
+    assert {k: v.tolist() for k, v in seen.items()} == {"x [item 0]": [0, 1], "x [item 1]": [10, 11], "y": [5, 6]}
+    np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
+
+
+def test_returns_advantages_is_respected():
+    def raw(**grouped):
+        return grouped["a"]
+
+    raw.returns_advantages = True
+    result = compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=raw)
+    assert result.advantages.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": g["a"]["x"][:1]}, lambda **g: {"x": g["a"]["x"] * np.nan}],
+)
+def test_a_wrong_aggregation_is_an_error(wrong):
+    with pytest.raises(ValueError, match="aggregate_fn <lambda>"):
+        compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
+
+
+def grouped(seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: {key: rng.uniform(0, scale if name == "b" else 1.0, 4) for key in ("p", "q")} for name in ("a", "b")}
+
+
+def test_means():
+    rewards = grouped()
+    rewards["a"]["p"][0] = 0.0
+    geometric, harmonic = geometric_mean_aggregate_fn(**rewards), harmonic_mean_aggregate_fn(**rewards)
+    for key in ("p", "q"):
+        a, b = rewards["a"][key], rewards["b"][key]
+        np.testing.assert_allclose(geometric[key], (a * b) ** 0.5)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(harmonic[key], 2 / (1 / a + 1 / b))
+    rewards["b"]["q"][1] = -0.1
+    for function in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn):
+        with pytest.raises(ValueError, match="'b' reaches -0.1"):
+            function(**rewards)
+
+
+@pytest.mark.parametrize("threshold,tamed", [("mean", {"a"}), ("median", {"a"}), (10.0, set()), (0.0, {"a", "b"})])
+def test_log_tame(threshold, tamed):
+    rewards = {
+        "a": {"p": np.array([0.0, 1, 30]), "q": np.array([2.0, 0])},  # varies a lot
+        "b": {"p": np.array([0.8, 0.9, 1]), "q": np.array([1.0, 0.7])},
+    }
+    function = log_tame_aggregate_fn(threshold=threshold, reward_weights=WEIGHTS)
+    result = function(**rewards)
+    for key in ("p", "q"):
+        terms = {name: np.log(1 + rewards[name][key]) if name in tamed else rewards[name][key] for name in ("a", "b")}
+        np.testing.assert_allclose(result[key], 0.2 * terms["a"] + 1.5 * terms["b"])
+    values = np.array([0, 1, 30, 2, 0.0])
+    assert function.stats["cv/a"] == pytest.approx(values.std() / values.mean())
+    assert {name for name in ("a", "b") if function.stats[f"log_tamed/{name}"]} == tamed
+
+
+def test_log_tame_errors():
+    with pytest.raises(ValueError, match="'a' reaches -1"):
+        log_tame_aggregate_fn(threshold=0.0)(a={"p": np.array([-1.0, 4])})
+    for threshold in ("middle", -1, True):
+        with pytest.raises(ValueError, match="threshold"):
+            log_tame_aggregate_fn(threshold=threshold)
+
+
+@pytest.mark.parametrize("global_std", [False, True])
+def test_weighted_advantage_sum(global_std):
+    rng = np.random.default_rng(3)
+    a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
+    function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
+    assert function.returns_advantages
+    result = compute_advantages(
+        {"a": a, "b": b}, items, [str(i) for i in items], reward_weights=WEIGHTS, aggregate_fn=function
+    )
+    by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]
+    np.testing.assert_allclose(result.advantages, by_hand)
+
+
+def test_stats_of_the_aggregation_are_passed_on():
+    result = compute_advantages(
+        {"a": [0.0, 9], "b": [1.0, 1]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS, aggregate_fn=log_tame_aggregate_fn()
+    )
+    assert result.stats["log_tamed/a"] == 1 and result.stats["log_tamed/b"] == 0
+
+
+def test_get_aggregate_fn():
+    assert get_aggregate_fn(None, WEIGHTS) is None
+    assert get_aggregate_fn("geometric_mean_aggregate_fn", WEIGHTS) is geometric_mean_aggregate_fn
+    assert get_aggregate_fn("harmonic_mean_aggregate_fn", WEIGHTS) is harmonic_mean_aggregate_fn
+    assert get_aggregate_fn("log_tame_aggregate_fn", WEIGHTS).reward_weights == WEIGHTS
+    assert get_aggregate_fn("weighted_advantage_sum_aggregate_fn", WEIGHTS, True).returns_advantages
+    assert get_aggregate_fn("numpy:mean", WEIGHTS) is np.mean
+    with pytest.raises(ValueError, match="did you mean 'harmonic_mean_aggregate_fn'"):
+        get_aggregate_fn("harmonic_mean", WEIGHTS)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        get_aggregate_fn("numpy:no_such_function", WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "rewards,match",
+    [
+        ({}, "at least one reward"),
+        ({"a": [1.0]}, "lengths"),
+        ({"a": [1.0, np.inf]}, "infinite"),
+        ({"c": [1.0, 2]}, "no weight for c"),
+    ],
+)
+def test_bad_input(rewards, match):
+    with pytest.raises(ValueError, match=match):
+        compute_advantages(rewards, [0, 0], ["x", "x"], reward_weights=WEIGHTS)

@@ -1,0 +1,160 @@
+"""What the rollout records, what it costs, and that training recomputes it exactly."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from toy_policy import ToyConditioning, ToyPolicy
+
+from paco_grpo.policies import load_policy
+from paco_grpo.policies.adapters import add_lora
+from paco_grpo.sampling.rollout import recompute_old, record_transition, rollout, step_noise
+from paco_grpo.types import Item, RolloutRecord
+
+
+def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), **kwargs):
+    conditioning = policy.encode([Item(i, str(i)) for i in ids])
+    options = {"num_steps": 5, "noise_steps": (1, 3), "noise_level": 0.7} | kwargs
+    return rollout(policy, conditioning, ids, seeds, 8, 12, **options)
+
+
+def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
+    """Method §4 for one sample in float64."""
+    p = policy.transformer.current.detach().double().numpy()
+    x = policy.initial_latents([seed], 8, 12)[0].double().numpy()
+    sigmas = policy.sigmas(steps, 8, 12).double().numpy()
+    for i in range(steps):
+        sigma, following = sigmas[i], sigmas[i + 1]
+        v = p[0] * x + p[1] * sigma * direction
+        if i not in noise_steps:
+            x = x + v * (following - sigma)
+            continue
+        noise = np.random.default_rng([seed, i]).standard_normal(x.shape, dtype=np.float32)
+        if cps:
+            s = following * np.sin(a * np.pi / 2)
+            mean = (1 - following) * (x - sigma * v) + np.sqrt(following**2 - s**2) * (x + (1 - sigma) * v)
+            x = mean + s * noise
+        else:
+            s = a * np.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
+            dt = following - sigma
+            mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+            x = mean + s * np.sqrt(-dt) * noise
+    return x
+
+
+@pytest.mark.parametrize("cps", [False, True])
+@pytest.mark.parametrize("noise_steps", [(), (0,), (1, 3), (4,)])
+def test_against_numpy(cps, noise_steps):
+    policy = ToyPolicy()
+    record = toy_rollout(policy, noise_steps=noise_steps, cps=cps)
+    assert record.step_index.tolist() == list(noise_steps)
+    assert record.latents.shape == record.next_latents.shape == record.step_mean.shape == (4, len(noise_steps), 6, 4)
+    assert record.log_prob.shape == (4, len(noise_steps))
+    assert record.clean_latents.dtype == record.latents.dtype == torch.float32
+    for b, seed in enumerate((10, 11, 12, 13)):
+        direction = record.conditioning.direction[b].double().numpy()
+        expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, cps)
+        np.testing.assert_allclose(record.clean_latents[b].numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    policy = ToyPolicy()
+    full = toy_rollout(policy)
+    alone = toy_rollout(policy, ids=(1,), seeds=(12,))
+    torch.testing.assert_close(full.clean_latents[2:3], alone.clean_latents, rtol=0, atol=1e-6)
+    torch.testing.assert_close(full.log_prob[2:3], alone.log_prob, rtol=0, atol=1e-6)
+
+
+def test_noise_depends_on_seed_and_step():
+    like = torch.zeros(2, 3, 4)
+    noise = step_noise([5, 6], 1, like)
+    assert noise.dtype == torch.float32 and noise.shape == like.shape
+    assert torch.equal(noise[1:], step_noise([6], 1, like[:1]))
+    assert not torch.equal(noise, step_noise([5, 6], 2, like))
+    # seeds that agree in their low 32 bits are still different seeds
+    assert not torch.equal(noise[:1], step_noise([5 + 2**32], 1, like[:1]))
+
+
+def test_same_latent_shares_the_steps_before_the_first_noise_step():
+    policy = ToyPolicy()
+    groups = torch.tensor([7, 7, 3, 3])
+    shared = toy_rollout(policy, group_index=groups, noise_steps=(2,))
+    assert policy.calls == [2, 2, 4, 4, 4]
+    policy.calls.clear()
+    plain = toy_rollout(policy, initial_seeds=(10, 10, 12, 12), noise_steps=(2,))
+    assert policy.calls == [4] * 5
+    torch.testing.assert_close(shared.latents, plain.latents, rtol=0, atol=1e-6)
+    torch.testing.assert_close(shared.clean_latents, plain.clean_latents, rtol=0, atol=1e-6)
+    assert torch.equal(shared.latents[0], shared.latents[1])
+    assert not torch.equal(shared.next_latents[0], shared.next_latents[1])
+    # interleaved groups, and a group spread over two calls with the same initial seeds
+    mixed = toy_rollout(
+        policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), group_index=torch.tensor([0, 1, 0, 1]), noise_steps=(2,)
+    )
+    torch.testing.assert_close(mixed.clean_latents[[0, 2, 1, 3]], shared.clean_latents, rtol=0, atol=1e-6)
+    second = toy_rollout(
+        policy, ids=(0,), seeds=(11,), initial_seeds=(10,), group_index=torch.tensor([0]), noise_steps=(2,)
+    )
+    torch.testing.assert_close(second.clean_latents, shared.clean_latents[1:2], rtol=0, atol=1e-6)
+
+
+def test_nothing_is_recorded_without_noise():
+    record = toy_rollout(ToyPolicy(), noise_level=0.0)
+    assert len(record.step_index) == 0
+    assert torch.equal(record.clean_latents, toy_rollout(ToyPolicy(), noise_steps=()).clean_latents)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="lie outside the 5 sampling steps"):
+        toy_rollout(ToyPolicy(), noise_steps=(5,))
+    with pytest.raises(ValueError, match="seeds has 2 entries, but the conditioning has 4"):
+        toy_rollout(ToyPolicy(), seeds=(1, 2))
+    with pytest.raises(ValueError, match="group_index has 3"):
+        toy_rollout(ToyPolicy(), group_index=torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("cps", [False, True])
+def test_flux_ratio_is_exactly_one(tiny_flux_dir, cps):
+    policy = load_policy(tiny_flux_dir, max_sequence_length=16)
+    add_lora(policy, rank=4, alpha=8)
+    conditioning = policy.encode([Item(i, f"prompt {i}") for i in range(3)])
+    record = rollout(
+        policy, conditioning, range(3), [1, 2, 3], 16, 24, num_steps=4, noise_steps=(0, 2), noise_level=0.8, cps=cps
+    )
+    assert not record.log_prob.requires_grad
+    for position in range(2):
+        transition = record_transition(policy, record, position)
+        assert transition.mean.requires_grad
+        ratio = (transition.log_prob(record.next_latents[:, position]) - record.log_prob[:, position]).exp()
+        assert torch.equal(ratio, torch.ones(3))
+        assert torch.equal(transition.mean, record.step_mean[:, position])
+    again = recompute_old(policy, dataclasses.replace(record, log_prob=torch.zeros(3, 2)))
+    assert torch.equal(again.log_prob, record.log_prob) and torch.equal(again.step_mean, record.step_mean)
+
+
+def test_record_select_cat_to():
+    record = toy_rollout(ToyPolicy())
+    record = dataclasses.replace(record, advantages=torch.arange(4.0), weights=torch.ones(4))
+    back = RolloutRecord.cat([record.select([0, 1]), record.select(torch.tensor([2])), record.select(slice(3, None))])
+    for field in dataclasses.fields(record):
+        mine, theirs = getattr(back, field.name), getattr(record, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(mine, theirs), field.name
+        elif field.name != "conditioning":
+            assert mine == theirs
+    assert torch.equal(back.conditioning.direction, record.conditioning.direction)
+    one = record.select_steps([1])
+    assert one.step_index.tolist() == [3] and torch.equal(one.latents[:, 0], record.latents[:, 1])
+    assert len(record.to("cpu")) == 4
+    assert record.conditioning.to("cpu", torch.float16).direction.dtype == torch.float16
+    with pytest.raises(ValueError, match="RolloutRecord.sigmas"):
+        RolloutRecord.cat([record, toy_rollout(ToyPolicy(), num_steps=6)])
+    with pytest.raises(ValueError, match="RolloutRecord.height"):
+        RolloutRecord.cat([record, dataclasses.replace(record, height=16)])
+    with pytest.raises(ValueError, match="advantages"):
+        RolloutRecord.cat([record, dataclasses.replace(record, advantages=None)])
+    with pytest.raises(ValueError, match="at least one"):
+        RolloutRecord.cat([])
+    with pytest.raises(ValueError, match="direction"):
+        ToyConditioning.cat([ToyConditioning(torch.zeros(1, 2, 3)), ToyConditioning(torch.zeros(1, 3, 3))])
