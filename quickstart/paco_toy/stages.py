@@ -1,0 +1,270 @@
+"""The stages of the quickstart. Each runs the commands that a user with GPUs types, and returns what it found as JSON.
+
+Commands are run from the folders their guides say: PaCo-Reward/, PaCo-Reward/evaluation/Consistency_Rank/, PaCo-GRPO/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paco_toy.console import Console
+from paco_toy.processes import Commands, QuickstartError
+from paco_toy.summary import policy_measures, read_rows
+
+LABEL = "paco-quickstart"
+SERVED_NAME = "PaCo-Reward-Toy"
+RUN_NAME = "toy_t2is"
+
+
+@dataclass
+class Context:
+    """What the stages share.
+
+    Attributes:
+        results: Stage name -> what it found; earlier stages' are there.
+        minutes: Time limit of RL's training epochs, None for the configuration's own.
+        overrides: Further arguments of train_flux.sh.
+    """
+
+    repo: Path
+    out: Path
+    python: str
+    seed: int
+    commands: Commands
+    console: Console
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    minutes: float | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def reward(self) -> Path:
+        """PaCo-Reward's folder."""
+        return self.repo / "PaCo-Reward"
+
+    @property
+    def grpo(self) -> Path:
+        """PaCo-GRPO's folder."""
+        return self.repo / "PaCo-GRPO"
+
+    @property
+    def models(self) -> Path:
+        """The toy base models."""
+        return self.repo / "quickstart" / "models"
+
+    @property
+    def world(self) -> Path:
+        """The rendered data sets."""
+        return self.out / "world"
+
+    @property
+    def judge(self) -> Path:
+        """The merged judge."""
+        return self.out / "judge"
+
+    @property
+    def run(self) -> Path:
+        """The RL run's directory."""
+        return self.out / "runs" / RUN_NAME
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A numbered stage.
+
+    Attributes:
+        expected: Seconds on two cores, for the time left.
+        always: Run even if it was finished before, while a later stage is not (a server does not outlive the quickstart).
+    """
+
+    name: str
+    title: str
+    expected: float
+    work: Callable[[Context], dict[str, Any]]
+    always: bool = False
+
+
+def world(ctx: Context) -> dict[str, Any]:
+    """Renders the data sets; the toy base models come with the repository."""
+    missing = [str(ctx.models / name) for name in ("judge", "flux") if not any((ctx.models / name).rglob("*.safetensors"))]
+    if missing:
+        raise QuickstartError(
+            f"the toy base models are not there ({', '.join(missing)}).\n"
+            "Restore them (git checkout -- quickstart/models) or build them (bash quickstart/run.sh --rebuild, about 90 minutes)."
+        )
+    command = [ctx.python, "-m", "paco_toy.build_world", "--seed", ctx.seed, "--out", ctx.world]
+    ctx.commands.run(command, ctx.repo, "1-world", "rendering")
+    counts = {split: len(read_rows(ctx.world / f"prompts/{split}_metadata.jsonl")) for split in ("train", "test")}
+    pairs = {split: len(json.loads((ctx.world / f"reward_data/{split}.json").read_text())) for split in ("train", "test")}
+    ctx.console.line(f"{counts['train']} training and {counts['test']} test prompts, {pairs['train']} pairs to learn from, {pairs['test']} held out")
+    return {"prompts": counts, "pairs": pairs}
+
+
+def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str | Path) -> dict[str, Any]:
+    output = ctx.out / f"judge_{name}.json"
+    command = [Path(ctx.python).parent / "paco-reward", "accuracy", *model, "--dataset_dir", "../quickstart/out/world/reward_data",
+               "--dataset", "toy_pairs_test", "--output", output]  # fmt: skip
+    ctx.commands.run(command, ctx.reward, f"2-judge-accuracy-{name}", f"accuracy, {name}", span=span)
+    found = json.loads(output.read_text())
+    ctx.console.line(f"{name}: accuracy {found['accuracy']:.3f}, AUC {found['auc']:.3f} on {found['n']} pairs of held-out characters")
+    return found
+
+
+def judge(ctx: Context) -> dict[str, Any]:
+    """Accuracy of the base, LoRA training, accuracy after, merged weights."""
+    base = ["--model", "../quickstart/models/judge"]
+    found = {"base": _accuracy(ctx, "base", (0.0, 0.08), *base)}
+    train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"seed={ctx.seed}", f"data_seed={ctx.seed}",
+             "output_dir=../quickstart/out/judge_lora"]  # fmt: skip
+    ctx.commands.run(train, ctx.reward, "2-judge-train", "training", span=(0.08, 0.84))
+    found["lora"] = _accuracy(ctx, "lora", (0.84, 0.92), *base, "--adapter", "../quickstart/out/judge_lora")
+    export = [Path(ctx.python).parent / "paco-reward", "export", "--base", "../quickstart/models/judge", "--adapter",
+              "../quickstart/out/judge_lora", "--output", "../quickstart/out/judge", "--force"]  # fmt: skip
+    said = ctx.commands.run(export, ctx.reward, "2-judge-export", "merging", span=(0.92, 1.0))
+    ctx.console.line(next((line for line in said.splitlines() if "difference" in line), "merged weights: quickstart/out/judge"))
+    return found
+
+
+def rank(ctx: Context) -> dict[str, Any]:
+    """The judge on rankings in ConsistencyRank-Bench's format."""
+    folder = ctx.reward / "evaluation" / "Consistency_Rank"
+    results = ctx.out / "rank_results"
+    up = os.path.relpath(ctx.out, folder)
+    command = [ctx.python, "eval_vllm.py", "--model", f"{up}/judge", "--dataset_dir", f"{up}/world", "--engine", "transformers",
+               "--batch_size", "32", "--results_dir", results]  # fmt: skip
+    ctx.commands.run(command, folder, "3-rank-eval", "ranking", span=(0.0, 0.9))
+    shown = ctx.out / "rank_table.txt"
+    command = [ctx.python, "print_eval_table.py", "--results_dir", results, "--output_file", shown, "--output_format", "txt"]
+    ctx.commands.run(command, folder, "3-rank-table", "table", span=(0.9, 1.0))
+    ctx.console.line(shown.read_text().strip())
+    return rank_measures(sorted(results.glob("*.jsonl"))[-1])
+
+
+def rank_measures(path: Path) -> dict[str, float]:
+    """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
+    rows = [row.get("metrics", row) for row in read_rows(path) if not row.get("error")]
+    names = [n for n, v in rows[0].items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    values = {n: [row[n] for row in rows if isinstance(row.get(n), (int, float))] for n in names}
+    return {n: sum(v) / len(v) for n, v in values.items() if v} | {"items": len(rows)}
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` if nobody listens there, else a free one."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise QuickstartError("no free port on 127.0.0.1 for the judge's server")
+
+
+def stop_server(ctx: Context) -> None:
+    """End our server, if there is one: stop.sh of a label that serves nothing does nothing."""
+    script = ctx.grpo / "vllm_server" / "stop.sh"
+    if script.is_file():
+        ctx.commands.run(["bash", script], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": LABEL})
+
+
+def server(ctx: Context) -> dict[str, Any]:
+    """Serves the merged judge over HTTP."""
+    stop_server(ctx)  # one that a killed quickstart left
+    port = free_port(int(os.environ.get("PACO_QUICKSTART_PORT", "8000")))
+    if port != int(os.environ.get("PACO_QUICKSTART_PORT", "8000")):
+        ctx.console.line(f"another program listens on the usual port; the judge is served on {port}")
+    env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": LABEL}
+    started = time.monotonic()
+    said = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
+    engine = named_engine(said)
+    ctx.console.line(f"{SERVED_NAME} on 127.0.0.1:{port}, engine {engine}, ready after {time.monotonic() - started:.0f} s")
+    return {"engine": engine, "port": port}
+
+
+def named_engine(output: str) -> str:
+    """The engine that launch.sh says it took: `vllm` or `transformers`."""
+    found = re.search(r"(?i)engine\W+(?:is\W+)?(vllm|transformers)|\b(vllm|transformers)\s+engine", output)
+    if not found:
+        raise QuickstartError("launch.sh did not say which engine it took; see quickstart/out/logs/4-server-launch.log")
+    return (found[1] or found[2]).lower()
+
+
+class EpochProgress:
+    """Progress of train_flux.sh: by epochs, or by training time where that is the limit that will be met."""
+
+    def __init__(self, run: Path, minutes: float | None) -> None:
+        self.metrics, self.minutes, self.text = run / "metrics.jsonl", minutes, ""
+
+    def __call__(self, line: str) -> tuple[float | None, str] | None:
+        """(fraction, what the last epoch said) at an epoch's line."""
+        found = re.search(r"epoch (\d+)/(\d+): (\w+) ([\d.]+)", line)
+        if not found:
+            return None
+        fraction = int(found[1]) / int(found[2])
+        if self.minutes and self.metrics.is_file():
+            rows = read_rows(self.metrics)
+            fraction = max(fraction, rows[-1].get("train_time", 0.0) / (60 * self.minutes)) if rows else fraction
+        return min(fraction, 1.0), f"epoch {found[1]}, judge's score {float(found[4]):.3f}"
+
+
+def rl(ctx: Context) -> dict[str, Any]:
+    """GRPO at the training resolution; evaluation at the test resolution before, during and after."""
+    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={ctx.seed}",
+               f"--config.save_dir={os.path.relpath(ctx.run.parent, ctx.grpo)}", f"--config.run_name={RUN_NAME}",
+               "--config.resume_from=latest"]  # fmt: skip
+    if ctx.minutes is not None:
+        command.append(f"--config.max_train_minutes={ctx.minutes}")
+    port = ctx.results["server"]["port"]
+    if port != 8000:
+        command += [f"--config.{part}.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}" for part in ("train",)]
+    ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", progress=EpochProgress(ctx.run, ctx.minutes))
+    found: dict[str, Any] = policy_measures(ctx.run)
+    for when in ("before", "after"):
+        m = found[when]
+        ctx.console.line(f"{when}: oracle consistency {m['oracle_consistency']:.3f} ±{m['stderr']:.3f}, judge {m['reward']:.3f} "
+                         f"({m['num_images']:.0f} images, epoch {m['epoch']})")  # fmt: skip
+    return found | resolutions(ctx.run)
+
+
+def resolutions(run: Path) -> dict[str, int]:
+    """Training and test resolution from the run's resolved configuration."""
+    for name in ("config.json", "config.yaml"):
+        path = run / name
+        if path.is_file():
+            if path.suffix == ".json":
+                config: Mapping[str, Any] = json.loads(path.read_text())
+            else:
+                import yaml
+
+                config = yaml.safe_load(path.read_text())
+            return {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
+    raise QuickstartError(f"{run} has no config.json or config.yaml")
+
+
+def report(ctx: Context) -> dict[str, Any]:
+    """One page and PNGs from the run directory."""
+    times = ctx.out / "stage_seconds.json"
+    times.write_text(json.dumps(ctx.seconds))
+    command = [ctx.python, "-m", "paco_grpo.report", ctx.run, "--judge", ctx.out / "judge_base.json", ctx.out / "judge_lora.json",
+               "--stage-seconds", times, "--title", "PaCo-RL quickstart", "--out", ctx.out / "report.html"]  # fmt: skip
+    ctx.commands.run(command, ctx.grpo, "6-report", "drawing")
+    return {"page": str(ctx.out / "report.html")}
+
+
+STAGES = (
+    Stage("world", "World: data sets are rendered", 15, world),
+    Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 300, judge),
+    Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 25, rank),
+    Stage("server", "Server: the judge over HTTP", 15, server, always=True),
+    Stage("rl", "RL: PaCo-GRPO of FLUX, trained small, evaluated large", 480, rl),
+    Stage("report", "Report", 10, report),
+)
