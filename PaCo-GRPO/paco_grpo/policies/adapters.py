@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,9 @@ def add_lora(
 def add_old_adapter(policy: Policy) -> None:
     """Add a frozen copy of the current LoRA, named ``old`` (DiffusionNFT samples with it and compares to it)."""
     transformer = unwrap(policy.transformer)
-    transformer.add_adapter(copy.deepcopy(transformer.peft_config[CURRENT]), OLD)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+        transformer.add_adapter(copy.deepcopy(transformer.peft_config[CURRENT]), OLD)
     transformer.set_adapter(CURRENT)
     for parameter in _adapter_parameters(transformer, OLD):
         parameter.data = parameter.data.float()

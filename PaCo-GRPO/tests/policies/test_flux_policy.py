@@ -20,7 +20,7 @@ def items(*prompts: str) -> list[Item]:
 
 
 def our_latents(policy, prompts, seeds, height, width, num_steps=4, **kwargs):
-    options = dict(num_steps=num_steps, noise_steps=(), noise_level=0.7) | kwargs
+    options = {"num_steps": num_steps, "noise_steps": (), "noise_level": 0.7} | kwargs
     record = rollout(policy, policy.encode(items(*prompts)), range(len(prompts)), seeds, height, width, **options)
     return record.clean_latents
 
@@ -28,7 +28,7 @@ def our_latents(policy, prompts, seeds, height, width, num_steps=4, **kwargs):
 @pytest.mark.parametrize("height,width", [(32, 32), (48, 32)])
 @pytest.mark.parametrize("shape", ["default", "other VAE, no guidance"])
 def test_same_image_as_the_diffusers_pipeline(tmp_path, shape, height, width):
-    options = {} if shape == "default" else dict(vae_channels=(4, 8), latent_channels=3, guidance_embeds=False)
+    options = {} if shape == "default" else {"vae_channels": (4, 8), "latent_channels": 3, "guidance_embeds": False}
     folder = build_tiny_flux(tmp_path, **options)
     policy = load_policy(folder, max_sequence_length=LENGTH, guidance_scale=2.5)
     prompts, seeds = ["a red star", "a blue circle, striped"], [5, 2**31 + 7]
@@ -38,7 +38,13 @@ def test_same_image_as_the_diffusers_pipeline(tmp_path, shape, height, width):
 
     pipe = FluxPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    arguments = dict(height=height, width=width, num_inference_steps=4, guidance_scale=2.5, max_sequence_length=LENGTH)
+    arguments = {
+        "height": height,
+        "width": width,
+        "num_inference_steps": 4,
+        "guidance_scale": 2.5,
+        "max_sequence_length": LENGTH,
+    }
     theirs = pipe(
         prompts, generator=[torch.Generator().manual_seed(s) for s in seeds], output_type="latent", **arguments
     )
