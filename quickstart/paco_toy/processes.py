@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 MARK = "PACO_QUICKSTART_ID"  # in the environment of everything we start, so that detached servers are counted too
 FULL = re.compile(r"No space left on device|Errno 28|os error 28|Disk quota exceeded")
@@ -138,7 +139,7 @@ class MemoryWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
-    def __enter__(self) -> MemoryWatch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

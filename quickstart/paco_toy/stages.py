@@ -145,7 +145,7 @@ def rank(ctx: Context) -> dict[str, Any]:
     command = [ctx.python, "print_eval_table.py", "--results_dir", results, "--output_file", shown, "--output_format", "txt"]
     ctx.commands.run(command, folder, "3-rank-table", "table", span=(0.9, 1.0))
     ctx.console.line(shown.read_text().strip())
-    return rank_measures(sorted(results.glob("*.jsonl"))[-1])
+    return rank_measures(max(results.glob("*.jsonl")))
 
 
 def rank_measures(path: Path) -> dict[str, float]:
