@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
+Reward = Callable[["Sequence[Image.Image]", Sequence[Item]], np.ndarray]
 
 REWARDS: dict[str, str] = {
     "consistency_score": "paco_grpo.rewards.consistency:consistency_score",

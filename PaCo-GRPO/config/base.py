@@ -1,0 +1,118 @@
+"""Every option of a run, with its default. Named configurations (grpo.py) change some of them.
+
+Nothing here is derived from another value: what follows from other values is computed after all overrides, from the
+real number of processes, by ``paco_grpo.training.plan``. A value of None means what its comment says.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def open_dict(**entries) -> ConfigDict:
+    """A table whose keys are the user's (reward names, import paths with dots), not fixed option names."""
+    return ConfigDict(entries, allow_dotted_keys=True)
+
+
+def get_config() -> ConfigDict:
+    """The options common to all runs."""
+    config = ConfigDict()
+    config.project_name = "PaCo-RL"  # project in wandb / swanlab
+    config.run_name = ""  # folder below save_dir; empty = "<configuration name>-<date and time>"
+    config.seed = 42
+    config.save_dir = "runs"
+    config.save_freq = 10  # epochs between checkpoints, 0 = only at the end
+    config.eval_freq = 10  # epochs between evaluations, 0 = only at the end
+    config.num_checkpoint_limit = 5  # the newest are kept
+    config.resume_from = placeholder(str)  # "latest" or the path of a checkpoint
+    config.num_epochs = 1000
+    config.max_train_minutes = placeholder(float)  # stop after so much time in training epochs; None = no limit
+    config.logging_platform = "tensorboard"  # wandb | swanlab | tensorboard | none; metrics.jsonl is always written
+    config.enable_mem_log = False  # peak memory in the metrics of every epoch
+
+    config.dataset = ""  # folder of the prompt set
+    config.prompt_fn = "geneval"  # kind of prompt set: geneval | general_ocr
+    config.item_size = "exact"  # exact: an item's own height and width; aspect: its shape at the resolution's area
+    config.max_sequence_length = 512  # text tokens
+
+    config.mixed_precision = "bf16"  # bf16 | no
+    config.allow_tf32 = True
+    config.use_lora = True
+    config.enable_gradient_checkpointing = False
+    config.per_prompt_stat_tracking = True  # advantages relative to the group of a prompt
+    config.num_threads = placeholder(int)  # CPU threads per process; None = cores / processes
+
+    config.pretrained = ConfigDict()
+    config.pretrained.model = "black-forest-labs/FLUX.1-dev"  # diffusers folder or hub name
+
+    config.sample = _sample()
+    config.train = _train()
+    config.test = _test()
+    return config
+
+
+def _sample() -> ConfigDict:
+    sample = ConfigDict()
+    sample.num_steps = 10
+    sample.noise_steps = (1,)  # step indices at which noise is injected
+    sample.num_noise_steps = placeholder(int)  # draw this many of noise_steps each epoch; None = all
+    sample.noise_level = 0.7
+    sample.cps = False  # Flow-CPS instead of Flow-SDE
+    sample.guidance_scale = 3.5
+    sample.same_latent = False  # one initial noise per prompt
+    sample.global_std = False  # divide advantages by the std over everything
+    sample.batch_size = 1  # images per process and forward
+    sample.num_images_per_prompt = 16  # k
+    sample.unique_sample_num_per_epoch = 42  # m
+    sample.reward_batch_size = placeholder(int)  # images per call of a reward; None = a whole sampling batch
+    return sample
+
+
+def _train() -> ConfigDict:
+    train = ConfigDict()
+    train.resolution = 512
+    train.batch_size = 1  # images per process and forward
+    train.loss_type = "ppo"
+    train.learning_rate = 3e-4
+    train.lr_warmup_steps = 0  # optimizer steps of linear warm-up
+    train.adam_beta1 = 0.9
+    train.adam_beta2 = 0.99
+    train.adam_weight_decay = 1e-4
+    train.adam_epsilon = 1e-8
+    train.use_8bit_adam = False
+    train.max_grad_norm = 1.0
+    train.num_inner_epochs = 1
+    train.gradient_step_per_epoch = placeholder(int)  # optimizer steps an epoch; None = 1 for nft, else 2
+    train.timesteps = placeholder(tuple)  # step indices trained on; None = the noise steps of the epoch
+    train.clip_range = 1e-4
+    train.adv_clip_max = 5.0
+    train.beta = 0.0  # weight of the KL term
+    train.nft_beta = 1.0
+    train.decay_type = placeholder(int)  # blending of the old adapter; None = 1 for nft, else 0
+    train.old_log_prob = "auto"  # auto | rollout | recompute
+    train.ema = True
+    train.ema_decay = 0.9
+    train.ema_update_interval = 8  # optimizer steps
+    train.lora_rank = 64
+    train.lora_alpha = 128
+    train.lora_path = placeholder(str)  # PEFT adapter to start from
+    train.rank_grpo = False  # within-group ranks in place of rewards
+    train.max_missing_reward_fraction = 0.1
+    train.reward_fn = open_dict()  # {name or package.module:factory: weight}
+    train.reward_fn_kwargs = open_dict()  # {name: {keyword: value}}
+    train.aggregate_fn = placeholder(str)  # name or package.module:function; None = weighted sum
+    train.aggregate_fn_kwargs = open_dict()
+    return train
+
+
+def _test() -> ConfigDict:
+    test = ConfigDict()
+    test.resolution = 1024
+    test.batch_size = 1
+    test.num_steps = 20
+    test.at_start = True  # evaluate before the first update
+    test.num_images = placeholder(int)  # None = one for each test item
+    test.seed = placeholder(int)  # of the initial noise; None = config.seed
+    test.save_eval_images = True
+    test.reward_fn = open_dict()  # empty = the training rewards
+    test.reward_fn_kwargs = open_dict()  # a name that is absent here takes train.reward_fn_kwargs
+    return test

@@ -1,0 +1,87 @@
+"""Named configurations: ``--config config/grpo.py:NAME`` (method §7; arXiv 2512.04784).
+
+Each function below changes ``base.get_config()`` and is found by its name in ``CONFIGS``.
+"""
+
+import difflib
+import importlib.util
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+
+def _load_base():
+    # This file is loaded by its path from anywhere, so its neighbour is too.
+    spec = importlib.util.spec_from_file_location("paco_grpo_config_base", Path(__file__).with_name("base.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+base = _load_base()
+
+
+def t2is() -> ConfigDict:
+    """Text to image set with FLUX.1-dev: train at 512 px, evaluate at 1024 px."""
+    config = base.get_config()
+    config.dataset = "dataset/T2IS"
+    config.item_size = "aspect"  # one prompt set serves every resolution
+    config.sample.global_std = True
+    config.train.reward_fn = base.open_dict(consistency_score=0.2, subfig_clipT=1.0, pickscore=1.0)
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"}
+    )
+    return config
+
+
+def toy_t2is() -> ConfigDict:
+    """The toy world of ../quickstart on a CPU: train at 64 px, evaluate at 128 px, judge over HTTP."""
+    config = base.get_config()
+    config.dataset = "../quickstart/out/world/prompts"
+    config.item_size = "aspect"
+    config.pretrained.model = "../quickstart/models/flux"
+    config.save_dir = "../quickstart/out/runs"
+    config.mixed_precision = "no"
+    config.max_sequence_length = 64
+    config.num_epochs = 60
+    config.num_checkpoint_limit = 2
+
+    config.sample.batch_size = 64
+    config.sample.unique_sample_num_per_epoch = 8
+    config.train.resolution = 64
+    config.train.batch_size = 64
+    config.train.learning_rate = 1e-3
+    config.train.adam_beta2 = 0.99
+    config.train.gradient_step_per_epoch = 1
+    config.train.ema_update_interval = 1
+    config.train.lora_rank = 8
+    config.train.lora_alpha = 16
+    config.train.reward_fn = base.open_dict(consistency_score=1.0)
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
+    )
+
+    config.test.resolution = 128
+    config.test.batch_size = 32
+    config.test.num_steps = 10
+    config.test.num_images = 128
+    config.test.reward_fn = base.open_dict(consistency_score=1.0)
+    for name in ("consistency", "alignment", "view", "valid", "distinct"):
+        config.test.reward_fn[f"paco_toy.oracle:oracle_{name}"] = 1.0
+    return config
+
+
+CONFIGS = {"t2is": t2is, "toy_t2is": toy_t2is}
+
+
+def get_config(name: str = "") -> ConfigDict:
+    """The configuration called ``name``.
+
+    Raises:
+        KeyError: There is none of that name; the message lists those there are.
+    """
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name, CONFIGS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise KeyError(f"unknown configuration {name!r}.{hint} Known: {', '.join(sorted(CONFIGS))}")
+    return CONFIGS[name]()

@@ -1,0 +1,221 @@
+"""Every check of a configuration that concerns more than one option, in one place; run before any model is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from paco_grpo.data.prompts import KINDS
+from paco_grpo.objectives import OBJECTIVES
+from paco_grpo.rewards.registry import find_factory, reward_weights
+from paco_grpo.training.configuration import ConfigError
+from paco_grpo.training.plan import gradient_steps
+from paco_grpo.training.tracking import TRACKERS
+
+_CHOICES: dict[str, Iterable[str]] = {
+    "prompt_fn": KINDS,
+    "item_size": ("exact", "aspect"),
+    "mixed_precision": ("bf16", "no"),
+    "logging_platform": TRACKERS,
+    "train.loss_type": OBJECTIVES,
+    "train.old_log_prob": ("auto", "rollout", "recompute"),
+}
+_AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "save_freq": 0,
+    "eval_freq": 0,
+    "num_checkpoint_limit": 1,
+    "num_epochs": 0,
+    "max_sequence_length": 1,
+    "num_threads": 1,
+    "sample.num_steps": 1,
+    "sample.num_noise_steps": 1,
+    "sample.noise_level": 0,
+    "sample.batch_size": 1,
+    "sample.num_images_per_prompt": 1,
+    "sample.unique_sample_num_per_epoch": 1,
+    "sample.reward_batch_size": 1,
+    "train.resolution": 1,
+    "train.batch_size": 1,
+    "train.learning_rate": 0,
+    "train.lr_warmup_steps": 0,
+    "train.num_inner_epochs": 1,
+    "train.gradient_step_per_epoch": 1,
+    "train.max_grad_norm": 0,
+    "train.clip_range": 0,
+    "train.beta": 0,
+    "train.ema_update_interval": 1,
+    "train.lora_rank": 1,
+    "test.resolution": 1,
+    "test.batch_size": 1,
+    "test.num_steps": 1,
+    "test.num_images": 1,
+}
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuse a configuration that contradicts itself or names what does not exist.
+
+    Raises:
+        ConfigError: All problems found, one line each; every line names the field to change.
+    """
+    problems: list[str] = []
+    for rule in (_choices, _ranges, _sampling, _training, _rewards, _model):
+        problems.extend(rule(config))
+    if problems:
+        raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
+
+
+def _get(config: ConfigDict, key: str):
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+def _choices(config: ConfigDict) -> Iterator[str]:
+    for key, known in _CHOICES.items():
+        value = _get(config, key)
+        if value not in known:
+            near = difflib.get_close_matches(str(value), list(known), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(known)}"
+
+
+def _ranges(config: ConfigDict) -> Iterator[str]:
+    for key, least in _AT_LEAST.items():
+        value = _get(config, key)
+        if value is not None and (not math.isfinite(value) or value < least):
+            yield f"{key}={value} must be at least {least:g}"
+    if not 0 <= config.train.ema_decay < 1:
+        yield f"train.ema_decay={config.train.ema_decay} must lie in [0, 1)"
+    if not 0 <= config.train.max_missing_reward_fraction <= 1:
+        yield f"train.max_missing_reward_fraction={config.train.max_missing_reward_fraction} must lie in [0, 1]"
+    if config.train.adv_clip_max <= 0:
+        yield f"train.adv_clip_max={config.train.adv_clip_max} must be greater than 0"
+    if config.max_train_minutes is not None and config.max_train_minutes < 0:
+        yield f"max_train_minutes={config.max_train_minutes} must not be negative"
+
+
+def _sampling(config: ConfigDict) -> Iterator[str]:
+    sample, train = config.sample, config.train
+    if not sample.noise_steps and train.loss_type != "nft":
+        yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on noise steps"
+    for step in sample.noise_steps:
+        if not 0 <= step < sample.num_steps:
+            yield f"sample.noise_steps has step {step}, but sample.num_steps={sample.num_steps}: steps are 0 to " + str(
+                sample.num_steps - 1
+            )
+    if len(set(sample.noise_steps)) != len(sample.noise_steps):
+        yield f"sample.noise_steps={tuple(sample.noise_steps)} names a step twice"
+    if sample.num_noise_steps is not None and sample.num_noise_steps > len(sample.noise_steps):
+        yield f"sample.num_noise_steps={sample.num_noise_steps} is more than sample.noise_steps has"
+    if sample.noise_level == 0 and train.loss_type != "nft":
+        yield f"sample.noise_level=0 leaves nothing to train on with train.loss_type={train.loss_type!r}"
+    if train.timesteps is not None and train.loss_type != "nft":
+        for step in train.timesteps:
+            if step not in sample.noise_steps:
+                yield f"train.timesteps has step {step}, which is not among sample.noise_steps"
+        if sample.num_noise_steps is not None:
+            yield "train.timesteps cannot be given together with sample.num_noise_steps: trained steps are those drawn"
+        if not train.timesteps:
+            yield "train.timesteps is empty; None trains on every noise step"
+    if sample.cps and train.loss_type == "guard_grpo":
+        yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
+
+
+def _training(config: ConfigDict) -> Iterator[str]:
+    train, sample = config.train, config.sample
+    images = sample.unique_sample_num_per_epoch * sample.num_images_per_prompt
+    if gradient_steps(config) > images:
+        yield f"train.gradient_step_per_epoch={gradient_steps(config)} is more than the {images} images of an epoch"
+    if train.decay_type is not None and train.decay_type not in (0, 1, 2):
+        yield f"train.decay_type={train.decay_type} must be 0, 1 or 2"
+    if train.decay_type and train.loss_type != "nft":
+        yield f"train.decay_type={train.decay_type} needs train.loss_type='nft': {train.loss_type} has no old adapter"
+    if not config.use_lora:
+        if train.loss_type == "nft":
+            yield "use_lora=False cannot be used with train.loss_type='nft': the old policy is an adapter"
+        if train.beta > 0:
+            yield "use_lora=False cannot be used with train.beta > 0: the reference policy is 'adapters off'"
+        if train.lora_path is not None:
+            yield "train.lora_path is given, but use_lora=False"
+
+
+def _rewards(config: ConfigDict) -> Iterator[str]:
+    if not config.train.reward_fn:
+        yield "train.reward_fn is empty; give one, e.g. --config.train.reward_fn.jpeg_compressibility=1"
+    for group in ("train", "test"):
+        table = config[group].reward_fn
+        for name, weight in table.items():
+            if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
+                yield f"{group}.reward_fn.{name}={weight!r} is not a weight"
+        yield from _said(lambda t=table: reward_weights({name: 1.0 for name in t}), f"{group}.reward_fn: ")
+        for name in table:
+            yield from _said(lambda n=name: find_factory(n), f"{group}.reward_fn: ")
+    known = set(config.train.reward_fn) | set(config.test.reward_fn)
+    for group in ("train", "test"):
+        for name in config[group].reward_fn_kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                yield f"{group}.reward_fn_kwargs has {name!r}, which is no reward of this run.{hint}"
+    weights = config.train.aggregate_fn_kwargs.get("reward_weights")
+    if weights is not None:
+        short = {name.rsplit(":", 1)[-1] for name in config.train.reward_fn}
+        for name in weights:
+            if name not in short:
+                yield f"train.aggregate_fn_kwargs.reward_weights has {name!r}, which is not in train.reward_fn"
+
+
+def _said(action: Callable[[], object], prefix: str) -> Iterator[str]:
+    try:
+        action()
+    except RuntimeError as error:
+        yield prefix + str(error)
+
+
+def _model(config: ConfigDict) -> Iterator[str]:
+    if not config.dataset:
+        yield "dataset is empty; give the folder of the prompt set"
+    multiple = _size_multiple(Path(config.pretrained.model).expanduser())
+    for group in ("train", "test"):
+        if multiple and config[group].resolution % multiple:
+            yield f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as this model needs"
+
+
+def _size_multiple(folder: Path) -> int | None:
+    """Pixels per latent token of a local model, read from its configuration; None when it is not at hand."""
+    file = folder / "vae" / "config.json"
+    if not file.is_file():
+        return None
+    return 2 * 2 ** (len(json.loads(file.read_text()).get("block_out_channels", [0] * 4)) - 1)
+
+
+def check_writable(folder: Path, needed_bytes: int = 0) -> None:
+    """Refuse a folder that cannot be written to or lacks space.
+
+    Raises:
+        ConfigError: It names the folder and ``config.save_dir``.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write_probe_{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder} ({error.strerror or error}); set config.save_dir to a folder you may write to"
+        ) from error
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ConfigError(
+            f"{folder} has {free / 2**20:.0f} MiB free, but checkpoints of this run need about "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or set config.save_dir elsewhere"
+        )

@@ -1,0 +1,137 @@
+"""The sampling half of an epoch: encode, roll out in batches, decode, hand over to the rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paco_grpo.data.prompts import item_size, round_to_multiple
+from paco_grpo.data.sampler import EpochSamples
+from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.rollout import rollout
+from paco_grpo.training.scoring import ScoringQueue
+from paco_grpo.types import Conditioning, Item, RolloutRecord
+
+
+@dataclass
+class ItemRows(Conditioning):
+    """Stands in a stored record for its conditioning: text features are kept once per item, not once per image."""
+
+    rows: torch.Tensor  # (B,) int64, row of each sample in the epoch's conditioning
+
+
+@dataclass
+class Rollouts:
+    """What one process sampled in an epoch. Local sample i has global position ``positions[i]``."""
+
+    conditioning: Conditioning  # one row per unique item
+    records: list[RolloutRecord]  # conditioning = ItemRows
+    samples: list[np.ndarray]  # per record: local sample numbers of its rows
+
+    def micro_batches(self, wanted: Sequence[int], size: int) -> Iterator[tuple[np.ndarray, RolloutRecord]]:
+        """Local samples ``wanted`` in the given order, as (local sample numbers, record) of at most ``size``.
+
+        A micro-batch has one image size: samples of other sizes are gathered beside it, order kept within each.
+        """
+        place = {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
+        by_shape: dict[tuple, list[int]] = {}
+        for sample in wanted:
+            record = self.records[place[int(sample)][0]]
+            by_shape.setdefault((record.height, record.width), []).append(int(sample))
+        for group in by_shape.values():
+            for start in range(0, len(group), size):
+                chosen = group[start : start + size]
+                yield np.array(chosen), self._join([place[sample] for sample in chosen])
+
+    def _join(self, places: list[tuple[int, int]]) -> RolloutRecord:
+        # Runs of neighbours out of one record are taken in one go; a batch mostly comes from few records.
+        order = sorted(range(len(places)), key=lambda i: places[i])
+        parts = []
+        for number in sorted({record for record, _ in places}):
+            parts.append(self.records[number].select([row for record, row in sorted(places) if record == number]))
+        joined = RolloutRecord.cat(parts).select(list(np.argsort(order)))
+        return dataclasses.replace(joined, conditioning=self.conditioning.select(joined.conditioning.rows))
+
+
+def size_of(item: Item, resolution: int, mode: str, policy: Policy) -> tuple[int, int]:
+    """Pixels at which ``item`` is drawn, as the model can draw it."""
+    size = item_size(item, resolution, mode)
+    return policy.round_size(*size) if mode == "exact" else round_to_multiple(size, policy.size_multiple)
+
+
+def batches_by_size(sizes: Sequence[tuple[int, int]], batch_size: int) -> list[list[int]]:
+    """Indices into ``sizes`` in batches of equal size, sizes in order of first appearance."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, size in enumerate(sizes):
+        groups.setdefault(size, []).append(index)
+    return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
+
+
+def collect(
+    policy: Policy,
+    items: Sequence[Item],
+    samples: EpochSamples,
+    positions: np.ndarray,
+    sizes: Sequence[tuple[int, int]],
+    queue: ScoringQueue,
+    *,
+    batch_size: int,
+    num_steps: int,
+    noise_steps: Sequence[int],
+    noise_level: float,
+    cps: bool,
+    same_latent: bool,
+    on_batch: Callable[[list], bool],
+) -> Rollouts | None:
+    """Sample this process's share of an epoch; scores arrive in ``queue`` while sampling goes on.
+
+    Args:
+        policy: With the weights to sample from.
+        items: The prompt set.
+        samples: The epoch over all processes.
+        positions: Global positions of this process's samples; local sample i is ``positions[i]``.
+        sizes: Height and width of each local sample.
+        queue: Receives images; row i of its result is local sample i.
+        batch_size: Images per forward.
+        num_steps: T.
+        noise_steps: Of this epoch.
+        noise_level: a.
+        cps: Flow-CPS in place of Flow-SDE.
+        same_latent: One initial noise per prompt; the steps before the first noise step are then shared.
+        on_batch: Called with the images after each batch; True = stop here.
+
+    Returns:
+        None when ``on_batch`` asked to stop.
+    """
+    item_ids = samples.item_ids[positions]
+    unique, rows = np.unique(item_ids, return_inverse=True)
+    conditioning = policy.encode([items[i] for i in unique])
+    records, numbers = [], []
+    for batch in batches_by_size(sizes, batch_size):
+        height, width = sizes[batch[0]]
+        batch_rows = torch.from_numpy(rows[batch])
+        record = rollout(
+            policy,
+            conditioning.select(batch_rows),
+            item_ids[batch],
+            samples.seeds[positions[batch]].tolist(),
+            height,
+            width,
+            num_steps=num_steps,
+            noise_steps=noise_steps,
+            noise_level=noise_level,
+            cps=cps,
+            group_index=batch_rows if same_latent else None,
+            initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
+        )
+        images = policy.decode(record.clean_latents, height, width)
+        queue.submit(images, [items[i] for i in item_ids[batch]], batch)
+        records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
+        numbers.append(np.array(batch))
+        if on_batch(images):
+            return None
+    return Rollouts(conditioning, records, numbers)

@@ -1,0 +1,198 @@
+"""Evaluation: fixed prompts and noise at test resolution, plain Euler sampling, every image kept with its scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from ml_collections import ConfigDict
+from PIL import Image, ImageDraw
+
+from paco_grpo.policies.base import Policy
+from paco_grpo.rewards.registry import Reward
+from paco_grpo.sampling.rollout import rollout
+from paco_grpo.training.collect import batches_by_size, size_of
+from paco_grpo.training.processes import gather_rows
+from paco_grpo.training.scoring import ScoringQueue
+from paco_grpo.types import Item
+
+_SHEET_IMAGES = 36
+_SHEET_CELL = 160  # pixels
+
+
+def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
+    """The images of an evaluation: items in order, again from the start if more images than items are wanted.
+
+    Returns:
+        (item, noise seed) for each image; the seed depends on ``seed``, the item and how often it came before alone.
+    """
+    count = len(items) if num_images is None else num_images
+    chosen = []
+    for index in range(count):
+        repeat, position = divmod(index, len(items))
+        item = items[position]
+        word = np.random.SeedSequence([21, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
+        chosen.append((item, int(word >> np.uint64(1))))
+    return chosen
+
+
+def evaluate(
+    policy: Policy,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    config: ConfigDict,
+    accelerator: Accelerator,
+    folder: Path,
+    should_stop: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Draw and score the evaluation set with the weights the policy holds now.
+
+    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl`` and ``sheet.png``.
+
+    Args:
+        policy: The caller puts the EMA weights in place.
+        items: Test items.
+        rewards: Short name → reward of the test.
+        config: The run's; ``config.test`` counts.
+        accelerator: Process r of P draws images r, r + P, …
+        folder: Shared by all processes.
+        should_stop: Asked by every process before each batch, with one answer for all.
+
+    Returns:
+        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images`` and
+        ``eval/missing_share``; None when asked to stop.
+    """
+    seed = config.seed if config.test.seed is None else config.test.seed
+    chosen = evaluation_set(items, config.test.num_images, seed)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
+    queue = ScoringQueue(rewards, config.sample.reward_batch_size)
+    try:
+        if not _draw(policy, [chosen[i] for i in mine], mine, config, folder, queue, accelerator, should_stop):
+            return None
+        local = queue.results(len(mine))
+    finally:
+        queue.close()
+    scores = gather_rows(accelerator, local, len(chosen))
+    if accelerator.is_main_process:
+        _write_rows(folder / "eval_data.jsonl", chosen, scores, list(rewards), config.test.save_eval_images)
+    accelerator.wait_for_everyone()
+    return summarise(scores, list(rewards))
+
+
+def _draw(
+    policy: Policy,
+    images: Sequence[tuple[Item, int]],
+    numbers: Sequence[int],
+    config: ConfigDict,
+    folder: Path,
+    queue: ScoringQueue,
+    accelerator: Accelerator,
+    should_stop: Callable[[], bool],
+) -> bool:
+    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in images]
+    batches = batches_by_size(sizes, config.test.batch_size)
+    thumbnails: list[tuple[int, Image.Image]] = []
+    # Every process asks equally often, so that the answers of all can be joined.
+    for turn in range(max(gather_object([len(batches)]))):
+        if should_stop():
+            return False
+        if turn >= len(batches):
+            continue
+        batch = batches[turn]
+        batch_items = [images[i][0] for i in batch]
+        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *sizes[batch[0]], config.test.num_steps)
+        queue.submit(drawn, batch_items, batch)
+        for i, image in zip(batch, drawn, strict=True):
+            if config.test.save_eval_images:
+                image.save(folder / f"{numbers[i]:05d}.png")
+            if numbers[i] < _SHEET_IMAGES:
+                thumbnails.append((numbers[i], _thumbnail(image)))
+    everyone = gather_object(thumbnails)
+    if accelerator.is_main_process:
+        contact_sheet([image for _, image in sorted(everyone, key=lambda entry: entry[0])]).save(folder / "sheet.png")
+    return True
+
+
+@torch.no_grad()
+def draw(
+    policy: Policy, items: Sequence[Item], seeds: Sequence[int], height: int, width: int, num_steps: int
+) -> list[Image.Image]:
+    """Images of ``items``, each from its seed, by deterministic Euler sampling."""
+    record = rollout(
+        policy,
+        policy.encode(items),
+        [item.item_id for item in items],
+        seeds,
+        height,
+        width,
+        num_steps=num_steps,
+        noise_steps=(),
+        noise_level=0.0,
+    )
+    return policy.decode(record.clean_latents, height, width)
+
+
+def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Means and standard errors over images; ``scores`` (n, len(names)), NaN = missing and left out."""
+    metrics: dict[str, float] = {
+        "eval/num_images": len(scores),
+        "eval/missing_share": float(np.isnan(scores).any(axis=1).mean()),
+    }
+    for column, name in enumerate(names):
+        values = scores[:, column]
+        values = values[~np.isnan(values)]
+        if len(values):
+            metrics[f"eval/{name}_mean"] = float(values.mean())
+        if len(values) > 1:
+            metrics[f"eval/{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+    return metrics
+
+
+def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
+    """Small copies of ``images`` in rows, numbered as their files."""
+    columns = max(1, math.ceil(math.sqrt(len(images))))
+    rows = max(1, math.ceil(len(images) / columns))
+    step = _SHEET_CELL + 4
+    sheet = Image.new("RGB", (columns * step, rows * step), "white")
+    pen = ImageDraw.Draw(sheet)
+    for index, image in enumerate(images):
+        left, top = index % columns * step, index // columns * step
+        sheet.paste(image, (left, top))
+        pen.text((left + 2, top + 2), str(index), fill="black")
+    return sheet
+
+
+def _thumbnail(image: Image.Image) -> Image.Image:
+    scale = _SHEET_CELL / max(image.size)
+    filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
+
+
+def _write_rows(
+    path: Path, chosen: Sequence[tuple[Item, int]], scores: np.ndarray, names: Sequence[str], saved: bool
+) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, (item, seed) in enumerate(chosen):
+            row: dict[str, Any] = {
+                "file": f"{number:05d}.png" if saved else None,
+                "prompt": item.prompt,
+                "item_id": item.item_id,
+                "seed": seed,
+                "idx": item.metadata.get("idx"),
+                "category": item.metadata.get("category"),
+                "rewards": {
+                    name: None if math.isnan(score) else float(score)
+                    for name, score in zip(names, scores[number], strict=True)
+                },
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,281 @@
+"""Everything a run is made of, built in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list
+from ml_collections import ConfigDict
+from PIL import Image
+
+from paco_grpo.advantages import aggregation
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.objectives import get_objective
+from paco_grpo.policies import Policy, load_policy
+from paco_grpo.policies.adapters import add_lora, add_old_adapter
+from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
+from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training.checks import check_config, check_writable
+from paco_grpo.training.configuration import ConfigError, config_to_yaml
+from paco_grpo.training.ema import EMA
+from paco_grpo.training.plan import Plan, make_plan
+from paco_grpo.training.processes import set_threads
+from paco_grpo.training.tracking import MetricsFile, Tracker, build_tracker
+from paco_grpo.training.update import Updater
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
+
+
+@dataclass
+class Run:
+    """The parts of a run; see the modules they come from."""
+
+    config: ConfigDict
+    plan: Plan
+    accelerator: Accelerator
+    folder: Path
+    train_items: list[Item]
+    test_items: list[Item]
+    train_rewards: Mapping[str, Reward]
+    test_rewards: Mapping[str, Reward]
+    train_weights: Mapping[str, float]
+    aggregate_fn: Any
+    policy: Policy
+    parameters: Mapping[str, torch.nn.Parameter]
+    sampler: GroupSampler
+    updater: Updater
+    ema: EMA | None
+    metrics: MetricsFile
+    tracker: Tracker | None  # on the main process
+    extra_parameters: Mapping[str, Mapping[str, torch.nn.Parameter]] = field(default_factory=dict)
+
+    @property
+    def decay_type(self) -> int:
+        """How the old adapter of nft follows (method §6)."""
+        chosen = self.config.train.decay_type
+        return chosen if chosen is not None else int(self.config.train.loss_type == "nft")
+
+    def log_sheet(self, path: Path, epoch: int) -> None:
+        """Send an evaluation's contact sheet to the tracker."""
+        with Image.open(path) as sheet:
+            self.tracker.log_image("eval/sheet", sheet.convert("RGB"), f"first test items after epoch {epoch}", epoch)
+
+    def close(self) -> None:
+        """End the tracker."""
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
+    """Check, then build: configuration, folder, prompts, rewards (is the judge there?), and only then the model.
+
+    Raises:
+        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
+    """
+    check_config(config)
+    accelerator = _accelerator()
+    threads = set_threads(config.num_threads, accelerator.num_processes)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
+    folder = _run_folder(config, configuration_name, accelerator)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    train_items = load_prompts(config.dataset, "train", config.prompt_fn)
+    test_items = load_prompts(config.dataset, "test", config.prompt_fn)
+    plan = make_plan(config, accelerator.num_processes)
+    train_rewards, test_rewards = _rewards(config, accelerator.device)
+    weights = reward_weights(config.train.reward_fn)
+    policy = _policy(config, accelerator)
+    parameters = {n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}
+    extra = {}
+    if config.train.loss_type == "nft":
+        add_old_adapter(policy)
+        extra["old"] = {n: p for n, p in policy.transformer.named_parameters() if ".old." in n}
+    # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
+    check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (config.num_checkpoint_limit + 1))
+    ema = EMA(parameters, config.train.ema_decay, config.train.ema_update_interval) if config.train.ema else None
+    updater = Updater(
+        policy=policy,
+        objective=get_objective(config.train.loss_type),
+        optimizer=_optimizer(config, list(parameters.values())),
+        parameters=list(parameters.values()),
+        accelerator=accelerator,
+        config=config,
+        gradient_steps=plan.gradient_steps,
+        after_step=ema.update if ema else lambda step: None,
+    )
+    tracker = None
+    if accelerator.is_main_process:
+        (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+        ckpt.save_json(folder / "plan.json", plan.as_dict() | {"threads_per_process": threads})
+        tracker = build_tracker(config.logging_platform, folder, config.project_name, config.run_name, config.to_dict())
+        _announce(config, plan, folder, threads, accelerator, parameters, train_items, test_items)
+    return Run(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        folder=folder,
+        train_items=train_items,
+        test_items=test_items,
+        train_rewards=train_rewards,
+        test_rewards=test_rewards,
+        train_weights=weights,
+        aggregate_fn=_aggregate_fn(config, weights),
+        policy=policy,
+        parameters=parameters,
+        sampler=GroupSampler(len(train_items), plan.prompts, plan.images_per_prompt, config.seed),
+        updater=updater,
+        ema=ema,
+        metrics=metrics,
+        tracker=tracker,
+        extra_parameters=extra,
+    )
+
+
+def _accelerator() -> Accelerator:
+    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
+    accelerator = Accelerator()
+    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in known:
+        raise ConfigError(
+            f"accelerate was started with {accelerator.distributed_type}, which this trainer does not drive yet; "
+            "use scripts/accelerate_configs/multi_gpu.yaml"
+        )
+    return accelerator
+
+
+def _run_folder(config: ConfigDict, configuration_name: str, accelerator: Accelerator) -> Path:
+    if not config.run_name:
+        name = [f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+        config.run_name = broadcast_object_list(name)[0]
+    folder = (Path(config.save_dir).expanduser() / config.run_name).absolute()
+    held = (folder / "metrics.jsonl").is_file() and not config.resume_from
+    accelerator.wait_for_everyone()
+    if held:
+        raise ConfigError(
+            f"{folder} already holds a run; go on with it by --config.resume_from=latest, "
+            "or choose another --config.run_name"
+        )
+    check_writable(folder, _FIRST_DISK_CHECK)
+    return folder
+
+
+def _rewards(config: ConfigDict, device: torch.device) -> tuple[dict[str, Reward], dict[str, Reward]]:
+    train_kwargs, test_kwargs = (config[group].reward_fn_kwargs.to_dict() for group in ("train", "test"))
+    train_fn = config.train.reward_fn.to_dict()
+    test_fn = config.test.reward_fn.to_dict() or train_fn
+    train = build_rewards(train_fn, {n: k for n, k in train_kwargs.items() if n in train_fn}, device)
+    test: dict[str, Reward] = {}
+    for name, weight in test_fn.items():
+        kwargs = test_kwargs.get(name, train_kwargs.get(name, {}))
+        if name in train_fn and kwargs == train_kwargs.get(name, {}):
+            test[short_name(name)] = train[short_name(name)]  # the same scorer: loaded once
+        else:
+            test |= build_rewards({name: weight}, {name: kwargs}, device)
+    for reward in {id(reward): reward for reward in [*train.values(), *test.values()]}.values():
+        reward.check()
+    return train, test
+
+
+def _aggregate_fn(config: ConfigDict, weights: Mapping[str, float]):
+    spec, kwargs = config.train.aggregate_fn, config.train.aggregate_fn_kwargs.to_dict()
+    if not kwargs:
+        try:
+            return aggregation.get_aggregate_fn(spec, weights, config.sample.global_std)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    builder = getattr(aggregation, spec or "", None)
+    parameters = inspect.signature(builder).parameters if callable(builder) else {}
+    unknown = [name for name in kwargs if name not in parameters]
+    if unknown:
+        raise ConfigError(
+            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={spec!r} takes "
+            f"{', '.join(parameters) or 'nothing'}"
+        )
+    if "reward_weights" in parameters:
+        kwargs.setdefault("reward_weights", weights)
+    return builder(**kwargs)
+
+
+def _policy(config: ConfigDict, accelerator: Accelerator) -> Policy:
+    policy = load_policy(
+        config.pretrained.model,
+        dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
+        device=accelerator.device,
+        max_sequence_length=config.max_sequence_length,
+        guidance_scale=config.sample.guidance_scale,
+    )
+    for group in ("train", "test"):
+        if config[group].resolution % policy.size_multiple:
+            raise ConfigError(
+                f"config.{group}.resolution={config[group].resolution} is not a multiple of {policy.size_multiple}, "
+                f"as {config.pretrained.model} needs"
+            )
+    _seed_everything(config.seed)  # the adapter's gaussian start is the same on every process
+    if config.use_lora:
+        add_lora(policy, config.train.lora_rank, config.train.lora_alpha, lora_path=config.train.lora_path)
+    else:
+        policy.transformer.float().requires_grad_(True)
+    if config.enable_gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    _seed_everything(config.seed + 1 + accelerator.process_index)
+    return policy
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    train = config.train
+    kwargs: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
+    if not train.use_8bit_adam:
+        return torch.optim.AdamW(parameters, fused=parameters[0].is_cuda or None, **kwargs)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            "config.train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]', or set it to False"
+        ) from error
+    return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
+
+
+def _announce(
+    config: ConfigDict,
+    plan: Plan,
+    folder: Path,
+    threads: int,
+    accelerator: Accelerator,
+    parameters: Mapping[str, torch.nn.Parameter],
+    train_items: Sequence[Item],
+    test_items: Sequence[Item],
+) -> None:
+    logger.info("configuration:\n%s", config_to_yaml(config))
+    for note in plan.notes:
+        logger.warning("%s", note)
+    logger.info(
+        "%d process(es) on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images an epoch in "
+        "batches of %d; %d optimizer step(s) an epoch; %.2f M trainable parameters; run folder %s",
+        plan.num_processes, accelerator.device.type, threads, len(train_items), len(test_items), plan.prompts,
+        plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
+        sum(p.numel() for p in parameters.values()) / 1e6, folder,
+    )  # fmt: skip

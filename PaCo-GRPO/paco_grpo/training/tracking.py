@@ -1,0 +1,173 @@
+"""Where the numbers of a run go: metrics.jsonl always, and one tracker chosen by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+
+class Tracker(Protocol):
+    """What a tracker can do; built as ``Tracker(run_dir, project_name, run_name, config_dict)``."""
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Numbers of one epoch."""
+
+    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+        """One picture."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+TRACKERS: dict[str, str] = {
+    "tensorboard": "paco_grpo.training.tracking:TensorboardTracker",
+    "wandb": "paco_grpo.training.tracking:WandbTracker",
+    "swanlab": "paco_grpo.training.tracking:SwanlabTracker",
+    "none": "paco_grpo.training.tracking:NoTracker",
+}
+
+
+class TrackingError(RuntimeError):
+    """A tracker cannot be used; the message says what to install or choose."""
+
+
+def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
+    """The tracker called ``name`` (``config.logging_platform``).
+
+    Raises:
+        TrackingError: Its package is not installed.
+    """
+    module, attribute = TRACKERS[name].split(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)(run_dir, project, run_name, config)
+    except ImportError as error:
+        raise TrackingError(
+            f"config.logging_platform={name!r} needs a package that is not installed ({error}); "
+            f"pip install {name}, or choose another of {', '.join(TRACKERS)}"
+        ) from error
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, append only; a resumed run goes on after the lines it had."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows so far; a line cut short by a kill is left out."""
+        rows = []
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue
+        return rows
+
+    def keep_until(self, epoch: int) -> None:
+        """Drop the rows after ``epoch``: a run that resumes there writes them again."""
+        kept = [row for row in self.rows() if row["epoch"] <= epoch]
+        replacement = self.path.with_suffix(".tmp")
+        replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        replacement.replace(self.path)
+
+    def has_evaluation(self, epoch: int) -> bool:
+        """Whether the evaluation after ``epoch`` epochs is already written."""
+        return any(row["phase"] == "eval" and row["epoch"] == epoch for row in self.rows())
+
+
+class NoTracker:
+    """Only metrics.jsonl."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Nothing."""
+
+    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class TensorboardTracker:
+    """Event files in ``run_dir/tensorboard``."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Scalars at step ``epoch``."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, epoch)
+
+    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+        """The picture, and its caption as text."""
+        import numpy as np
+
+        self.writer.add_image(name, np.asarray(image.convert("RGB")), epoch, dataformats="HWC")
+        self.writer.add_text(f"{name}_caption", caption, epoch)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self.writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, continued under the run directory's name when a run resumes."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        import wandb
+
+        self.wandb = wandb
+        self.run = wandb.init(
+            project=project, name=run_name, id=run_name, resume="allow", dir=str(run_dir), config=config
+        )
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Scalars at step ``epoch``."""
+        self.run.log(dict(metrics), step=epoch)
+
+    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+        """The picture with its caption."""
+        self.run.log({name: self.wandb.Image(image, caption=caption)}, step=epoch)
+
+    def close(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+class SwanlabTracker:
+    """SwanLab."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        import swanlab
+
+        self.swanlab = swanlab
+        swanlab.init(project=project, experiment_name=run_name, logdir=str(run_dir / "swanlab"), config=config)
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Scalars at step ``epoch``."""
+        self.swanlab.log(dict(metrics), step=epoch)
+
+    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+        """The picture with its caption."""
+        self.swanlab.log({name: self.swanlab.Image(image, caption=caption)}, step=epoch)
+
+    def close(self) -> None:
+        """End the experiment."""
+        self.swanlab.finish()

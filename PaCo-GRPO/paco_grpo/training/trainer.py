@@ -1,0 +1,295 @@
+"""The loop: sample groups of images, score them while the next batch is drawn, turn scores into advantages, update.
+
+``Trainer.train`` reads top to bottom; each arrow of the architecture's "one epoch" is one call in ``_epoch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from paco_grpo.advantages import compute_advantages
+from paco_grpo.data.sampler import EpochSamples
+from paco_grpo.policies.adapters import blend_old_adapter, old_adapter_decay
+from paco_grpo.sampling.schedule import draw_noise_steps
+from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training import state
+from paco_grpo.training.collect import Rollouts, collect, size_of
+from paco_grpo.training.evaluation import evaluate
+from paco_grpo.training.processes import StopSignal, any_process, gather_rows
+from paco_grpo.training.reporting import epoch_line, epoch_metrics, evaluation_line
+from paco_grpo.training.scoring import ScoringError, ScoringQueue
+from paco_grpo.training.setup import Run
+from paco_grpo.training.update import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingStopped(RuntimeError):
+    """The run ended early with its state saved; the message says why and how to go on.
+
+    Attributes:
+        signal_number: Of the signal that asked for it, else None.
+    """
+
+    def __init__(self, message: str, signal_number: int | None = None) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class Trainer:
+    """One run, from its first epoch or from a checkpoint to its end.
+
+    ``progress.epoch`` counts finished epochs; rows of metrics.jsonl, evaluations and checkpoints carry that number.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.policy, self.accelerator = run, run.config, run.policy, run.accelerator
+        self.progress = state.Progress()
+        self.signals = StopSignal()
+        self.saved_epoch: int | None = None
+        self.started = time.perf_counter()
+        self.rng = ckpt.capture_rng()
+
+    def train(self) -> None:
+        """Run to the end.
+
+        Raises:
+            TrainingStopped: A signal, missing rewards or a non-finite number ended it early; the state is saved.
+            CheckpointError: State could not be saved or found.
+        """
+        with self.signals.listening():
+            self._resume()
+            while True:
+                finished = self._finished()
+                if self._evaluation_due(finished):
+                    self._evaluate()
+                if finished:
+                    break
+                self._epoch()
+                if self.config.save_freq and self.progress.epoch % self.config.save_freq == 0:
+                    self._save()
+                self._stop_if_asked()
+            self._save()
+        self.run.close()
+        logger.info(
+            "finished after %d epochs and %d optimizer steps: %s",
+            self.progress.epoch, self.run.updater.step, self.run.folder,
+        )  # fmt: skip
+
+    def _epoch(self) -> None:
+        started = time.perf_counter()
+        self.rng = ckpt.capture_rng()
+        samples = self.run.sampler.samples()
+        positions = samples.positions_of(self.accelerator.process_index, self.accelerator.num_processes)
+        queue = ScoringQueue(self.run.train_rewards, self.config.sample.reward_batch_size)
+        try:
+            rollouts = self._sample(samples, positions, queue)
+            sampled = time.perf_counter()
+            rewards = self._wait_for_rewards(queue, len(positions), len(samples.item_ids))
+        finally:
+            queue.close()
+        self._refuse_if_too_many_missing(rewards)
+        result = compute_advantages(
+            rewards,
+            samples.item_ids,
+            [self.run.train_items[i].prompt for i in samples.item_ids],
+            reward_weights=self.run.train_weights,
+            aggregate_fn=self.run.aggregate_fn,
+            global_std=self.config.sample.global_std,
+            per_prompt=self.config.per_prompt_stat_tracking,
+            rank=self.config.train.rank_grpo,
+        )
+        scored = time.perf_counter()
+        losses = self._update(rollouts, positions, result.advantages, result.kept)
+        self.progress.epoch += 1
+        self.run.sampler.advance()
+        self.rng = ckpt.capture_rng()
+        ended = time.perf_counter()
+        self.progress.train_seconds += ended - started
+        times = {
+            "sample": sampled - started,
+            "reward_wait": queue.wait_seconds,
+            "train": ended - scored,
+            "epoch": ended - started,
+        }
+        metrics = epoch_metrics(rewards, result.stats, losses, times, self.config.enable_mem_log)
+        self._write("train", metrics)
+        logger.info(
+            "epoch %d/%d: %s; %s", self.progress.epoch, self.config.num_epochs, epoch_line(metrics), self._time_left()
+        )
+
+    # --- parts of an epoch ------------------------------------------------------------------------------------------
+
+    def _sample(self, samples: EpochSamples, positions: np.ndarray, queue: ScoringQueue) -> Rollouts | None:
+        """None: sampling was cut short because a reward has failed; waiting for the rewards then says so."""
+        sample, items = self.config.sample, self.run.train_items
+        train = self.config.train
+        sizes = [
+            size_of(items[i], train.resolution, self.config.item_size, self.policy) for i in samples.item_ids[positions]
+        ]
+        # Processes can have different numbers of batches, so only a lone process may stop between batches.
+        alone = self.accelerator.num_processes == 1
+        with self.policy.old() if train.loss_type == "nft" else contextlib.nullcontext():
+            rollouts = collect(
+                self.policy,
+                items,
+                samples,
+                positions,
+                sizes,
+                queue,
+                batch_size=self.run.plan.sample_batch_size,
+                num_steps=sample.num_steps,
+                noise_steps=draw_noise_steps(
+                    sample.noise_steps, sample.num_noise_steps, self.config.seed, self.run.sampler.epoch
+                ),
+                noise_level=sample.noise_level,
+                cps=sample.cps,
+                same_latent=sample.same_latent,
+                on_batch=lambda images: alone and (self.signals.received is not None or queue.failed()),
+            )
+        self._stop_if_asked()
+        return rollouts
+
+    def _wait_for_rewards(self, queue: ScoringQueue, local: int, total: int) -> dict[str, np.ndarray]:
+        """Scores of all processes by global position, (total,) each; NaN = missing."""
+        cause: ScoringError | None = None
+        scores = None
+        try:
+            scores = queue.results(local, should_stop=lambda: self.signals.received is not None)
+        except ScoringError as error:
+            cause = error
+        self._stop_if_asked(scores is None and cause is None)
+        if any_process(self.accelerator, cause is not None):
+            self._save()
+            raise TrainingStopped(
+                f"a reward failed in epoch {self.progress.epoch + 1} ({cause or 'see the other process'}). "
+                + self._how_to_go_on()
+            ) from cause
+        gathered = gather_rows(self.accelerator, scores, total)
+        return {name: gathered[:, column] for column, name in enumerate(self.run.train_rewards)}
+
+    def _refuse_if_too_many_missing(self, rewards: Mapping[str, np.ndarray]) -> None:
+        share = float(np.isnan(np.stack(list(rewards.values()))).any(axis=0).mean())
+        limit = self.config.train.max_missing_reward_fraction
+        if share <= limit:
+            return
+        self._save()
+        each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in rewards.items())
+        raise TrainingStopped(
+            f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
+            f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server. "
+            + self._how_to_go_on()
+        )
+
+    def _update(
+        self, rollouts: Rollouts, positions: np.ndarray, advantages: np.ndarray, kept: np.ndarray
+    ) -> dict[str, float]:
+        try:
+            losses = self.run.updater.run(rollouts, positions, advantages, kept, self.progress.epoch)
+        except NonFiniteError as error:
+            name = f"stopped_{ckpt.checkpoint_name(self.progress.epoch + 1)}"
+            folder = state.save(self.run, self._progress_now(), self.rng, name)
+            raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_go_on()}") from error
+        if self.config.train.loss_type == "nft":
+            blend_old_adapter(self.policy, old_adapter_decay(self.run.updater.step, self.run.decay_type))
+        return losses
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def _evaluation_due(self, finished: bool) -> bool:
+        epoch, frequency = self.progress.epoch, self.config.eval_freq
+        if self.run.metrics.has_evaluation(epoch):
+            return False
+        if epoch == 0 and not finished:
+            return self.config.test.at_start
+        return finished or (frequency > 0 and epoch % frequency == 0)
+
+    def _evaluate(self) -> None:
+        started = time.perf_counter()
+        epoch = self.progress.epoch
+        folder = self.run.folder / "eval" / ckpt.checkpoint_name(epoch)
+        with self.run.ema.applied() if self.run.ema else contextlib.nullcontext():
+            metrics = evaluate(
+                self.policy,
+                self.run.test_items,
+                self.run.test_rewards,
+                self.config,
+                self.accelerator,
+                folder,
+                should_stop=lambda: any_process(self.accelerator, self.signals.received is not None),
+            )
+        if metrics is None:
+            self._stop_if_asked()
+            return
+        metrics["time/eval_s"] = time.perf_counter() - started
+        self._write("eval", metrics)
+        if self.run.tracker is not None:
+            self.run.log_sheet(folder / "sheet.png", epoch)
+        logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
+
+    # --- going on and stopping --------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if not self.config.resume_from:
+            return
+        found = ckpt.find_checkpoint(self.config.resume_from, self.run.folder)
+        if found is None:
+            logger.info("no checkpoint in %s yet: starting from the beginning", self.run.folder)
+        else:
+            self.progress = state.load(self.run, found)
+            self.rng = ckpt.capture_rng()
+            if found.parent.parent == self.run.folder:
+                self.saved_epoch = self.progress.epoch
+            logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
+        if self.accelerator.is_main_process:
+            self.run.metrics.keep_until(self.progress.epoch if found else -1)
+        self.accelerator.wait_for_everyone()
+
+    def _finished(self) -> bool:
+        limit = self.config.max_train_minutes
+        over = limit is not None and self.progress.train_seconds >= 60 * limit
+        # Clocks differ between processes, so one process's clock decides for all.
+        over = any_process(self.accelerator, over and self.accelerator.is_main_process)
+        return over or self.progress.epoch >= self.config.num_epochs
+
+    def _stop_if_asked(self, interrupted: bool = False) -> None:
+        if any_process(self.accelerator, interrupted or self.signals.received is not None):
+            self._save()
+            raise TrainingStopped(f"by a signal. {self._how_to_go_on()}", self.signals.received)
+
+    def _save(self) -> None:
+        """A checkpoint of the last finished epoch, unless there is one already."""
+        if self.saved_epoch != self.progress.epoch:
+            state.save(self.run, self._progress_now(), self.rng)
+            self.saved_epoch = self.progress.epoch
+
+    def _progress_now(self) -> state.Progress:
+        return state.Progress(self.progress.epoch, self.progress.train_seconds, self._elapsed())
+
+    def _how_to_go_on(self) -> str:
+        return f"To go on: the same command with --config.run_name={self.config.run_name} --config.resume_from=latest"
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _elapsed(self) -> float:
+        return self.progress.elapsed + time.perf_counter() - self.started
+
+    def _write(self, phase: str, metrics: Mapping[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            epoch = self.progress.epoch
+            head = {"epoch": epoch, "step": self.run.updater.step, "time": self._elapsed(), "phase": phase}
+            self.run.metrics.write(head | {"train_time": self.progress.train_seconds} | dict(metrics))
+            self.run.tracker.log(metrics, epoch)
+        self.accelerator.wait_for_everyone()
+
+    def _time_left(self) -> str:
+        per_epoch = self.progress.train_seconds / max(1, self.progress.epoch)
+        left = per_epoch * (self.config.num_epochs - self.progress.epoch)
+        if self.config.max_train_minutes is not None:
+            left = min(left, 60 * self.config.max_train_minutes - self.progress.train_seconds)
+        return f"{max(0.0, left) / 60:.1f} min of training left"

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Start scripts/train.py on what this machine has:  bash scripts/launch.sh --config FILE[:NAME] [--config.a.b=value …]
+#
+#   NUM_PROCESSES      processes on this machine (default: the visible GPUs, or 1 on a CPU)
+#   ACCELERATE_CONFIG  an accelerate configuration of your own; it then decides, and accelerate launch is used
+#   PYTHON             interpreter (default: the repository's .venv, else python3)
+#   OMP_NUM_THREADS    CPU threads per process (default: cores / processes)
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$here/.."
+repo="$(cd .. && pwd)"
+if [[ -z "${PYTHON:-}" ]]; then
+  PYTHON="$repo/.venv/bin/python"
+  [[ -x "$PYTHON" ]] || PYTHON=python3
+fi
+
+gpus=0
+if command -v nvidia-smi >/dev/null 2>&1; then
+  gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
+fi
+if ((gpus > 0)); then default=$gpus; else default=1; fi
+processes="${NUM_PROCESSES:-$default}"
+if ! [[ "$processes" =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: NUM_PROCESSES=$processes is not a positive integer" >&2
+  exit 2
+fi
+if ((gpus > 0 && processes > gpus)); then
+  echo "error: NUM_PROCESSES=$processes, but $gpus GPU(s) are visible; lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES=" >&2
+  exit 2
+fi
+
+if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
+  cores="$(nproc)"
+  OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
+  export OMP_NUM_THREADS
+fi
+# glibc returns freed memory to the system at once, which costs page faults at every forward: let it keep some.
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+if [[ -n "${ACCELERATE_CONFIG:-}" ]]; then
+  arguments=(--config_file "$ACCELERATE_CONFIG")
+  [[ -z "${NUM_PROCESSES:-}" ]] || arguments+=(--num_processes "$processes")
+  exec "$PYTHON" -m accelerate.commands.launch "${arguments[@]}" scripts/train.py "$@"
+elif ((processes == 1)); then
+  # One process needs no launcher between us and it, and signals then reach it directly.
+  ((gpus > 0)) || export ACCELERATE_USE_CPU=true
+  exec "$PYTHON" scripts/train.py "$@"
+elif ((gpus > 0)); then
+  exec "$PYTHON" -m accelerate.commands.launch --config_file scripts/accelerate_configs/multi_gpu.yaml \
+    --num_processes "$processes" scripts/train.py "$@"
+else
+  # accelerate launch wants MPI for several CPU processes; torchrun gives it gloo.
+  export ACCELERATE_USE_CPU=true
+  exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$processes" scripts/train.py "$@"
+fi

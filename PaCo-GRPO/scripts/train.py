@@ -1,0 +1,55 @@
+"""Train: ``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]`` (or a saved config.yaml).
+
+Usually started by scripts/single_node/*.sh through ``accelerate launch``.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(arguments: list[str]) -> int:
+    """Run to the end; returns the exit status: 0 done, 2 refused, 3 stopped with state saved, 128+n by signal n."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.WARNING,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("httpx", "httpcore", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+    from paco_grpo.data.prompts import DataError
+    from paco_grpo.policies import PolicyLoadError
+    from paco_grpo.rewards.registry import RewardError
+    from paco_grpo.training.checkpoint import CheckpointError
+    from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
+    from paco_grpo.training.setup import build_run
+    from paco_grpo.training.tracking import TrackingError
+    from paco_grpo.training.trainer import Trainer, TrainingStopped
+    from paco_judge.client import JudgeError
+
+    try:
+        source, overrides = parse_command_line(arguments)
+        config = load_config(source, ROOT / "config" / "base.py")
+        apply_overrides(config, overrides)
+        name = source.partition(":")[2] or Path(source).stem
+        Trainer(build_run(config, name)).train()
+    except TrainingStopped as stopped:
+        print(f"stopped: {stopped}", file=sys.stderr)
+        return 128 + stopped.signal_number if stopped.signal_number else 3
+    except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
