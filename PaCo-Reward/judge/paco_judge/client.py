@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from paco_judge import transport
+from paco_judge.connections import Origin
 from paco_judge.images import ImageStore, UnreadableImage
 from paco_judge.questions import build_messages
 from paco_judge.transport import Refused, Unreachable
@@ -71,8 +72,7 @@ class JudgeClient:
         variants: bool = False,
         cache: bool = True,
     ):
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
+        Origin.of(base_url)
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")

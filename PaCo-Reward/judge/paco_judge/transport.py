@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import json
 import logging
 import os
 import random
@@ -10,12 +11,11 @@ from collections import OrderedDict
 from collections.abc import Coroutine
 from concurrent.futures import Future
 
-import httpx
+from paco_judge.connections import Answer, ConnectionFailed, Pool
 
 logger = logging.getLogger(__name__)
 
 CACHE_ENTRIES = 200_000
-_CONNECT_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 
 
@@ -70,12 +70,7 @@ class Runtime:
         self.cache = Cache()
         self.under_way: dict[tuple, asyncio.Future] = {}
         self._pid = os.getpid()
-        # trust_env=False: proxies of the environment are not meant for a judge on this or a neighbouring machine.
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=512, keepalive_expiry=60.0),
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            trust_env=False,
-        )
+        self._pool = Pool()
         self._thread = threading.Thread(target=self._run, name="paco-judge", daemon=True)
         self._thread.start()
 
@@ -97,7 +92,7 @@ class Runtime:
 
     async def get(self, url: str, headers: dict[str, str], timeout_s: float) -> bytes:
         """One attempt. Raises Refused or Unreachable."""
-        return await self._attempt("GET", url, headers, None, self.loop.time() + timeout_s)
+        return await self._attempt("GET", url, headers, b"", self.loop.time() + timeout_s)
 
     async def post(self, url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
         """Ask until there is an answer, an error that asking again cannot help, or the deadline (loop time).
@@ -120,17 +115,17 @@ class Runtime:
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, _MAX_BACKOFF_S)
 
-    async def _attempt(self, method: str, url: str, headers: dict, body: bytes | None, deadline: float) -> bytes:
+    async def _attempt(self, method: str, url: str, headers: dict, body: bytes, deadline: float) -> bytes:
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._http.request(method, url, headers=headers, content=body)
+                answer = await self._pool.ask(method, url, headers, body)
         except TimeoutError as error:
             raise Unreachable("no answer before the deadline") from error
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise Unreachable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
-        if response.status_code != 200:
-            raise Refused(response.status_code, _reason(response), _retry_after(response))
-        return response.content
+        except ConnectionFailed as error:
+            raise Unreachable(str(error)) from error
+        if answer.status != 200:
+            raise Refused(answer.status, _reason(answer), _retry_after(answer))
+        return answer.body
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -142,7 +137,7 @@ class Runtime:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._http.aclose()
+        self._pool.close()
         self.loop.stop()
 
 
@@ -172,21 +167,21 @@ def _forget_lock() -> None:
 os.register_at_fork(after_in_child=_forget_lock)
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(answer: Answer) -> str:
     """The server's own message (OpenAI's error format, or the start of the body)."""
     try:
-        error = response.json()
+        error = json.loads(answer.body)
         error = error.get("error", error)
         message = error.get("message") if isinstance(error, dict) else error
         if message:
             return str(message)[:500]
     except (ValueError, AttributeError):
         pass  # not JSON, or not an object: the text is the best there is
-    return response.text[:200].strip() or response.reason_phrase
+    return answer.body[:200].decode("utf-8", "replace").strip() or answer.reason
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(answer: Answer) -> float:
     try:
-        return max(0.0, float(response.headers.get("retry-after", 0.0)))
+        return max(0.0, float(answer.headers.get("retry-after", 0.0)))
     except ValueError:
         return 0.0  # an HTTP date: our own pause is used

@@ -1,0 +1,7 @@
+"""The part of OpenAI's API that a judge needs, served from transformers on a CPU or one GPU.
+
+    python -m vllm_server.transformers_engine --model FOLDER --served-model-name NAME --port 8000
+
+``protocol`` reads and refuses requests, ``model`` prepares and runs batches, ``batching`` collects what is queued into
+batches on one worker thread, ``server`` is the HTTP side.
+"""

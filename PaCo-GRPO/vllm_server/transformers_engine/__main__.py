@@ -1,0 +1,47 @@
+"""Start the engine: ``python -m vllm_server.transformers_engine --model FOLDER --port 8000``."""
+
+import argparse
+import logging
+import os
+import sys
+
+import torch
+import uvicorn
+
+from vllm_server.transformers_engine.model import JudgeModel
+from vllm_server.transformers_engine.server import build_app
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Serve a judge from transformers (OpenAI API subset)")
+    parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL")
+    parser.add_argument("--served-model-name", nargs="+", help="name(s) under which it is asked for")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward")
+    parser.add_argument("--image-cache-mb", type=int, default=512, help="encoded images kept")
+    parser.add_argument("--max-body-mb", type=int, default=32)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # One thread fewer than cores would starve the HTTP side and the trainer on small machines.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // 2))
+    try:
+        model = JudgeModel.load(arguments.model, arguments.max_model_len, arguments.image_cache_mb)
+    except (OSError, ValueError) as error:
+        print(f"cannot serve {arguments.model}: {error}", file=sys.stderr)
+        return 1
+    app = build_app(
+        model,
+        tuple(arguments.served_model_name or [arguments.model]),
+        max_batch=arguments.max_batch,
+        max_body_bytes=arguments.max_body_mb << 20,
+        api_key=os.environ.get("VLLM_API_KEY") or None,
+    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, access_log=False, log_level="info")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
