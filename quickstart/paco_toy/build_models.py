@@ -1,0 +1,156 @@
+"""Builds the toy base models from seeds: `python -m paco_toy.build_models --out quickstart/models` (about an hour on 2 cores).
+
+    flux/         a FluxPipeline folder (VAE, transformer, two text encoders), bfloat16
+    judge/        a Qwen2.5-VL folder with processor and chat template, bfloat16
+    build.log     what was printed
+    quality.json  what was measured, by the oracle and on captions
+
+VAE and judge are trained side by side, one core each; then the generator on both cores. Times are wall-clock, so another
+machine gives other weights of the same kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from paco_toy.build.panels import PanelCache
+
+logger = logging.getLogger(__name__)
+
+MINUTES = {"vae": 6.0, "judge": 8.5, "generator": 38.0}
+
+
+SIDES = (16, 32, 64)  # panel sides in pixels: grids of 32, 64 and 128 px
+
+
+def build_panels(out: Path, minutes: float, seed: int) -> None:
+    """Stage: renders every character in every view, four jitters each."""
+    for side in SIDES:
+        PanelCache(side, 4, seed).save(out.parent / f"panels_{side}.npy")
+
+
+def _panels(out: Path) -> dict[int, PanelCache]:
+    return {side: PanelCache.load(out.parent / f"panels_{side}.npy") for side in SIDES}
+
+
+def build_vae(out: Path, minutes: float, seed: int) -> None:
+    """Stage: the VAE, and the latents of everything it will be asked for."""
+    from paco_toy.build.generator import LatentCache
+    from paco_toy.build.vae import train_vae
+
+    panels = _panels(out)
+    vae = train_vae(panels, 60 * minutes, seed)
+    vae.save_pretrained(out / "flux" / "vae")
+    LatentCache(vae, panels, seed).save(out.parent / "latents.safetensors")
+
+
+def build_judge(out: Path, minutes: float, seed: int) -> None:
+    """Stage: the judge's base and its caption accuracy."""
+    from paco_toy.build import judge
+
+    processor = judge.new_processor()
+    model = judge.new_judge(processor, seed)
+    batches = judge.CaptionBatches(processor, _panels(out), seed)
+    judge.train_judge(model, batches, 60 * minutes)
+    model.to(torch.bfloat16).save_pretrained(out / "judge")
+    processor.save_pretrained(out / "judge")
+    accuracy = judge.caption_accuracy(model.float(), processor, batches)
+    logger.info("judge: caption accuracy on single panels %.3f", accuracy)
+    _note_quality(out, {"judge": {"caption_accuracy": accuracy, "parameters": sum(p.numel() for p in model.parameters())}})
+
+
+def build_generator(out: Path, minutes: float, seed: int) -> None:
+    """Stage: text encoders and transformer around the finished VAE; runs under torchrun on as many processes as it likes."""
+    from diffusers import AutoencoderKL
+
+    from paco_toy.build import generator
+
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    vae = AutoencoderKL.from_pretrained(out / "flux" / "vae", torch_dtype=torch.float32)
+    latents = generator.LatentCache.load(out.parent / "latents.safetensors")
+    pipe = generator.new_pipeline(vae, seed)
+    pipe = generator.train_generator(
+        pipe, latents, 60 * minutes, seed, snapshot=lambda look: look.save_pretrained(out.parent / "flux-snapshot")
+    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        pipe.to(torch.bfloat16).save_pretrained(out / "flux")
+
+
+def measure_generator(out: Path, seed: int) -> None:
+    """Stage: what the base draws, read by the oracle, through diffusers' own FluxPipeline."""
+    from paco_toy.build.quality import generator_quality
+
+    quality = generator_quality(out / "flux", seed)
+    for size, figures in quality.items():
+        logger.info("generator at %s: %s", size, " ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+    _note_quality(out, {"generator": quality})
+
+
+def _note_quality(out: Path, figures: dict) -> None:
+    path = out / "quality.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **figures}, indent=2) + "\n")
+
+
+STAGES = {"panels": build_panels, "vae": build_vae, "judge": build_judge, "generator": build_generator}
+
+
+def _start(stage: str, arguments: argparse.Namespace, processes: int = 1) -> subprocess.Popen:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    minutes = MINUTES[stage] * arguments.scale if stage in MINUTES else 0
+    command = [*launcher, "-m", "paco_toy.build_models", "--stage", stage, "--out", str(arguments.out)]
+    command += ["--seed", str(arguments.seed), "--minutes", str(minutes)]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def build_all(arguments: argparse.Namespace) -> None:
+    """All stages; the new folders replace the old ones only when every stage has ended well."""
+    final = arguments.out
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".building-") as workplace:
+        arguments.out = Path(workplace) / "models"
+        arguments.out.mkdir()
+        for stages in (("panels",), ("vae", "judge"), ("generator",), ("measure",)):
+            running = {s: _start(s, arguments, arguments.processes if s == "generator" else 1) for s in stages}
+            failed = [s for s, process in running.items() if process.wait() != 0]
+            if failed:
+                raise SystemExit(f"building stopped: {', '.join(failed)} failed; see above")
+        if final.exists():
+            final.rename(Path(workplace) / "replaced")
+        arguments.out.rename(final)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder that will hold flux/ and judge/")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every training time, e.g. 0.05 for a try")
+    parser.add_argument("--processes", type=int, default=2, help="processes (of one thread) for the generator")
+    parser.add_argument("--stage", choices=[*STAGES, "measure"], help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    if arguments.stage is None:
+        build_all(arguments)
+        return
+    torch.set_num_threads(1)
+    if arguments.stage == "measure":
+        measure_generator(arguments.out, arguments.seed)
+    else:
+        STAGES[arguments.stage](arguments.out, arguments.minutes, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

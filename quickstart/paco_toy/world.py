@@ -1,0 +1,174 @@
+"""The shapes world: characters, views, the renderer, and prompts in the grammar of the real data sets.
+
+A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in one
+view on white; an image is a 2x2 grid of panels. Prompts name one character and four different views, so a consistent image
+shows that character four times, each time elsewhere.
+
+Shape legend: P panels, S panel side in pixels, last axis RGB. Pixels are float32 in [0, 1].
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+COLOURS = {
+    "red": (0.86, 0.12, 0.12),
+    "yellow": (0.95, 0.78, 0.05),
+    "green": (0.10, 0.58, 0.22),
+    "cyan": (0.04, 0.66, 0.76),
+    "blue": (0.12, 0.25, 0.86),
+    "purple": (0.62, 0.16, 0.74),
+    "black": (0.12, 0.12, 0.12),
+}
+STYLES = ("filled", "outlined", "striped")
+POSITIONS = {"centre": (0.5, 0.5), "left": (0.34, 0.5), "right": (0.66, 0.5), "top": (0.5, 0.34), "bottom": (0.5, 0.66)}
+SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
+LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
+# width of the outline in radii: thin where the body is narrow, so that something is left to see inside
+OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
+JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
+_HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: every seed keeps the same ones out
+
+
+@dataclass(frozen=True, order=True)
+class Character:
+    """What stays the same over the panels of a consistent image."""
+
+    style: str
+    colour: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.style} {self.colour} {self.shape}"
+
+
+@dataclass(frozen=True, order=True)
+class View:
+    """What a prompt asks to differ between panels."""
+
+    size: str
+    position: str
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.position}"
+
+
+CHARACTERS = tuple(Character(*c) for c in itertools.product(STYLES, COLOURS, SHAPES))
+VIEWS = tuple(View(*v) for v in itertools.product(SIZES, POSITIONS))
+
+
+@lru_cache(maxsize=1)
+def split_characters() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices into CHARACTERS: (for training, held out). Base models know all; LoRA and RL see the first only."""
+    order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(CHARACTERS))
+    held_out = tuple(sorted(int(i) for i in order[:_HELD_OUT_COUNT]))
+    return tuple(i for i in range(len(CHARACTERS)) if i not in set(held_out)), held_out
+
+
+def _polygon_distance(x: np.ndarray, y: np.ndarray, corners: np.ndarray) -> np.ndarray:
+    """Signed distance (negative inside) from points to a simple polygon, corners (K, 2)."""
+    distance = np.full(x.shape, np.inf, dtype=np.float32)
+    inside = np.zeros(x.shape, dtype=bool)
+    for (ax, ay), (bx, by) in zip(corners, np.roll(corners, -1, axis=0)):
+        ex, ey, px, py = bx - ax, by - ay, x - ax, y - ay
+        along = np.clip((px * ex + py * ey) / (ex * ex + ey * ey), 0, 1)
+        distance = np.minimum(distance, np.hypot(px - ex * along, py - ey * along))
+        crosses = (ay > y) != (by > y)
+        inside ^= crosses & (x < ex * (y - ay) / np.where(ey == 0, 1, ey) + ax)
+    return np.where(inside, -distance, distance)
+
+
+def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Distance to the outline of a shape of radius 1 around 0, negative inside; y points down."""
+    if shape == "circle":
+        return np.hypot(x, y) - 0.95
+    if shape == "square":
+        return np.maximum(np.abs(x), np.abs(y)) - 0.82
+    if shape == "cross":
+        bar = np.maximum(np.abs(x) - 1.0, np.abs(y) - 0.38)
+        return np.minimum(bar, np.maximum(np.abs(x) - 0.38, np.abs(y) - 1.0))
+    if shape == "triangle":
+        corners = np.array([(0.0, -0.95), (1.05, 0.85), (-1.05, 0.85)])
+    else:
+        angles = -np.pi / 2 + np.arange(10) * np.pi / 5
+        radii = np.where(np.arange(10) % 2 == 0, 1.12, 0.52)
+        corners = np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
+    return _polygon_distance(x, y, corners)
+
+
+def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+    """One panel.
+
+    Args:
+        side: panel side in pixels.
+        jitter: shift (x, y) as a share of the side.
+    Returns:
+        float32 (side, side, 3) in [0, 1].
+    """
+    radius = SIZES[view.size]
+    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
+    supersample = 3
+    n = side * supersample
+    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
+    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
+    distance = _signed_distance(character.shape, x, y)
+    colour = np.array(COLOURS[character.colour], dtype=np.float32)
+    body = distance < 0
+    image = np.ones((n, n, 3), dtype=np.float32)
+    if character.style == "filled":
+        image[body] = colour
+    elif character.style == "outlined":
+        image[body & (distance > -OUTLINES[character.shape])] = colour
+    else:  # a light tint keeps the silhouette, coarse stripes carry the style at small sizes
+        image[body] = 1 - 0.35 * (1 - colour)
+        image[body & (np.floor((x + y) / 0.5) % 2 == 0)] = colour
+    return image.reshape(side, supersample, side, supersample, 3).mean(axis=(1, 3))
+
+
+def random_jitter(rng: np.random.Generator) -> tuple[float, float]:
+    """A shift (x, y) for `render_panel`, uniform within ±JITTER of the panel's side."""
+    dx, dy = rng.uniform(-JITTER, JITTER, size=2)
+    return float(dx), float(dy)
+
+
+def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
+    """Four (S, S, 3) panels, row-major, to one (2S, 2S, 3) image."""
+    top, bottom = (np.concatenate(panels[i : i + 2], axis=1) for i in (0, 2))
+    return np.concatenate([top, bottom], axis=0)
+
+
+def to_uint8(image: np.ndarray) -> np.ndarray:
+    """Pixels in [0, 1] to uint8, rounded."""
+    return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
+
+
+def theme(character: Character) -> str:
+    """The part of a prompt before its first panel label."""
+    return f"2x2 grid layout depicting a {character}.The same {character.shape} throughout."
+
+
+def grid_prompt(character: Character, views: list[View]) -> str:
+    """A prompt for four panels in the grammar of the T2IS data (method §2)."""
+    panels = " ".join(f"{label}{view}." for label, view in zip(LABELS, views, strict=True))
+    return f"{theme(character)} {panels}"
+
+
+def departed(character: int, rng: np.random.Generator, one_attribute: float = 0.75) -> int:
+    """Another character's index: mostly one attribute changed, else any other character."""
+    if rng.random() >= one_attribute:
+        other = int(rng.integers(len(CHARACTERS) - 1))
+        return other + (other >= character)
+    chosen = CHARACTERS[character]
+    attribute, values = (("style", STYLES), ("colour", tuple(COLOURS)), ("shape", SHAPES))[rng.integers(3)]
+    rest = [v for v in values if v != getattr(chosen, attribute)]
+    fields = {"style": chosen.style, "colour": chosen.colour, "shape": chosen.shape, attribute: str(rng.choice(rest))}
+    return CHARACTER_INDEX[Character(**fields)]
+
+
+CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
+VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
