@@ -50,10 +50,20 @@ def _verdict(logprobs: dict) -> Verdict:
 
 
 def transformers_engine(model: str, adapter: str | None, batch_size: int) -> Engine:
-    """transformers in this process, on the first GPU or the CPU; `batch_size` pairs at once."""
-    from paco_reward.scorer import JudgeScorer
+    """transformers in this process, on the first GPU or the CPU; `batch_size` pairs at once.
 
-    return JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size).score
+    Raises:
+        BenchError: the model or adapter cannot be loaded, or paco-reward is not installed here.
+    """
+    try:
+        from paco_reward.errors import PacoRewardError
+        from paco_reward.scorer import JudgeScorer
+    except ImportError as error:
+        raise BenchError(f"--engine transformers needs paco-reward ({error}); run: bash setup.sh") from error
+    try:
+        return JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size).score
+    except PacoRewardError as error:
+        raise BenchError(str(error)) from error
 
 
 def server_engine(url: str, model: str) -> Engine:

@@ -129,11 +129,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if run(parse(arguments)) else 0
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
-    except RuntimeError as error:
-        # paco_reward's errors (model missing …) without importing it where only vLLM is installed
-        if type(error).__name__ != "PacoRewardError":
-            raise
-        print(f"error: {error}", file=sys.stderr)
     return 2
 
 

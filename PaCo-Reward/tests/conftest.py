@@ -1,0 +1,54 @@
+"""Fixtures: a tiny judge and a tiny pair data set, made once per session."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+torch.set_num_threads(1)
+# Machines that run tests are shared: time limits belong to pytest, not to single examples.
+settings.register_profile("paco_reward", deadline=None)
+settings.load_profile("paco_reward")
+
+
+def load(name: str, file: Path):
+    """A module by file: test folders of different subprojects may hold files of one name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The builder module."""
+    return tiny_judge
+
+
+@pytest.fixture(scope="session")
+def judge_dir(tmp_path_factory) -> Path:
+    """A random judge as a model folder."""
+    return tiny_judge.save_judge(tmp_path_factory.mktemp("model") / "judge")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory) -> Path:
+    """Data sets `pairs` (16 rows) and `held_out` (10 rows)."""
+    folder = tiny_judge.save_pairs(tmp_path_factory.mktemp("data"), 16, "pairs")
+    return tiny_judge.save_pairs(folder, 10, "held_out", seed=500)
+
+
+@pytest.fixture(scope="session")
+def scorer(judge_dir):
+    """The random judge, loaded."""
+    from paco_reward.scorer import JudgeScorer
+
+    return JudgeScorer.from_pretrained(judge_dir, batch_size=4)

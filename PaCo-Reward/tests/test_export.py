@@ -1,0 +1,57 @@
+"""Merging: the same scores, everything a server needs, and no half exports."""
+
+import numpy as np
+import pytest
+import torch
+from paco_reward.cli import main
+from paco_reward.errors import PacoRewardError
+from paco_reward.export import export, synthetic_pairs
+from paco_reward.scorer import JudgeScorer
+from peft import LoraConfig, get_peft_model
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(tiny, judge_dir, tmp_path_factory):
+    """A LoRA adapter that changes the judge's scores visibly."""
+    model = tiny.make_model(tiny.make_processor())
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"]))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("adapter") / "lora"
+    model.save_pretrained(folder)
+    return folder
+
+
+def scores(*judge):
+    return np.array([v.p_yes for v in JudgeScorer.from_pretrained(*judge).score(synthetic_pairs(12))])
+
+
+def test_export_command_reports_agreement(judge_dir, adapter_dir, tmp_path, capsys):
+    output = tmp_path / "merged"
+    arguments = ["export", "--base", str(judge_dir), "--adapter", str(adapter_dir), "--output", str(output)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "largest score difference before/after on 100 pairs" in said
+    assert float(said.split()[-1]) < 1e-5
+    merged, before, base = scores(output), scores(judge_dir, adapter_dir), scores(judge_dir)
+    np.testing.assert_allclose(merged, before, atol=1e-5)
+    assert np.abs(merged - base).max() > 1e-3
+    files = {file.name for file in output.iterdir()}
+    kept = {file.name for file in judge_dir.iterdir()} - {"config.json", "generation_config.json", "model.safetensors"}
+    assert kept <= files and {"config.json", "model.safetensors", "chat_template.jinja"} <= files
+    for name in kept:
+        assert (output / name).read_bytes() == (judge_dir / name).read_bytes()
+
+    assert main(arguments) == 1  # not empty
+    assert "add --force" in capsys.readouterr().err
+    assert main([*arguments, "--force", "--dtype", "bfloat16"]) == 0
+    assert JudgeScorer.from_pretrained(output).model.config.dtype is not None
+    assert not output.with_name("merged.partial").exists()
+
+
+def test_missing_adapter_leaves_nothing(judge_dir, tmp_path):
+    with pytest.raises(PacoRewardError, match="no adapter_config.json"):
+        export(str(judge_dir), str(tmp_path / "no"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,162 @@
+"""The first-token-weighted loss against plain NumPy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paco_reward.loss import count_answers, find_answers, first_token_loss, token_weights
+
+
+def numpy_answers(logits, labels):
+    """Cross-entropies of each answer: a list of float64 arrays. Written as loops, on purpose."""
+    answers = []
+    for row_logits, row_labels in zip(np.asarray(logits, np.float64), np.asarray(labels)):
+        current = None
+        for position in range(1, len(row_labels)):
+            if row_labels[position] == -100:
+                current = None
+                continue
+            if current is None:
+                current = []
+                answers.append(current)
+            scores = row_logits[position - 1]
+            peak = scores.max()
+            current.append(peak + np.log(np.exp(scores - peak).sum()) - scores[row_labels[position]])
+    return [np.array(answer) for answer in answers]
+
+
+def numpy_sequence(batches, weight):
+    """Loss of one optimizer step over micro-batches: mean over all sequences."""
+    losses = []
+    for answer in [answer for batch in batches for answer in numpy_answers(*batch)]:
+        losses.append(answer[0] if len(answer) == 1 else weight * answer[0] + (1 - weight) * answer[1:].mean())
+    return float(np.mean(losses))
+
+
+def numpy_released(batches, weight):
+    """The authors' trainer: per micro-batch, weighted sum / answer tokens; mean over micro-batches."""
+    values = []
+    for batch in batches:
+        answers = numpy_answers(*batch)
+        total = 0.0
+        for answer in answers:
+            n = len(answer)
+            total += weight * answer[0] + sum(n * (1 - weight) / (n - 1) * loss for loss in answer[1:])
+        values.append(total / sum(len(answer) for answer in answers))
+    return float(np.mean(values))
+
+
+def make_batch(seed, lengths, prompts, width, vocabulary, left):
+    """Logits and padded labels with answers of the given lengths."""
+    generator = np.random.default_rng(seed)
+    labels = np.full((len(lengths), width), -100)
+    for row, (length, prompt) in enumerate(zip(lengths, prompts)):
+        start = width - length if left else prompt
+        labels[row, start : start + length] = generator.integers(0, vocabulary, length)
+    return generator.normal(size=(len(lengths), width, vocabulary)) * 3, labels
+
+
+def tensors(batch):
+    return torch.tensor(batch[0], dtype=torch.float32), torch.tensor(batch[1])
+
+
+batches = st.builds(
+    make_batch,
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(1, 6), min_size=3, max_size=3),
+    prompts=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    width=st.just(12),
+    vocabulary=st.integers(2, 9),
+    left=st.booleans(),
+)
+weights = st.floats(0, 1)
+
+
+@given(batches, weights)
+def test_sequence_scheme_equals_numpy(batch, weight):
+    loss = first_token_loss(*tensors(batch), weight)
+    assert loss.item() == pytest.approx(numpy_sequence([batch], weight), abs=1e-6, rel=1e-6)
+
+
+@given(batches, weights)
+def test_released_scheme_equals_numpy(batch, weight):
+    loss = first_token_loss(*tensors(batch), weight, "released")
+    assert loss.item() == pytest.approx(numpy_released([batch], weight), abs=1e-6, rel=1e-6)
+
+
+@given(st.lists(batches, min_size=2, max_size=4), weights)
+def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, weight):
+    """Micro-batches of different answer lengths and numbers of answers, as gradient accumulation meets them."""
+    micro_batches[0] = (micro_batches[0][0][:1], micro_batches[0][1][:1])  # fewer sequences than the others
+    items = sum(count_answers(torch.tensor(labels)) for _, labels in micro_batches)
+    total = sum(first_token_loss(*tensors(batch), weight, "sequence", items) for batch in micro_batches)
+    assert total.item() == pytest.approx(numpy_sequence(micro_batches, weight), abs=1e-6, rel=1e-6)
+    parts = [first_token_loss(*tensors(b), weight, "released", len(micro_batches)) for b in micro_batches]
+    assert sum(parts).item() == pytest.approx(numpy_released(micro_batches, weight), abs=1e-6, rel=1e-6)
+
+
+@given(batches, weights, st.integers(1, 4))
+def test_padding_changes_nothing(batch, weight, extra):
+    logits, labels = tensors(batch)
+    wide = torch.cat([logits, torch.randn(3, extra, logits.shape[2])], 1)
+    padded = torch.cat([labels, torch.full((3, extra), -100)], 1)
+    for scheme in ("sequence", "released"):
+        torch.testing.assert_close(
+            first_token_loss(wide, padded, weight, scheme), first_token_loss(logits, labels, weight, scheme)
+        )
+
+
+@given(batches, weights)
+def test_packed_rows_equal_separate_rows(batch, weight):
+    """Three sequences in three rows, and the same three one after the other in one row."""
+    logits, labels = tensors(batch)
+    packed = first_token_loss(logits.reshape(1, -1, logits.shape[2]), labels.reshape(1, -1), weight)
+    torch.testing.assert_close(packed, first_token_loss(logits, labels, weight))
+
+
+@pytest.mark.parametrize("scheme", ["sequence", "released"])
+def test_gradient_equals_finite_differences(scheme):
+    logits, labels = make_batch(3, [1, 2, 4], [2, 1, 3], 8, 5, left=False)
+    numpy_loss = {"sequence": numpy_sequence, "released": numpy_released}[scheme]
+    tensor = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
+    first_token_loss(tensor, torch.tensor(labels), 0.3, scheme).backward()
+    step, numeric = 1e-5, np.zeros_like(logits)
+    for index in np.ndindex(*logits.shape):
+        values = []
+        for sign in (1, -1):
+            moved = logits.copy()
+            moved[index] += sign * step
+            values.append(numpy_loss([(moved, labels)], 0.3))
+        numeric[index] = (values[0] - values[1]) / (2 * step)
+    np.testing.assert_allclose(tensor.grad.numpy(), numeric, atol=1e-6)
+
+
+def test_one_token_answers():
+    batch = make_batch(1, [1, 1, 1], [2, 3, 4], 8, 5, left=False)
+    plain = np.mean([answer[0] for answer in numpy_answers(*batch)])
+    assert first_token_loss(*tensors(batch), 0.1).item() == pytest.approx(plain, abs=1e-6)
+    assert first_token_loss(*tensors(batch), 0.1, "released").item() == pytest.approx(0.1 * plain, abs=1e-6)
+
+
+def test_a_batch_without_answers_is_zero_and_keeps_step():
+    logits = torch.randn(2, 5, 3, requires_grad=True)
+    loss = first_token_loss(logits, torch.full((2, 5), -100), 0.1, num_items=torch.tensor(1))
+    loss.backward()
+    assert loss.item() == 0 and not logits.grad.any()
+
+
+@given(batches, weights)
+def test_each_answer_has_weight_one(batch, weight):
+    answers = find_answers(torch.tensor(batch[1]))
+    sums = torch.zeros(len(answers.lengths)).index_add(0, answers.answer, token_weights(answers, weight))
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert count_answers(torch.tensor(batch[1])) == len(answers.lengths)
+
+
+def test_bad_weight_and_scheme_are_refused():
+    answers = find_answers(torch.tensor([[-100, 1, 2]]))
+    with pytest.raises(ValueError, match="between 0 and 1, not 1.5"):
+        token_weights(answers, 1.5)
+    with pytest.raises(ValueError, match="sequence, released, not 'mean'"):
+        token_weights(answers, 0.5, "mean")

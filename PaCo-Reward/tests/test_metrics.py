@@ -1,0 +1,51 @@
+"""Accuracy, AUC and calibration against plain loops."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, pair_accuracy
+
+rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
+coarse = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40)
+
+
+@given(st.one_of(rows, coarse))
+def test_auc_counts_ordered_pairs(data):
+    scores, labels = zip(*data)
+    pairs = [(p, n) for p, lp in data if lp for n, ln in data if not ln]
+    if not pairs:
+        assert np.isnan(auc(scores, labels))
+        return
+    expected = sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
+    assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
+
+
+@given(rows)
+def test_calibration_error_by_bins(data):
+    expected = 0.0
+    for low in range(10):
+        inside = [(p, y) for p, y in data if min(int(p * 10), 9) == low]
+        if inside:
+            gap = abs(np.mean([p for p, _ in inside]) - np.mean([y for _, y in inside]))
+            expected += gap * len(inside) / len(data)
+    assert expected_calibration_error(*zip(*data)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_accuracy_and_missing_scores():
+    assert pair_accuracy([0.9, 0.5, 0.2], [True, True, False]) == pytest.approx(2 / 3)
+    assert judge_report([0.9, np.nan, 0.2], [True, True, False])["n"] == 2
+    with pytest.raises(ValueError, match="one length"):
+        auc([0.1], [True, False])
+
+
+def test_metrics_of_batches_equal_metrics_of_all():
+    table = np.array([[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0], [0.25, 1, 0.1, 0], [np.nan] * 4, [0, 0, 0.3, np.nan]])
+    whole = JudgeMetrics()(SimpleNamespace(predictions=table))
+    parts = JudgeMetrics()
+    assert parts(SimpleNamespace(predictions=table[:2]), compute_result=False) is None
+    assert parts(SimpleNamespace(predictions=table[2:]), compute_result=True) == whole
+    assert whole["accuracy"] == pytest.approx(1.75 / 4) and whole["first_token_accuracy"] == 0.5
+    assert whole["judge_accuracy"] == pytest.approx(2 / 3) and whole["judge_auc"] == 1.0

@@ -1,0 +1,138 @@
+"""What is wrong with a configuration is said in one line, before anything is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from paco_reward import preflight
+from paco_reward.config import check_combinations, load_config
+from paco_reward.errors import PacoRewardError
+from paco_reward.launch import torchrun_command
+
+CONFIGS = Path(__file__).parent.parent / "config"
+
+
+@pytest.fixture
+def data(data_dir, tmp_path):
+    """A copy of the data sets that a test may break."""
+    return Path(shutil.copytree(data_dir, tmp_path / "data"))
+
+
+@pytest.fixture
+def config(judge_dir, data, tmp_path):
+    return {
+        "model_name_or_path": str(judge_dir),
+        "dataset_dir": str(data),
+        "dataset": "pairs",
+        "output_dir": str(tmp_path / "out"),
+    }
+
+
+def problem(config) -> str:
+    with pytest.raises(PacoRewardError) as caught:
+        preflight.check_training(config, lambda line: None)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_good_configuration_passes(config):
+    said = []
+    preflight.check_training(config | {"eval_dataset": "held_out"}, said.append)
+    assert "dataset pairs: 16 examples" in said and "images: 52 files readable" in said
+
+
+def test_model_problems(config, tmp_path):
+    assert "model folder /no/such does not exist" in problem(config | {"model_name_or_path": "/no/such"})
+    assert "model folder ../quickstart/models/x does not" in problem(config | {"model_name_or_path": "../quickstart/models/x"})
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in problem(config | {"model_name_or_path": str(tmp_path / "empty")})
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert "holds no weights" in problem(config | {"model_name_or_path": str(tmp_path / "empty")})
+    assert "set model_name_or_path" in problem(config | {"model_name_or_path": None})
+
+
+@pytest.mark.parametrize("error", ["LocalEntryNotFoundError", "RepositoryNotFoundError", "OSError"])
+def test_hub_problems(config, monkeypatch, error):
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    response = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1"))
+    raised = {
+        "LocalEntryNotFoundError": errors.LocalEntryNotFoundError("no network"),
+        "RepositoryNotFoundError": errors.RepositoryNotFoundError("none", response=response),
+        "OSError": OSError("no route"),
+    }[error]
+
+    def fail(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    message = problem(config | {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"})
+    assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "model_name_or_path=/path/to/Qwen2.5-VL-7B-Instruct" in message
+    assert ("on the hub; check the name" in message) == (error == "RepositoryNotFoundError")
+
+
+def test_dataset_problems(config, data, tmp_path):
+    assert "did you mean pairs?" in problem(config | {"dataset": "pair"})
+    assert "names no dataset" in problem(config | {"dataset": None})
+    assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
+    rows = json.loads((data / "pairs.json").read_text())
+    broken = [{**rows[0], "images": rows[0]["images"][:1]}, *rows[1:]]
+    (data / "pairs.json").write_text(json.dumps(broken))
+    assert "pairs row 0: 2 <image> tags but 1 images" in problem(config)
+    del rows[3]["images"]
+    (data / "pairs.json").write_text(json.dumps(rows))
+    assert "pairs row 3: column 'images' is missing; it has messages" in problem(config)
+    (data / "pairs.json").unlink()
+    assert "pairs.json does not exist" in problem(config)
+
+
+def test_unreadable_images_are_counted_and_the_first_are_listed(config, data):
+    files = sorted((data / "images").glob("pairs_*.png"))[:7]
+    files[0].unlink()
+    files[1].write_bytes(b"not a picture")
+    for file in files[2:]:
+        file.write_bytes(file.read_bytes()[:-30])
+    message = problem(config)
+    assert "7 of 32 images cannot be read" in message
+    assert message.count("pairs row") == preflight.SHOWN
+    assert "not an image" in message
+
+
+def test_no_space_left(config, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
+    message = problem(config)
+    assert "0.0 GiB free" in message and "output_dir" in message
+
+
+def test_configuration_files(tmp_path):
+    for name in ("paco_reward_lora", "paco_reward_lora_16gb", "toy_reward_lora"):
+        config = load_config(CONFIGS / f"{name}.yaml", ["learning_rate=1e-5"])
+        assert config["learning_rate"] == 1e-5 and config["template"] == "qwen2_vl"
+        assert config["first_token_weight"] == 0.1 and config["first_token_scheme"] == "sequence"
+    with pytest.raises(PacoRewardError, match="toy_reward_lora.yaml"):
+        load_config(CONFIGS / "toy.yaml")
+    with pytest.raises(PacoRewardError, match="'lr' is not key=value"):
+        load_config(CONFIGS / "toy_reward_lora.yaml", ["lr"])
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(PacoRewardError, match="cannot be read"):
+        load_config(tmp_path / "bad.yaml")
+
+
+def test_combinations_that_cannot_be_right():
+    check_combinations({"train_on_prompt": True})
+    with pytest.raises(PacoRewardError, match="train_on_prompt: false"):
+        check_combinations({"first_token_weight": 0.1, "train_on_prompt": True})
+
+
+def test_processes(monkeypatch):
+    assert torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is None
+    command = torchrun_command({}, "c.yaml", ["a=1"], {"NPROC_PER_NODE": "2", "MASTER_PORT": "1234"})
+    assert command[-4:] == ["-m", "paco_reward.worker", "c.yaml", "a=1"]
+    assert "--nproc_per_node=2" in command and "--master_port=1234" in command
+    several = torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1"})
+    assert "--nnodes=2" in several and "--node_rank=1" in several and "--master_port=29500" in several
+    assert torchrun_command({"deepspeed": "ds.json"}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is not None

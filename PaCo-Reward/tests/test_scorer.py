@@ -1,0 +1,124 @@
+"""The in-process scorer, and the commands that use it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
+from paco_judge.verdict import p_yes_from_logits
+from paco_reward.accuracy import labelled_pairs
+from paco_reward.cli import main
+from paco_reward.errors import PacoRewardError
+from paco_reward.metrics import judge_report
+from paco_reward.scorer import JudgeScorer, open_image
+
+
+def p_yes(scorer, pairs):
+    return np.array([verdict.p_yes for verdict in scorer.score(pairs)])
+
+
+@pytest.fixture(scope="module")
+def mixed_pairs(tiny):
+    """Pairs whose questions differ in length, so that a batch needs padding."""
+    themes = [*tiny.THEMES, "x", "a paper boat " * 12]
+    return [Pair(tiny.picture(i), tiny.picture(i + 50), theme_question(theme)) for i, theme in enumerate(themes)]
+
+
+def test_a_score_does_not_depend_on_its_batch(scorer, mixed_pairs):
+    alone = np.array([p_yes(scorer, [pair])[0] for pair in mixed_pairs])
+    scorer.batch_size = len(mixed_pairs)
+    together, backwards = p_yes(scorer, mixed_pairs), p_yes(scorer, mixed_pairs[::-1])[::-1]
+    scorer.batch_size = 4
+    assert alone.std() > 1e-4  # the judge does tell them apart
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(backwards, alone, atol=1e-5)
+
+
+def test_score_is_the_softmax_over_yes_and_no_of_a_plain_forward(scorer, mixed_pairs):
+    """Once more without batches, left padding or logits_to_keep."""
+    pair = mixed_pairs[0]
+    inputs = scorer.processor(
+        text=[scorer.prompt(pair.question)], images=[pair.image_a, pair.image_b], return_tensors="pt"
+    )
+    with torch.no_grad():
+        logits = scorer.model(**inputs).logits[0, -1].double().numpy()
+    ids = [scorer.processor.tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No")]
+    yes, no = np.exp(logits[ids] - logits.max())
+    assert p_yes(scorer, [pair])[0] == pytest.approx(yes / (yes + no), abs=1e-6)
+    assert p_yes_from_logits(logits, *ids) == pytest.approx(yes / (yes + no), abs=1e-9)
+
+
+def test_not_finite_logits_are_a_missing_score(scorer, mixed_pairs, monkeypatch):
+    logits = np.zeros((1, len(scorer.processor.tokenizer)), dtype=np.float32)
+    logits[0, scorer.yes_id] = np.nan
+    monkeypatch.setattr(scorer, "first_token_logits", lambda pairs: logits)
+    (verdict,) = scorer.score(mixed_pairs[:1])
+    assert verdict.p_yes is None and "not finite" in verdict.error
+
+
+def test_images_by_path_and_as_pictures(scorer, tiny, tmp_path):
+    pictures = [tiny.picture(i) for i in range(3)]
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    for picture, path in zip(pictures, paths):
+        picture.save(path)
+    by_path = scorer.image_pairs(paths, "a paper boat")
+    assert len(by_path) == 3
+    np.testing.assert_array_equal(p_yes(scorer, by_path), p_yes(scorer, scorer.image_pairs(pictures, "a paper boat")))
+    with pytest.raises(PacoRewardError, match="nowhere.png does not exist"):
+        open_image(tmp_path / "nowhere.png")
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(PacoRewardError, match="text.png cannot be read"):
+        open_image(tmp_path / "text.png")
+
+
+def test_score_command(judge_dir, tiny, tmp_path, capsys):
+    paths = [str(tmp_path / f"{i}.png") for i in range(3)]
+    for index, path in enumerate(paths):
+        tiny.picture(index).save(path)
+    assert main(["score", *paths, "--model", str(judge_dir), "--theme", "a paper boat"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    values = [float(line.split()[-1]) for line in lines]
+    assert len(lines) == 4 and lines[-1].startswith("mean")
+    assert values[-1] == pytest.approx(np.mean(values[:-1]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["score", "a.png", "--model", "x/y"], "name at least two"),
+        (["score", "a.png", "b.png", "--model", "x/y"], "a.png does not exist"),
+        (["accuracy", "--dataset_dir", "nowhere", "--dataset", "pairs"], "nowhere/dataset_info.json does not exist"),
+        (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "model folder ./no does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    assert main(arguments) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error and error.startswith("error: ") and "\n" not in error
+
+
+def test_score_against_a_server_that_is_not_there(tiny, tmp_path, capsys):
+    paths = [str(tmp_path / f"{i}.png") for i in range(2)]
+    for path in paths:
+        tiny.picture(0).save(path)
+    assert main(["score", *paths, "--server", "http://127.0.0.1:9"]) == 1
+    assert "error: no judge answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_accuracy_command(scorer, judge_dir, data_dir, tmp_path, capsys):
+    output = tmp_path / "new" / "judge.json"
+    arguments = ["accuracy", "--model", str(judge_dir), "--dataset_dir", str(data_dir), "--dataset", "held_out"]
+    assert main([*arguments, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert json.loads(capsys.readouterr().out) == report
+    pairs, labels = labelled_pairs(data_dir, "held_out")
+    expected = judge_report(p_yes(scorer, pairs), labels)
+    assert labels == [True, False] * 5 and report["n"] == 10 and report["missing"] == 0
+    assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_adapter_must_exist(judge_dir, tmp_path):
+    with pytest.raises(PacoRewardError, match="no adapter_config.json"):
+        JudgeScorer.from_pretrained(judge_dir, tmp_path)
