@@ -1,0 +1,1 @@
+"""Building of the toy base models, from seeds alone (`python -m paco_toy.build_models`)."""

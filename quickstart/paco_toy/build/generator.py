@@ -1,0 +1,249 @@
+"""The toy FLUX: FluxPipeline's own components with small sizes, trained by flow matching to be honestly inconsistent.
+
+Every panel of a training grid departs from the character that the prompt names with probability `DEPARTURE`, so the base model
+learns to draw well, to follow positions and sizes, and *not* to keep identity: that is left to RL.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import distributed as dist
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from paco_toy.build.panels import PanelCache, random_views
+from paco_toy.world import CHARACTERS, COLOURS, LABELS, POSITIONS, SHAPES, SIZES, STYLES, VIEWS, departed, grid_prompt
+
+logger = logging.getLogger(__name__)
+
+DEPARTURE = 0.34
+TEXT_TOKENS = 32  # the longest prompt of the world has 31 tokens
+_BATCH = {16: 64, 32: 32, 64: 12}  # a process
+_ORDER = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)  # what size each step trains on, in turn
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, one token a panel label; lower case; unknown words become <unk>."""
+    words = ["2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", "."]
+    words += [*SHAPES, *COLOURS, *STYLES, *POSITIONS, *SIZES, *(label.lower() for label in LABELS)]
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=TEXT_TOKENS
+    )
+
+
+def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
+    """An untrained FluxPipeline around a trained VAE: 2.1 M parameters, guidance embedding, dynamic shift as FLUX.1-dev."""
+    torch.manual_seed(seed)
+    tokenizer = new_tokenizer()
+    clip = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, projection_dim=64, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=TEXT_TOKENS, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+    t5 = T5EncoderModel(
+        T5Config(
+            vocab_size=len(tokenizer), d_model=64, d_kv=32, d_ff=192, num_layers=2, num_heads=2, dropout_rate=0.0,
+            feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, is_encoder_decoder=False, use_cache=False,
+        )
+    )  # fmt: skip
+    transformer = FluxTransformer2DModel(
+        in_channels=4 * vae.config.latent_channels, num_layers=2, num_single_layers=3, attention_head_dim=32,
+        num_attention_heads=4, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True,
+        axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, shift=3.0
+    )
+    return FluxPipeline(
+        scheduler=scheduler, vae=vae, text_encoder=clip, tokenizer=tokenizer, text_encoder_2=t5, tokenizer_2=tokenizer,
+        transformer=transformer,
+    )  # fmt: skip
+
+
+class LatentCache:
+    """Quadrants of VAE-encoded grids, so that any training grid is a gather: no encoding inside the training loop.
+
+    A panel's latent depends a little on its quadrant (padding at the border) and on its neighbours (group norms), so each
+    quadrant is cut from whole random grids and used only in its own place.
+    `latents[side]`: float32 (4, characters, views, 2, C, s, s) in the generator's normalised space.
+    """
+
+    def __init__(self, vae: AutoencoderKL, caches: dict[int, PanelCache], seed: int):
+        rng = np.random.default_rng([seed, 1])
+        self.latents = {side: self._encode(vae, cache, rng) for side, cache in caches.items()}
+
+    def save(self, path: Path) -> None:
+        """Writes a safetensors file."""
+        save_file({str(side): latents for side, latents in self.latents.items()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> LatentCache:
+        """Reads what `save` wrote."""
+        cache = cls.__new__(cls)
+        cache.latents = {int(side): latents for side, latents in load_file(path).items()}
+        return cache
+
+    @staticmethod
+    @torch.no_grad()
+    def _encode(vae: AutoencoderKL, cache: PanelCache, rng: np.random.Generator) -> torch.Tensor:
+        kinds, s = len(CHARACTERS) * len(VIEWS), cache.side // 4
+        store = torch.empty(4, kinds, 2, vae.config.latent_channels, s, s)
+        for variant in range(2):
+            order = np.stack([rng.permutation(kinds) for _ in range(4)], axis=1)  # each kind once in each quadrant
+            for rows in np.array_split(order, 16):
+                pixels = cache.draw_grids(rows // len(VIEWS), rows % len(VIEWS), rng)
+                x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+                z = (vae.encode(x).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+                for q, (r, c) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+                    store[q, torch.from_numpy(rows[:, q]), variant] = z[:, :, r * s : (r + 1) * s, c * s : (c + 1) * s]
+        return store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
+
+    def grids(self, side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+        """Latents of grids for (B, 4) indices: float32 (B, C, 2s, 2s)."""
+        c, v = torch.from_numpy(characters), torch.from_numpy(views)
+        variant = torch.from_numpy(rng.integers(2, size=characters.shape))
+        q = [self.latents[side][i, c[:, i], v[:, i], variant[:, i]] for i in range(4)]
+        return torch.cat([torch.cat(q[:2], dim=3), torch.cat(q[2:], dim=3)], dim=2)
+
+
+@dataclass
+class TextTable:
+    """Token ids of every prompt that can occur, built once per (character, views) on demand."""
+
+    tokenizer: PreTrainedTokenizerFast
+
+    def __call__(self, characters: np.ndarray, views: np.ndarray) -> torch.Tensor:
+        prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
+        return self.tokenizer(prompts, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt").input_ids
+
+
+def _training_batch(latents: LatentCache, text: TextTable, side: int, rng: np.random.Generator):
+    size = _BATCH[side]
+    named, views = rng.integers(len(CHARACTERS), size=size), random_views(size, rng)
+    shown = np.array([[departed(c, rng) if rng.random() < DEPARTURE else c for _ in range(4)] for c in named])
+    return latents.grids(side, shown, views, rng), text(named, views)
+
+
+def _shifted_times(count: int, tokens: int, config) -> torch.Tensor:
+    """Logit-normal times widened over [0, 1], moved by the pipeline's own shift for this number of image tokens."""
+    t = torch.sigmoid(torch.randn(count) * 1.2) if torch.rand(()) < 0.7 else torch.rand(count)
+    shift = math.exp(
+        calculate_shift(tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+    )
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def flow_matching_loss(pipe: FluxPipeline, x0: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """mean (v − (ε − x_0))² for clean latents (B, C, h, w) and token ids (B, L). Guidance is drawn at random: it says nothing."""
+    b, c, h, w = x0.shape
+    tokens = FluxPipeline._pack_latents(x0, b, c, h, w)
+    image_ids = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x0.device, x0.dtype)
+    t = _shifted_times(b, tokens.shape[1], pipe.scheduler.config)
+    noise = torch.randn_like(tokens)
+    noisy = (1 - t[:, None, None]) * tokens + t[:, None, None] * noise
+    velocity = pipe.transformer(
+        hidden_states=noisy, timestep=t, guidance=1 + 4 * torch.rand(b),
+        pooled_projections=pipe.text_encoder(input_ids).pooler_output,
+        encoder_hidden_states=pipe.text_encoder_2(input_ids).last_hidden_state,
+        txt_ids=torch.zeros(input_ids.shape[1], 3), img_ids=image_ids, return_dict=False,
+    )[0]  # fmt: skip
+    return (velocity - (noise - tokens)).square().mean()
+
+
+def _agreed(elapsed: float) -> float:
+    """Process 0's clock, so that all processes stop at the same step."""
+    if not dist.is_initialized():
+        return elapsed
+    clock = torch.tensor([elapsed], dtype=torch.float64)
+    dist.broadcast(clock, 0)
+    return float(clock)
+
+
+def _average_gradients(parameters: list[nn.Parameter]) -> None:
+    if not dist.is_initialized():
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    for grad, averaged in zip(grads, torch._utils._unflatten_dense_tensors(flat / dist.get_world_size(), grads)):
+        grad.copy_(averaged)
+
+
+def _with_weights(modules: nn.ModuleList, averaged: nn.ModuleList) -> None:
+    for module, source in zip(modules, averaged):
+        module.load_state_dict(source.state_dict())
+        module.eval()
+
+
+def train_generator(
+    pipe: FluxPipeline,
+    latents: LatentCache,
+    seconds: float,
+    seed: int,
+    lr: float = 1.5e-3,
+    snapshot: Callable[[FluxPipeline], None] | None = None,
+) -> FluxPipeline:
+    """Trains transformer and text encoders for a fixed wall-clock time; the pipeline ends with the averaged weights.
+
+    `snapshot` is handed a copy with the averaged weights every ten minutes, for a look while training goes on.
+
+    Under torchrun every process draws its own batches and gradients are averaged; the clock of process 0 counts.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(1000 * seed + rank)
+    rng = np.random.default_rng([seed, 2, rank])
+    text = TextTable(pipe.tokenizer_2)
+    modules = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
+    parameters = [p for p in modules.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    average = copy.deepcopy(modules).requires_grad_(False)
+    started, step, log_at, look_at, recent = time.monotonic(), 0, 0.0, 600.0, {}
+    while (elapsed := _agreed(time.monotonic() - started)) < seconds:
+        progress = elapsed / seconds
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - progress) / 0.6))
+        side = _ORDER[step % len(_ORDER)]
+        loss = flow_matching_loss(pipe, *_training_batch(latents, text, side, rng))
+        optimizer.zero_grad()
+        loss.backward()
+        _average_gradients(parameters)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step += 1
+        decay = min(0.998, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(average.parameters()), list(modules.parameters()), 1 - decay)
+        recent[side] = 0.98 * recent.get(side, loss.item()) + 0.02 * loss.item()
+        if elapsed > log_at and rank == 0:
+            losses = " ".join(f"{2 * s}px {v:.4f}" for s, v in sorted(recent.items()))
+            logger.info("generator %4.0f/%.0f s step %d %s", elapsed, seconds, step, losses)
+            log_at += 30
+        if snapshot and rank == 0 and elapsed > look_at:
+            look = copy.deepcopy(pipe)
+            _with_weights(nn.ModuleList([look.transformer, look.text_encoder, look.text_encoder_2]), average)
+            snapshot(look)
+            look_at += 600
+    _with_weights(modules, average)
+    return pipe
