@@ -91,7 +91,7 @@ def clear(out: Path) -> None:
 def rebuild(ctx: Context) -> None:
     """Build the toy base models again."""
     ctx.console.line("\nBuilding the toy base models again (up to 90 minutes on two cores)", indent=0)
-    ctx.commands.run([ctx.python, "-m", "paco_toy.build_models"], ctx.repo / "quickstart", "0-models", "building")
+    ctx.commands.run([ctx.python, "-m", "paco_toy.build_models", "--out", ctx.models], ctx.repo, "0-models", "building")
 
 
 def run_stages(ctx: Context, state: State) -> None:

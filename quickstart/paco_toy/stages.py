@@ -5,9 +5,11 @@ Commands are run from the folders their guides say: PaCo-Reward/, PaCo-Reward/ev
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +21,6 @@ from paco_toy.console import Console
 from paco_toy.processes import Commands, QuickstartError
 from paco_toy.summary import policy_measures, read_rows
 
-LABEL = "paco-quickstart"
 SERVED_NAME = "PaCo-Reward-Toy"
 RUN_NAME = "toy_t2is"
 
@@ -71,6 +72,11 @@ class Context:
         return self.out / "judge"
 
     @property
+    def label(self) -> str:
+        """Name of our group of servers: another clone's quickstart is none of our business."""
+        return f"paco-quickstart-{hashlib.sha256(str(self.repo).encode()).hexdigest()[:8]}"
+
+    @property
     def run(self) -> Path:
         """The RL run's directory."""
         return self.out / "runs" / RUN_NAME
@@ -120,6 +126,8 @@ def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str | 
 
 def judge(ctx: Context) -> dict[str, Any]:
     """Accuracy of the base, LoRA training, accuracy after, merged weights."""
+    # Rankings of an earlier judge at the same place are not this one's.
+    shutil.rmtree(ctx.out / "rank_results", ignore_errors=True)
     base = ["--model", "../quickstart/models/judge"]
     found = {"base": _accuracy(ctx, "base", (0.0, 0.08), *base)}
     train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"seed={ctx.seed}", f"data_seed={ctx.seed}",
@@ -173,7 +181,7 @@ def stop_server(ctx: Context) -> None:
     """End our server, if there is one: stop.sh of a label that serves nothing does nothing."""
     script = ctx.grpo / "vllm_server" / "stop.sh"
     if script.is_file():
-        ctx.commands.run(["bash", script], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": LABEL})
+        ctx.commands.run(["bash", script], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": ctx.label})
 
 
 def server(ctx: Context) -> dict[str, Any]:
@@ -182,7 +190,7 @@ def server(ctx: Context) -> dict[str, Any]:
     port = free_port(int(os.environ.get("PACO_QUICKSTART_PORT", "8000")))
     if port != int(os.environ.get("PACO_QUICKSTART_PORT", "8000")):
         ctx.console.line(f"another program listens on the usual port; the judge is served on {port}")
-    env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": LABEL}
+    env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": ctx.label}
     started = time.monotonic()
     said = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
     engine = named_engine(said)

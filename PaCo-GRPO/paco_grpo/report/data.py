@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def curves(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str = "_mean"
     return found
 
 
+def _training_curves(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Curve]:
+    """Rewards of the training samples; their standard error follows from the spread and the images of an epoch."""
+    sample = config.get("sample", {})
+    images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+    found = {}
+    for name, curve in curves(rows, "reward/", error="_std").items():
+        error = tuple(s / math.sqrt(images) for s in curve.error) if curve.error and images else None
+        found[name] = replace(curve, error=error)
+    return found
+
+
 def _config(folder: Path) -> dict[str, Any]:
     for name in ("config.json", "config.yaml"):
         path = folder / name
@@ -150,12 +162,13 @@ def read_run(folder: str | Path) -> Run:
         raise ReportError(f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first")
     phases = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train"}
     seconds = {label: sum(row.get(f"time/{key}_s", 0.0) for row in train) for label, key in phases.items()}
+    config = _config(folder)
     seconds["evaluation"] = sum(row.get("time/eval_s", 0.0) for row in test)
     return Run(
         folder=folder,
         name=folder.resolve().name,
-        config=_config(folder),
-        train=curves(train, "reward/"),
+        config=config,
+        train=_training_curves(train, config),
         test=curves(test, "eval/"),
         diagnostics=curves(train, "train/", suffix="") | curves(train, "advantage/", suffix=""),
         seconds={label: value for label, value in seconds.items() if value > 0},

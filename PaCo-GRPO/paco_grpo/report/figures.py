@@ -21,6 +21,7 @@ LABELS = {
     "oracle_valid": "oracle: valid panels",
     "oracle_distinct": "oracle: panels differ",
 }
+SHORT = {"consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle"}
 # What the oracle says of the images beyond consistency goes into a plot of its own.
 SIDE = ("oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
 
@@ -28,6 +29,11 @@ SIDE = ("oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
 def label(name: str) -> str:
     """A metric's name in words."""
     return LABELS.get(name, name.replace("_", " "))
+
+
+def short_label(name: str) -> str:
+    """A metric's name below a picture."""
+    return SHORT.get(name, label(name))
 
 
 def _draw(axes, x: Sequence[float], curve: Curve, colour: str, text: str, *, dashed: bool = False) -> None:
@@ -82,7 +88,7 @@ def side_curves(run: Run) -> Figure | None:
         axes = figure.subplots()
         for i, name in enumerate(names):
             _draw(axes, run.test[name].epoch, run.test[name], SERIES[(i + 2) % len(SERIES)], label(name))
-        axes.set_title("It is consistency that changes, not the rest")
+        axes.set_title(f"The rest of the images{f', {run.resolutions[1]} px' if run.resolutions[1] else ''}")
         axes.set_xlabel("epoch")
         axes.set_ylim(0, 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -140,8 +146,8 @@ def _time(seconds: float) -> str:
 
 def diagnostic_curves(run: Run) -> Figure | None:
     """Small plots of what shows a collapse early: gradient norm, ratio, clip share, zero-std groups."""
-    wanted = {"grad_norm": "gradient norm", "ratio_mean": "mean ratio", "clip_share": "share of clipped samples",
-              "zero_std_share": "share of groups without spread"}  # fmt: skip
+    wanted = {"grad_norm": "gradient norm", "ratio_mean": "mean ratio", "clip_share": "clipped samples",
+              "zero_std_share": "groups without spread"}  # fmt: skip
     names = [name for name in wanted if name in run.diagnostics]
     if not names:
         return None

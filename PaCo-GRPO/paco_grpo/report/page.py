@@ -12,7 +12,7 @@ from string import Template
 from PIL import Image
 
 from paco_grpo.report.data import Picture, Run
-from paco_grpo.report.figures import label
+from paco_grpo.report.figures import label, short_label
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _PIXELS = 256  # shown side of a picture; smaller ones are enlarged without smoothing
@@ -72,7 +72,7 @@ def _scores(picture: Picture, names: Sequence[str]) -> str:
     parts = []
     for name in names:
         value = picture.rewards.get(name)
-        parts.append(f"<span>{html.escape(label(name))}</span> <b>{_number(value)}</b>")
+        parts.append(f"<span>{html.escape(short_label(name))}</span> <b>{_number(value)}</b>")
     return "<br>".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from paco_grpo.report.data import Picture
-from paco_grpo.report.figures import label
+from paco_grpo.report.figures import short_label
 from paco_grpo.report.style import FAINT, INK
 
 SIDE = 192
@@ -45,6 +45,6 @@ def before_after_sheet(pairs: Sequence[tuple[Picture, Picture]], names: Sequence
             pen.rectangle((x, top + LINE, x + SIDE - 1, top + LINE + SIDE - 1), outline="#e3e6ea")
             for line, name in enumerate(names):
                 value = picture.rewards.get(name)
-                words = f"{label(name)} {'–' if value is None else f'{value:.2f}'}"
+                words = f"{short_label(name)} {'–' if value is None else f'{value:.2f}'}"
                 pen.text((x, top + SIDE + LINE * (line + 1) + 4), words, fill=FAINT if line else INK, font=font)
     return sheet

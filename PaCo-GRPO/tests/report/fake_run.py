@@ -26,7 +26,8 @@ def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) 
     """Write metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"}, "test": {"resolution": side}}
+    config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"}, "test": {"resolution": side},
+              "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     rows = []
     for epoch in range(epochs + 1):
@@ -34,7 +35,7 @@ def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) 
         gain = 0.35 * (1 - np.exp(-epoch / 12))
         if epoch:
             row = {"phase": "train", **clock, "reward/consistency_score_mean": 0.45 + gain + rng.normal(0, 0.015),
-                   "reward/consistency_score_std": 0.3, "reward/missing_share": 0.0, "train/loss": 1e-5, "train/ratio_mean": 1.0,
+                   "reward/consistency_score_std": 0.32, "reward/missing_share": 0.0, "train/loss": 1e-5, "train/ratio_mean": 1.0,
                    "train/clip_share": 0.02, "train/grad_norm": 0.3 + rng.random() * 0.1, "advantage/zero_std_share": 0.0,
                    "time/sample_s": 7.0, "time/reward_wait_s": 1.2, "time/train_s": 3.4, "time/epoch_s": 11.6}  # fmt: skip
             rows.append(row)

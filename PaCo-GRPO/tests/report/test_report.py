@@ -104,6 +104,7 @@ def test_numbers_are_those_of_the_run(written):
     assert run.epochs == 30 and run.resolutions == (64, 128)
     oracle = run.test["oracle_consistency"]
     assert oracle.epoch == (0, 15, 30) and oracle.error == (0.03,) * 3
+    assert run.train["consistency_score"].error == pytest.approx((0.32 / 8,) * 30)  # 64 images an epoch
     assert oracle.minutes == pytest.approx((0, 3, 6))
     assert run.seconds == pytest.approx({"sampling": 210, "waiting for rewards": 36, "training": 102, "evaluation": 60})
     assert len(run.pairs) == 16

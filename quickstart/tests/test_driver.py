@@ -1,0 +1,252 @@
+"""The quickstart's driver on a stand-in repository: resume, seeds, Ctrl-C, failures, servers always stopped."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paco_toy import quickstart
+from paco_toy.processes import QuickstartError
+from paco_toy.stages import EpochProgress, free_port, named_engine, rank_measures
+from paco_toy.summary import MEASURES, gain, policy_measures, table
+
+# Small shell scripts in the places of the real commands: they note that they were called and write what those write.
+NOTE = 'echo "$(basename "$0") $*" >> "$CALLS"\n'
+LAUNCH = NOTE + 'echo "engine: transformers"; touch "$STATE/serving"'
+STOP = NOTE + 'rm -f "$STATE/serving"'
+PYTHON = NOTE + r"""
+out="$STATE/quickstart/out"
+case "$*" in
+  *build_world*) mkdir -p $out/world/prompts $out/world/reward_data
+    for s in train test; do echo '{}' > $out/world/prompts/${s}_metadata.jsonl; echo '[1]' > $out/world/reward_data/$s.json; done ;;
+  *eval_vllm*) mkdir -p $out/rank_results; echo '{"metrics": {"accuracy": 0.8, "top1": 1.0}}' > $out/rank_results/judge-v3.jsonl ;;
+  *print_eval_table*) echo table > $out/rank_table.txt ;;
+  *paco_grpo.report*) echo page > $out/report.html ;;
+esac
+"""
+REWARD = NOTE + r"""
+while [ $# -gt 0 ]; do [ "$1" = --output ] && output="$2"; shift; done
+case "$output" in *.json) echo '{"accuracy": 0.9, "auc": 0.95, "n": 10}' > $output ;; esac
+"""
+RL = NOTE + r"""
+run="$STATE/quickstart/out/runs/toy_t2is"; mkdir -p $run
+[ -n "$FAIL" ] && { echo "error: judge went away" >&2; exit 3; }
+[ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
+cp "$STATE/metrics.jsonl" $run/; cp "$STATE/config.yaml" $run/
+"""
+DRIVER = "import sys; from pathlib import Path; from paco_toy import quickstart as q; q.REPO = Path(sys.argv.pop(1)); sys.exit(q.main())"
+
+
+def eval_row(epoch: int, consistency: float) -> dict:
+    row = {"phase": "eval", "epoch": epoch, "step": epoch, "time": 1.0, "eval/num_images": 128}
+    for name in MEASURES.values():
+        row |= {f"eval/{name}_mean": consistency, f"eval/{name}_stderr": 0.03}
+    return row
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A folder with our scripts' names in their places."""
+
+    def script(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    script("bin/python", PYTHON)
+    script("bin/paco-reward", REWARD)
+    script("PaCo-Reward/train/paco_reward.sh", NOTE)
+    script("PaCo-GRPO/vllm_server/launch.sh", LAUNCH)
+    script("PaCo-GRPO/vllm_server/stop.sh", STOP)
+    script("PaCo-GRPO/scripts/single_node/train_flux.sh", RL)
+    (tmp_path / "PaCo-Reward/evaluation/Consistency_Rank").mkdir(parents=True)
+    for name in ("judge", "flux"):
+        (tmp_path / "quickstart/models" / name).mkdir(parents=True)
+        (tmp_path / "quickstart/models" / name / "model.safetensors").write_bytes(b"w")
+    rows = [eval_row(0, 0.5), {"phase": "train", "epoch": 1, "train_time": 3.0}, eval_row(2, 0.7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
+    return tmp_path
+
+
+def environment(repo: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHON": str(repo / "bin/python"), "CALLS": str(repo / "calls"), "STATE": str(repo), "FAIL": "", "HANG": "", **more}
+
+
+def drive(repo: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", DRIVER, repo, *arguments], env=environment(repo, **more), check=False,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+def calls(repo: Path) -> list[str]:
+    text = (repo / "calls").read_text() if (repo / "calls").exists() else ""
+    (repo / "calls").unlink(missing_ok=True)
+    return text.splitlines()
+
+
+def test_everything_once_then_nothing_then_fresh(repo):
+    done = drive(repo, "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    made = calls(repo)
+    order = ["build_world", "accuracy", "paco_reward.sh", "accuracy", "export", "eval_vllm", "print_eval_table", "stop.sh",
+             "launch.sh", "train_flux.sh", "stop.sh", "paco_grpo.report"]  # fmt: skip
+    assert len(made) == len(order) and all(word in call for word, call in zip(order, made, strict=True)), made
+    assert "--seed 3" in made[0] and "seed=3" in made[2] and "--config.seed=3" in made[9]
+    assert not (repo / "serving").exists()
+    summary = json.loads((repo / "quickstart/out/summary.json").read_text())
+    assert summary["judge"]["base"]["accuracy"] == 0.9 and summary["judge"]["lora"]["auc"] == 0.95
+    assert summary["rank"] == {"accuracy": 0.8, "top1": 1.0, "items": 1}
+    assert summary["policy"]["after"]["oracle_consistency"] == 0.7
+    assert set(summary["policy"]["before"]) >= {*MEASURES, "stderr"}
+    assert (summary["train_resolution"], summary["test_resolution"], summary["engine"]) == (64, 128, "transformers")
+    assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
+    assert summary["seed"] == 3 and summary["peak_rss_mb"] > 5 and "torch" in summary["versions"]
+    lines = done.stdout.strip().splitlines()
+    assert lines[-1].endswith("quickstart/out/report.html") and any("consistency, by the oracle" in line for line in lines[-14:])
+
+    again = drive(repo, "--seed", "3")
+    assert again.returncode == 0 and calls(repo) == [] and again.stdout.count("finished before") == 6
+    assert drive(repo, "--seed", "3", "--fresh").returncode == 0 and len(calls(repo)) == len(order)
+    other = drive(repo, "--seed", "4")
+    assert "starting over" in other.stdout and len(calls(repo)) == len(order)
+
+
+def test_a_failed_stage_stops_the_server_and_is_where_it_goes_on(repo):
+    done = drive(repo, FAIL="1")
+    assert done.returncode == 1
+    assert "judge went away" in done.stderr and "5-rl.log" in done.stderr and "Traceback" not in done.stderr
+    assert not (repo / "serving").exists() and "stop.sh" in calls(repo)[-1]
+    assert drive(repo).returncode == 0
+    made = calls(repo)  # the server is started again, the judge is not trained again
+    assert [m.split()[0] for m in made] == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python"]
+    assert "--config.resume_from=latest" in made[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_it_ends_everything_it_started(repo, number):
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, repo], env=environment(repo, HANG="1"), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    try:
+        for _ in range(600):
+            if (repo / "hanging").exists():
+                break
+            time.sleep(0.05)
+        assert (repo / "serving").exists()
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted, servers stopped" in error and "Traceback" not in error
+    assert not (repo / "serving").exists()
+    state = json.loads((repo / "quickstart/out/state.json").read_text())
+    assert set(state["results"]) == {"world", "judge", "rank", "server"}
+    marked = [p for p in Path("/proc").glob("[0-9]*/environ") if str(repo / "calls").encode() in _read(p)]
+    assert marked == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_missing_models_say_how_to_get_them(repo):
+    shutil.rmtree(repo / "quickstart/models/flux")
+    done = drive(repo)
+    assert done.returncode == 1 and calls(repo) == []
+    assert "models/flux" in done.stderr and "--rebuild" in done.stderr and "git checkout" in done.stderr
+
+
+def test_new_base_models_start_over(repo):
+    assert drive(repo).returncode == 0
+    (repo / "quickstart/models/flux/model.safetensors").write_bytes(b"other")
+    assert "starting over" in drive(repo).stdout
+
+
+def test_no_space_is_refused_before_work(repo, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "REPO", repo)
+    monkeypatch.setattr(quickstart.shutil, "disk_usage", lambda _: type("U", (), {"free": 10 << 20})())
+    monkeypatch.setattr(quickstart.signal, "signal", lambda *_: None)
+    assert quickstart.main([]) == 1
+    assert "10 MB free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--sead", "1"], ["--seed", "x"], ["--seed", "-1"]])
+def test_unknown_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        quickstart.parse(arguments)
+    assert stopped.value.code == 2
+
+
+def test_overrides_go_to_the_trainer(repo):
+    assert quickstart.parse(["--config.num_epochs=2"]).overrides == ("--config.num_epochs=2",)
+    assert drive(repo, "--minutes", "2", "--config.num_epochs=2").returncode == 0
+    rl = next(call for call in calls(repo) if call.startswith("train_flux"))
+    assert "--config.num_epochs=2" in rl and "--config.max_train_minutes=2.0" in rl
+
+
+@pytest.mark.parametrize(("line", "engine"), [
+    ("engine: transformers (no vLLM environment)", "transformers"), ("using engine vllm", "vllm"), ("vLLM engine ready", "vllm"),
+])
+def test_engine_named_by_the_launcher(line, engine):
+    assert named_engine(f"loading\n{line}\nready") == engine
+
+
+def test_engine_not_named_is_an_error():
+    with pytest.raises(QuickstartError, match="did not say which engine"):
+        named_engine("ready")
+
+
+def test_a_taken_port_is_replaced():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) != port
+    assert free_port(port) == port
+
+
+def test_epoch_progress_by_epochs_or_by_time(tmp_path):
+    line = "12:00:01 epoch 6/60: consistency_score 0.4512, loss 1e-3"
+    assert EpochProgress(tmp_path, None)(line) == (0.1, "epoch 6, judge's score 0.451")
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "train", "epoch": 6, "train_time": 180.0}\n')
+    assert EpochProgress(tmp_path, 6.0)(line)[0] == 0.5
+    assert EpochProgress(tmp_path, None)("saved x") is None
+
+
+def test_measures_need_two_evaluations(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(eval_row(0, 0.5)) + "\n")
+    with pytest.raises(QuickstartError, match="1 evaluations"):
+        policy_measures(tmp_path)
+    broken = eval_row(1, 0.5)
+    del broken["eval/oracle_view_mean"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(eval_row(2, 0.5)) + "\n")
+    with pytest.raises(QuickstartError, match="epoch 1 lacks oracle_view"):
+        policy_measures(tmp_path)
+
+
+def test_rank_means_leave_failed_items_out(tmp_path):
+    rows = [{"metrics": {"accuracy": 1.0, "kendalltau": 0.5}}, {"metrics": {"accuracy": 0.0, "kendalltau": None}}, {"error": "x"}]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rank_measures(tmp_path / "r.jsonl") == {"accuracy": 0.5, "kendalltau": 0.5, "items": 2}
+
+
+def test_table_and_gain():
+    measures = {key: 0.5 for key in MEASURES} | {"stderr": 0.03, "reward_stderr": 0.02}
+    summary = {"judge": {"base": {"accuracy": 0.5, "auc": 0.5}, "lora": {"accuracy": 0.97, "auc": 0.99}}, "train_resolution": 64,
+               "test_resolution": 128, "policy": {"before": measures, "after": measures | {"oracle_consistency": 0.7, "stderr": 0.04}}}  # fmt: skip
+    assert gain(summary) == pytest.approx((0.2, 0.05))
+    text = table(summary)
+    assert "0.700 ±0.040" in text and "0.970" in text and "trained at 64 px" in text
+    assert max(map(len, text.splitlines())) <= 80
