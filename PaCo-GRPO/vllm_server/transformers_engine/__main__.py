@@ -39,7 +39,14 @@ def main() -> int:
         max_body_bytes=arguments.max_body_mb << 20,
         api_key=os.environ.get("VLLM_API_KEY") or None,
     )
-    uvicorn.run(app, host=arguments.host, port=arguments.port, access_log=False, log_level="info")
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        access_log=False,
+        timeout_keep_alive=75,  # callers keep their connections between two batches of questions
+        timeout_graceful_shutdown=10,
+    )
     return 0
 
 
