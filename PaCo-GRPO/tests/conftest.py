@@ -9,10 +9,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `from tiny_flux import …` works under importlib mode
 
 torch.set_num_threads(1)
+settings.register_profile("paco_grpo", deadline=None)  # a busy machine is not a failure
+settings.load_profile("paco_grpo")
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def _check_criteria(criteria: Any, name: str) -> None:
     if criteria is None:
         return
     valid = isinstance(criteria, Mapping) and all(
-        isinstance(group, Mapping) and all(isinstance(text, str) for text in group.values())
+        isinstance(group, Mapping) and all(text is None or isinstance(text, str) for text in group.values())
         for group in criteria.values()
     )
     if not valid:

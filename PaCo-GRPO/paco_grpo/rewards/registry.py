@@ -27,6 +27,8 @@ REWARDS: dict[str, str] = {
     "consistency_score": "paco_grpo.rewards.consistency:consistency_score",
     "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
+    "pickscore": "paco_grpo.rewards.pickscore_scores:pickscore",
+    "subfig_clipT": "paco_grpo.rewards.subfig_clipT:subfig_clipT",
 }
 
 
@@ -119,7 +121,10 @@ def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> 
     given = dict(kwargs)
     if "device" in parameters:
         given.setdefault("device", device)
-    return factory(**given)
+    try:
+        return factory(**given)
+    except ImportError as error:
+        raise RewardError(f"reward {name!r} needs a package that is not installed: {error}") from error
 
 
 def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:

@@ -122,10 +122,10 @@ def _find(config: ConfigDict, key: str) -> tuple[ConfigDict, str, str]:
 def _unknown(config: ConfigDict, key: str) -> str:
     known = list(_leaves(config))
     last = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    near = near or [k for k in known if k.rsplit(".", 1)[-1] == last]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f" Did you mean config.{near[0]}?" if near else f" Known here: {', '.join(sorted(config.keys()))}"
+    # The right name in the wrong group is likelier than another name.
+    near = [k for k in known if k.rsplit(".", 1)[-1] == last] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    meant = " or ".join(f"config.{k}" for k in near)
+    hint = f" Did you mean {meant}?" if near else f" Known here: {', '.join(sorted(config.keys()))}"
     return f"unknown option config.{key}.{hint}"
 
 
