@@ -1,0 +1,83 @@
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+REPO = ROOT.parent
+sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
+torch.set_num_threads(1)
+
+
+def load_file(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """Makes a Qwen2.5-VL of random weights (shared with PaCo-Reward's tests)."""
+    return load_file(REPO / "PaCo-Reward" / "tests" / "tiny_judge.py")
+
+
+@pytest.fixture(scope="session")
+def judge_folder(tiny, tmp_path_factory) -> Path:
+    return tiny.save_judge(tmp_path_factory.mktemp("judge"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def engine_url(judge_folder):
+    """The transformers engine as a process of its own, serving the tiny judge as ``Tiny-Judge``."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm_server.transformers_engine", "--model", str(judge_folder)]
+    command += [
+        "--served-model-name",
+        "Tiny-Judge",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "1024",
+        "--max-body-mb",
+        "4",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: server.poll() is not None or _healthy(url), 300)
+        assert server.poll() is None, "the engine ended while loading"
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) in (0, -signal.SIGTERM)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(condition, timeout_s: float = 60.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+    return result

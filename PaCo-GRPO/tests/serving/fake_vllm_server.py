@@ -1,0 +1,45 @@
+"""Stands for vLLM's server in the tests of launch: takes its command line, and fails as FAKE_VLLM says."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--served-model-name", required=True)
+parser.add_argument("--host", required=True)
+parser.add_argument("--port", type=int, required=True)
+arguments, rest = parser.parse_known_args()
+fault = os.environ.get("FAKE_VLLM", "")
+if log := os.environ.get("FAKE_VLLM_RECORD"):
+    child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
+    record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "pids": [os.getpid(), child.pid]}
+    Path(log + ".new").write_text(json.dumps(record))
+    Path(log + ".new").rename(log)
+if "stubborn" in fault:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("Loading a model", flush=True)
+if "dies" in fault:
+    sys.exit("ValueError: no room for the key-value cache")
+if "hangs" in fault:
+    time.sleep(600)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        names = [arguments.served_model_name]
+        body = json.dumps({"data": [{"id": name} for name in names]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+HTTPServer((arguments.host, arguments.port), Handler).serve_forever()

@@ -1,0 +1,362 @@
+"""launch.sh, stop.sh and status.sh as a user types them, with a stand-in for vLLM; the real engines at the end."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paco_judge.client import JudgeClient, Pair
+from vllm_server.engines import tensor_parallel_size
+from vllm_server.processes import Process
+from vllm_server.settings import LaunchError, LaunchSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = Path(__file__).with_name("fake_vllm_server.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A folder that looks like a model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = {"max_position_embeddings": 2048, "num_attention_heads": 28, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+class Shell:
+    """Runs our scripts with an environment of its own, from a folder of its own."""
+
+    def __init__(self, tmp_path: Path, **variables):
+        package = tmp_path / "fake" / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        for folder in (package, package.parent, package.parent.parent):
+            (folder / "__init__.py").touch()
+        shutil.copy(FAKE, package / "api_server.py")
+        self.python = tmp_path / "vllm-python"
+        self.python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "fake"}" exec "{sys.executable}" "$@"\n')
+        self.python.chmod(0o755)
+        self.cwd = tmp_path
+        self.port = free_port()
+        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        self.environment = kept | {
+            "PYTHON": sys.executable,
+            "VLLM_PYTHON": str(self.python),
+            "VLLM_MODEL_PATHS": "model",
+            "VLLM_MODEL_NAMES": "Judge",
+            "VLLM_PORT": str(self.port),
+            "VLLM_LABEL": "test",
+            "PACO_RUNTIME_DIR": str(tmp_path / "run"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "FAKE_VLLM_RECORD": str(tmp_path / "record.json"),
+            **variables,
+        }
+
+    def start(self, script: str, *arguments, **variables) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", str(ROOT / "vllm_server" / script), *arguments],
+            env={**self.environment, **variables}, cwd=self.cwd, start_new_session=True,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, script: str, *arguments, **variables) -> tuple[int, str, str]:
+        process = self.start(script, *arguments, **variables)
+        output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
+
+    def record(self) -> dict:
+        path = Path(self.environment["FAKE_VLLM_RECORD"])
+        deadline = time.monotonic() + 60
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return json.loads(path.read_text())
+
+    def status(self) -> list[dict]:
+        return json.loads(self.run("status.sh", "--json")[1])
+
+
+@pytest.fixture
+def shell(tmp_path, model):
+    shell = Shell(tmp_path)
+    yield shell
+    for label in {row["label"] for row in shell.status()}:
+        shell.run("stop.sh", VLLM_LABEL=label)
+
+
+def all_ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(Process.of(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_launch_status_stop(shell):
+    status, output, errors = shell.run("launch.sh")
+    assert status == 0, errors
+    assert "Engine: vllm" in output and f"Ready:  Judge at http://127.0.0.1:{shell.port}/v1" in output
+    (row,) = shell.status()
+    assert (row["state"], row["label"], row["name"], row["engine"]) == ("healthy", "test", "Judge", "vllm")
+    assert "healthy" in shell.run("status.sh")[1]
+    assert JudgeClient(f"http://127.0.0.1:{shell.port}", model="judge").check() == "Judge"
+    pids = shell.record()["pids"]
+    assert all(Process.of(pid) for pid in pids), "it survives the shell that started it"
+    status, output, _ = shell.run("stop.sh")
+    assert status == 0 and "Judge" in output and "ended" in output
+    assert all_ended(pids)
+    status, output, _ = shell.run("stop.sh")
+    assert status == 0 and "Nothing runs with label 'test'" in output
+    assert shell.status() == [] and "No servers" in shell.run("status.sh")[1]
+
+
+def test_what_vllm_is_started_with(shell, model):
+    assert shell.run("launch.sh", VLLM_EXTRA_ARGS="--seed 3", VLLM_API_KEY="k", PYTHONPATH="/nowhere")[0] == 0
+    record = shell.record()
+    given = record["argv"]
+    assert given[given.index("--model") + 1] == str(model), "relative folders become absolute"
+    assert given[given.index("--max-model-len") + 1] == "2048", "no longer than the model's"
+    assert "--enforce-eager" in given and given[-2:] == ["--seed", "3"]
+    environment = record["env"]
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_API_KEY"] == "k"
+    assert not {"VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_MODEL_PATHS"} & environment.keys()
+    assert "/nowhere" not in environment["PYTHONPATH"]
+    assert Path(record["cwd"]) != shell.cwd
+
+
+def test_gpus_are_used_together(shell):
+    assert shell.run("launch.sh", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7", GPU_MEMORY_UTILIZATION="0.5")[0] == 0
+    given = shell.record()["argv"]
+    assert given[given.index("--tensor-parallel-size") + 1] == "4", "28 heads: not 8"
+    assert given[given.index("--gpu-memory-utilization") + 1] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "shared", "size"), [(8, 28, 4, 4), (8, 16, 2, 8), (3, 28, 4, 2), (1, 28, 4, 1), (4, 7, 7, 1)]
+)
+def test_tensor_parallel_size(gpus, heads, shared, size):
+    assert tensor_parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": shared}) == size
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"VLLM_MODEL_PATHS": ""}, "VLLM_MODEL_PATHS is empty"),
+        ({"VLLM_MODEL_PATHS": "nowhere"}, "nowhere does not exist: correct VLLM_MODEL_PATHS"),
+        ({"VLLM_MODEL_PATHS": "."}, "has no config.json"),
+        ({"VLLM_MODEL_NAMES": "a,b"}, "has 1 entries and VLLM_MODEL_NAMES 2"),
+        ({"VLLM_MODEL_PATHS": "a,b", "VLLM_MODEL_NAMES": "a,b"}, "launch each by itself"),
+        ({"VLLM_LABEL": "../x"}, "VLLM_LABEL must be"),
+        ({"VLLM_LABEL": ".."}, "VLLM_LABEL must be"),
+        ({"VLLM_PORT": "http"}, "VLLM_PORT must be a whole number, got 'http'"),
+        ({"VLLM_PORT": "70000"}, "VLLM_PORT must lie between 1 and 65535"),
+        ({"MAX_MODEL_LEN": "8k"}, "MAX_MODEL_LEN must be a whole number"),
+        ({"GPU_MEMORY_UTILIZATION": "85"}, "GPU_MEMORY_UTILIZATION must lie between"),
+        ({"VLLM_ENGINE": "tgi"}, "VLLM_ENGINE must be one of auto, vllm, transformers"),
+        ({"VLLM_ENGINE": "vllm", "VLLM_PYTHON": "/nowhere/python"}, "vLLM is not installed in /nowhere/python"),
+        ({"PACO_RUNTIME_DIR": "run"}, "must be an absolute path"),
+    ],
+)
+def test_bad_settings_are_said_before_anything_starts(shell, variables, message):
+    status, _, errors = shell.run("launch.sh", **variables)
+    assert status == 1 and message in errors, errors
+    assert "Traceback" not in errors and len(errors.splitlines()) == 1
+    assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
+
+
+def test_a_hub_name_that_cannot_be_had_is_said(shell):
+    _, _, errors = shell.run("launch.sh", VLLM_MODEL_PATHS="nobody/no-such-model", HF_HUB_OFFLINE="1")
+    assert "neither a folder here" in errors and "VLLM_MODEL_PATHS" in errors and "Traceback" not in errors
+
+
+def test_a_lora_adapter_is_not_a_model(shell, model):
+    (model / "config.json").rename(model / "adapter_config.json")
+    assert "export merged weights first" in shell.run("launch.sh")[2]
+
+
+def test_a_taken_port_is_said(shell):
+    with socket.create_server(("127.0.0.1", shell.port)):
+        status, _, errors = shell.run("launch.sh")
+    assert status == 1 and f"cannot listen on 127.0.0.1:{shell.port}" in errors and "VLLM_PORT" in errors
+
+
+def test_a_label_in_use_is_said_and_a_dead_one_is_replaced(shell):
+    assert shell.run("launch.sh")[0] == 0
+    status, _, errors = shell.run("launch.sh", VLLM_PORT=str(free_port()))
+    assert status == 1 and "label 'test' is in use" in errors and "stop.sh" in errors
+    (row,) = shell.status()
+    for pid in shell.record()["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    assert all_ended([row["pid"]])
+    assert shell.status()[0]["state"] == "ended"
+    assert shell.run("launch.sh")[0] == 0
+
+
+def test_a_server_that_dies_while_loading_is_said_at_once_with_its_log(shell):
+    start = time.monotonic()
+    status, _, errors = shell.run("launch.sh", FAKE_VLLM="dies")
+    assert time.monotonic() - start < 60
+    assert status == 1 and "ended with status 1 while loading" in errors
+    assert "no room for the key-value cache" in errors and "Traceback" not in errors
+    assert shell.status() == []
+
+
+def test_a_server_that_never_answers_is_ended_after_the_timeout(shell):
+    status, _, errors = shell.run("launch.sh", FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
+    assert status == 1 and "did not answer within 2 s (VLLM_START_TIMEOUT)" in errors and "Loading a model" in errors
+    assert all_ended(shell.record()["pids"]) and shell.status() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_launch_leaves_no_process(shell, number):
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    pids = shell.record()["pids"]
+    os.killpg(launch.pid, number)
+    _, errors = launch.communicate(timeout=60)
+    assert launch.returncode == 130 and "nothing is left running" in errors
+    assert all_ended(pids) and shell.status() == []
+
+
+def test_ctrl_c_in_a_terminal_while_loading_leaves_no_process(shell):
+    launcher, terminal = pty.openpty()
+    launch = subprocess.Popen(
+        ["setsid", "--ctty", "bash", str(ROOT / "vllm_server" / "launch.sh")],
+        env=shell.environment | {"FAKE_VLLM": "hangs, stubborn"}, cwd=shell.cwd,
+        stdin=terminal, stdout=terminal, stderr=terminal,
+    )  # fmt: skip
+    pids = shell.record()["pids"]
+    os.write(launcher, b"\x03")
+    assert launch.wait(timeout=60) == 130
+    assert all_ended(pids) and shell.status() == []
+    os.close(launcher)
+    os.close(terminal)
+
+
+def test_a_launch_can_be_stopped_while_loading(shell):
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    pids = shell.record()["pids"]
+    deadline = time.monotonic() + 30
+    while not shell.status():
+        assert time.monotonic() < deadline
+    assert shell.run("stop.sh")[0] == 0
+    launch.communicate(timeout=60)
+    assert launch.returncode == 1 and all_ended(pids)
+
+
+def test_a_stubborn_server_is_ended_hard_and_leftovers_too(shell):
+    assert shell.run("launch.sh", FAKE_VLLM="stubborn")[0] == 0
+    pids = shell.record()["pids"]
+    os.kill(pids[0], signal.SIGKILL)  # its child lives on
+    assert shell.run("stop.sh")[0] == 0
+    assert all_ended(pids)
+
+
+def test_stop_leaves_a_process_alone_that_has_taken_over_the_pid(shell):
+    assert shell.run("launch.sh")[0] == 0
+    pids = shell.record()["pids"]
+    innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    state = Path(shell.environment["PACO_RUNTIME_DIR"]) / "test" / "state.json"
+    original = state.read_text()
+    state.write_text(original.replace(str(pids[0]), str(innocent.pid)))
+    assert shell.run("stop.sh")[0] == 0
+    assert innocent.poll() is None
+    innocent.kill()
+    innocent.wait()
+    for pid in pids:
+        if Process.of(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_two_launches_beside_each_other(shell, tmp_path):
+    other = {"VLLM_PORT": str(free_port()), "VLLM_LABEL": "other", "FAKE_VLLM_RECORD": str(tmp_path / "other.json")}
+    assert shell.run("launch.sh")[0] == 0
+    assert shell.run("launch.sh", **other)[0] == 0
+    assert [(row["label"], row["state"]) for row in shell.status()] == [("other", "healthy"), ("test", "healthy")]
+    assert shell.run("stop.sh")[0] == 0
+    assert [(row["label"], row["state"]) for row in shell.status()] == [("other", "healthy")]
+
+
+def test_in_the_foreground_signals_end_the_server(shell):
+    launch = shell.start("launch.sh", "--foreground")
+    for line in launch.stdout:
+        if line.startswith("Ready:"):
+            break
+    pids = shell.record()["pids"]
+    launch.send_signal(signal.SIGTERM)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 0
+    assert all_ended(pids) and shell.status() == []
+
+
+def test_in_the_foreground_the_servers_end_is_ours(shell):
+    launch = shell.start("launch.sh", "--foreground")
+    for line in launch.stdout:
+        if line.startswith("Ready:"):
+            break
+    pids = shell.record()["pids"]
+    os.kill(pids[0], signal.SIGKILL)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGKILL
+    assert all_ended(pids)
+
+
+def test_the_runtime_folder_must_be_ours(shell, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert "not a folder of this user" in shell.run("launch.sh", PACO_RUNTIME_DIR=str(tmp_path / "link"))[2]
+
+
+def test_a_damaged_state_is_said(shell, tmp_path):
+    folder = tmp_path / "run" / "test"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{")
+    for script in ("launch.sh", "stop.sh", "status.sh"):
+        status, _, errors = shell.run(script)
+        assert status == 1 and "is damaged" in errors
+    (folder / "state.json").unlink()
+
+
+def test_default_names_are_the_folders():
+    settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/models/PaCo-Reward-7B/"})
+    assert settings.models[0].name == "PaCo-Reward-7B" and settings.port == 8000 and settings.label == "default"
+    with pytest.raises(LaunchError, match="a name twice"):
+        LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/a,/b", "VLLM_MODEL_NAMES": "x,x"})
+
+
+def judge_scores(url: str, model: str, tiny) -> list:
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "Do the two images show the same? Yes or No") for i in range(8)]
+    return JudgeClient(url, model=model, deadline_s=120).score_blocking(pairs)
+
+
+@pytest.mark.slow
+def test_the_transformers_engine_is_launched(shell, judge_folder, tiny):
+    status, output, errors = shell.run("launch.sh", VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers")
+    assert status == 0, errors
+    assert "Engine: transformers" in output
+    verdicts = judge_scores(f"http://127.0.0.1:{shell.port}", "judge", tiny)
+    assert all(verdict.ok or "neither Yes nor No" in verdict.error for verdict in verdicts)
+    pid = shell.status()[0]["pid"]
+    assert shell.run("stop.sh")[0] == 0 and all_ended([pid])
+
+
+@pytest.mark.slow
+def test_a_model_that_the_engine_cannot_serve_is_said(shell, model):
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    status, _, errors = shell.run("launch.sh", VLLM_ENGINE="transformers")
+    assert status == 1 and "the transformers engine serves qwen2_5_vl" in errors
