@@ -117,8 +117,8 @@ def failure(what: str, status: int, output: str, log: Path) -> str:
     if FULL.search(output):
         return f"{what} failed: no space left on the disk. Free some and run the quickstart again; it goes on from here."
     lines = [line for line in output.strip().splitlines() if line.strip()]
-    said = [line for line in lines if re.match(r"(?i)\s*(error|launch|stop\w*):", line)]
-    shown = said[-3:] or lines[-12:]
+    said = [i for i, line in enumerate(lines) if re.match(r"(?i)\s*(error|launch|stop\w*):", line)]
+    shown = lines[said[-1] :][:12] if said else lines[-12:]
     ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
     if status in (-9, 137):
         ended += " (out of memory?)"
