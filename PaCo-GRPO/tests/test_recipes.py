@@ -58,7 +58,7 @@ def test_objective(recipes, monkeypatch):
     record = dataclasses.replace(record, advantages=torch.tensor([1.0, -0.5, 9.0], dtype=torch.float64), weights=weights)
     loss, metrics = get_objective("reinforce")(record, policy, SimpleNamespace())
     expected = -(record.advantages * record.log_prob.double().mean(1) * weights).sum()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert loss.item() == pytest.approx(float(expected), rel=1e-5)
     loss.backward()
     assert policy.transformer.current.grad.abs().sum() > 0 and "policy_loss" in metrics
 
