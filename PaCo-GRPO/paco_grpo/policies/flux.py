@@ -90,11 +90,11 @@ class FluxPolicy(Policy):
         self._text_ids: dict[int, torch.Tensor] = {}
         for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
             module.requires_grad_(False).eval()
-        pipeline.transformer.to(self.device, dtype)
+        _place(pipeline.transformer, self.device, dtype)
         # float32 VAE: decoding in bf16 shows in the pixels, and the VAE is small.
-        pipeline.vae.to(self.device, torch.float32)
+        _place(pipeline.vae, self.device, torch.float32)
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
-            encoder.to(self.device, dtype)
+            _place(encoder, self.device, dtype)
 
     @classmethod
     def from_pretrained(
@@ -243,6 +243,13 @@ class FluxPolicy(Policy):
         if not self._transformer_config.guidance_embeds:
             return None
         return torch.full((batch,), self.guidance_scale, device=self.device, dtype=torch.float32)
+
+
+def _place(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move and cast; the cast only where needed, since diffusers warns at each."""
+    if any(parameter.dtype != dtype for parameter in module.parameters()):
+        torch.nn.Module.to(module, dtype=dtype)
+    module.to(device)
 
 
 def _num_bytes(row: tuple[torch.Tensor, ...]) -> int:

@@ -7,6 +7,7 @@ import importlib
 import json
 from pathlib import Path
 
+import httpx
 import torch
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
@@ -47,13 +48,19 @@ def load_policy(
         )
     module, name = POLICIES[class_name].split(":")
     policy_class: type[Policy] = getattr(importlib.import_module(module), name)
-    return policy_class.from_pretrained(
-        model_path,
-        dtype=dtype,
-        device=device,
-        max_sequence_length=max_sequence_length,
-        guidance_scale=guidance_scale,
-    )
+    try:
+        return policy_class.from_pretrained(
+            model_path,
+            dtype=dtype,
+            device=device,
+            max_sequence_length=max_sequence_length,
+            guidance_scale=guidance_scale,
+        )
+    except httpx.HTTPError as error:
+        raise PolicyLoadError(
+            f"the download of {model_path} broke off ({type(error).__name__}: {error}). "
+            "Check the network and run again: it goes on where it stopped."
+        ) from error
 
 
 def pipeline_class_name(model_path: str | Path) -> str:
@@ -90,7 +97,6 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _download_index(name: str) -> Path:
-    import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (  # fmt: skip
         EntryNotFoundError,

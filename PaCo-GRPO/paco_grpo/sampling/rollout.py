@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,20 +59,14 @@ def rollout(
     sigmas = policy.sigmas(num_steps, height, width)
     first_noise_step = steps[0] if steps else num_steps
 
-    def denoise(x: torch.Tensor, rows: Conditioning, start: int, stop: int) -> torch.Tensor:
-        for i in range(start, stop):
-            sigma, sigma_next = _sigma_at(sigmas, i, x)
-            x = euler_step(x, policy.velocity(x, sigma, rows, height, width), sigma, sigma_next)
-        return x
-
+    denoise = partial(_euler_steps, policy, sigmas=sigmas, height=height, width=width)
     if group_index is None:
         x = policy.initial_latents(initial_seeds, height, width)
-        x = denoise(x, conditioning, 0, first_noise_step)
+        x = denoise(x, conditioning, range(first_noise_step))
     else:
         first, inverse = _first_of_each_group(group_index, batch)
         x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-        shared = conditioning if len(first) == batch else conditioning.select(first)
-        x = denoise(x, shared, 0, first_noise_step)[inverse.to(x.device)]
+        x = denoise(x, conditioning.select(first), range(first_noise_step))[inverse.to(x.device)]
 
     before, after, means, log_probs = [], [], [], []
     for position, i in enumerate(steps):
@@ -81,7 +76,7 @@ def rollout(
         after.append(x)
         means.append(transition.mean)
         log_probs.append(transition.log_prob(x))
-        x = denoise(x, conditioning, i + 1, steps[position + 1] if position + 1 < len(steps) else num_steps)
+        x = denoise(x, conditioning, range(i + 1, (*steps, num_steps)[position + 1]))
 
     return RolloutRecord(
         item_ids=torch.as_tensor(item_ids, dtype=torch.int64, device=x.device),
@@ -161,6 +156,22 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
     shape = tuple(like.shape[1:])
     rows = [np.random.default_rng([int(seed), step]).standard_normal(shape, dtype=np.float32) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).to(like.device)
+
+
+def _euler_steps(
+    policy: Policy,
+    x: torch.Tensor,
+    conditioning: Conditioning,
+    steps: range,
+    *,
+    sigmas: torch.Tensor,
+    height: int,
+    width: int,
+) -> torch.Tensor:
+    for i in steps:
+        sigma, sigma_next = _sigma_at(sigmas, i, x)
+        x = euler_step(x, policy.velocity(x, sigma, conditioning, height, width), sigma, sigma_next)
+    return x
 
 
 def _sigma_at(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
