@@ -32,7 +32,14 @@ OUT = REPO / "quickstart" / "out" / "study"
 ASSETS = REPO / "assets"
 LABEL, PORT = "paco-study", "8077"
 ALIGNMENT = "paco_toy.oracle:oracle_alignment"
-MEASURES = ("oracle_consistency", "consistency_score", "oracle_alignment", "oracle_view", "oracle_distinct", "oracle_valid")
+MEASURES = (
+    "oracle_consistency",
+    "consistency_score",
+    "oracle_alignment",
+    "oracle_view",
+    "oracle_distinct",
+    "oracle_valid",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,12 @@ def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
 
 
 def _server(judge: Path, script: str) -> None:
-    served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": "PaCo-Reward-Toy", "VLLM_PORT": PORT, "VLLM_LABEL": LABEL}
+    served = {
+        "VLLM_MODEL_PATHS": str(judge),
+        "VLLM_MODEL_NAMES": "PaCo-Reward-Toy",
+        "VLLM_PORT": PORT,
+        "VLLM_LABEL": LABEL,
+    }
     subprocess.run(["bash", f"vllm_server/{script}"], cwd=GRPO, env={**os.environ, **served}, check=True)
 
 
@@ -105,7 +117,9 @@ def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, j
                     continue
                 del running[name]
                 if process.returncode != 0:
-                    raise SystemExit(f"{name} failed; the end of its log ({OUT / name}.log):\n{_tail(OUT / f'{name}.log')}")
+                    raise SystemExit(
+                        f"{name} failed; the end of its log ({OUT / name}.log):\n{_tail(OUT / f'{name}.log')}"
+                    )
                 (run.folder / "study.done").touch()
                 print(f"finished {name}", flush=True)
     finally:
@@ -139,7 +153,10 @@ def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, fl
     """
     strata = []
     for level in (0.0, 0.25, 0.5, 0.75):
-        pair = [[r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6] for rows in (before, after)]
+        pair = [
+            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6]
+            for rows in (before, after)
+        ]
         if all(pair):
             strata.append((min(len(p) for p in pair), np.mean(pair[0]), np.mean(pair[1])))
     if not strata:
@@ -152,7 +169,12 @@ def summarise(run: StudyRun) -> dict:
     """First and last evaluation of a run."""
     rows = list(evaluations(run))
     first, last = rows[0], rows[-1]
-    result: dict = {"run": run.name, "resolution": run.resolution, "epochs": last["epoch"], "minutes": last["train_time"] / 60}
+    result: dict = {
+        "run": run.name,
+        "resolution": run.resolution,
+        "epochs": last["epoch"],
+        "minutes": last["train_time"] / 60,
+    }
     for name in MEASURES:
         key = f"eval/{name}_mean"
         if key in first:
@@ -165,7 +187,10 @@ def summarise(run: StudyRun) -> dict:
 def table(runs: tuple[StudyRun, ...]) -> str:
     """Markdown table of all finished runs; also written to study.json."""
     results = [summarise(run) for run in runs if (run.folder / "study.done").exists()]
-    lines = ["| run | epochs (min) | oracle consistency | gain | judge | alignment | view | distinct | valid | consistency at equal alignment |", "|---" * 10 + "|"]
+    lines = [
+        "| run | epochs (min) | oracle consistency | gain | judge | alignment | view | distinct | valid | consistency at equal alignment |",
+        "|---" * 10 + "|",
+    ]
     for r in results:
         o = r["oracle_consistency"]
         cells = [f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else "" for n in MEASURES[1:]]
@@ -221,7 +246,9 @@ def figures(runs: tuple[StudyRun, ...]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=14, help="training minutes of each run, evaluations not counted")
+    parser.add_argument(
+        "--minutes", type=float, default=14, help="training minutes of each run, evaluations not counted"
+    )
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")

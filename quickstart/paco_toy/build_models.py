@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from paco_toy.build.panels import PanelCache
+from paco_toy.bases.panels import PanelCache
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def _panels(out: Path) -> dict[int, PanelCache]:
 
 def build_vae(out: Path, minutes: float, seed: int) -> None:
     """Stage: the VAE, and the latents of everything it will be asked for."""
-    from paco_toy.build.generator import LatentCache
-    from paco_toy.build.vae import train_vae
+    from paco_toy.bases.generator import LatentCache
+    from paco_toy.bases.vae import train_vae
 
     panels = _panels(out)
     vae = train_vae(panels, 60 * minutes, seed)
@@ -55,7 +55,7 @@ def build_vae(out: Path, minutes: float, seed: int) -> None:
 
 def build_judge(out: Path, minutes: float, seed: int) -> None:
     """Stage: the judge's base and its caption accuracy."""
-    from paco_toy.build import judge
+    from paco_toy.bases import judge
 
     processor = judge.new_processor()
     model = judge.new_judge(processor, seed)
@@ -65,20 +65,23 @@ def build_judge(out: Path, minutes: float, seed: int) -> None:
     processor.save_pretrained(out / "judge")
     accuracy = judge.caption_accuracy(model.float(), processor, batches)
     logger.info("judge: caption accuracy on single panels %.3f", accuracy)
-    _note_quality(out, {"judge": {"caption_accuracy": accuracy, "parameters": sum(p.numel() for p in model.parameters())}})
+    _note_quality(
+        out, {"judge": {"caption_accuracy": accuracy, "parameters": sum(p.numel() for p in model.parameters())}}
+    )
 
 
 def build_generator(out: Path, minutes: float, seed: int) -> None:
     """Stage: text encoders and transformer around the finished VAE; runs under torchrun on as many processes as it likes."""
     from diffusers import AutoencoderKL
 
-    from paco_toy.build import generator
+    from paco_toy.bases import generator
 
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     vae = AutoencoderKL.from_pretrained(out / "flux" / "vae", torch_dtype=torch.float32)
     latents = generator.LatentCache.load(out.parent / "latents.safetensors")
     pipe = generator.new_pipeline(vae, seed)
+    generator.pretrain_text(pipe, seed)
     pipe = generator.train_generator(
         pipe, latents, 60 * minutes, seed, snapshot=lambda look: look.save_pretrained(out.parent / "flux-snapshot")
     )
@@ -88,7 +91,7 @@ def build_generator(out: Path, minutes: float, seed: int) -> None:
 
 def measure_generator(out: Path, seed: int) -> None:
     """Stage: what the base draws, read by the oracle, through diffusers' own FluxPipeline."""
-    from paco_toy.build.quality import generator_quality
+    from paco_toy.bases.quality import generator_quality
 
     quality = generator_quality(out / "flux", seed)
     for size, figures in quality.items():

@@ -1,8 +1,8 @@
 """Renders the toy data sets: `python -m paco_toy.build_world --seed 0 --out quickstart/out/world`.
 
-    prompts/{train,test}_metadata.jsonl     grid prompts (the `geneval` data set kind); half of the test prompts name held-out characters
-    reward_data/                            pairs with Yes/No answers and reasons (LLaMA-Factory ShareGPT), held-out test pairs
-    ConsistencyRank-Bench/                  rankings against a reference image, in the benchmark's own format
+prompts/{train,test}_metadata.jsonl     grid prompts (the `geneval` data set kind); half of the test prompts name held-out characters
+reward_data/                            pairs with Yes/No answers and reasons (LLaMA-Factory ShareGPT), held-out test pairs
+ConsistencyRank-Bench/                  rankings against a reference image, in the benchmark's own format
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import logging
 from pathlib import Path
 
 import numpy as np
-from paco_judge.questions import theme_question
 from PIL import Image
 
+from paco_judge.questions import theme_question
 from paco_toy import wording
 from paco_toy.world import (
     CHARACTER_INDEX,
@@ -122,11 +122,18 @@ def build_reward_data(out: Path, seed: int, train: int = 16000, test: int = 600)
         (out / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
         tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
         columns = {"messages": "messages", "images": "images"}
-        info[f"toy_pairs_{split}"] = {"file_name": f"{split}.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+        info[f"toy_pairs_{split}"] = {
+            "file_name": f"{split}.json",
+            "formatting": "sharegpt",
+            "columns": columns,
+            "tags": tags,
+        }
     (out / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
 
 
-def _panel_files(folder: Path, pool: list[int], each: int, rng: np.random.Generator) -> dict[tuple[int, int], list[str]]:
+def _panel_files(
+    folder: Path, pool: list[int], each: int, rng: np.random.Generator
+) -> dict[tuple[int, int], list[str]]:
     """`each` panels of every character in the pool, over all sizes; (character, side) -> file names."""
     names: dict[tuple[int, int], list[str]] = {}
     for character in pool:
@@ -165,7 +172,10 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 60) -> None:
             _panel(CHARACTER_INDEX[character], 64, rng).save(out / "images" / folder / name)
         criteria = {
             "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
-            "Identity": {"Shape": "Both subfigures show the same shape.", "Colour": "Both subfigures show the same colour."},
+            "Identity": {
+                "Shape": "Both subfigures show the same shape.",
+                "Colour": "Both subfigures show the same colour.",
+            },
         }
         prompts.append({"idx": folder, "prompt": f"Two views of a {reference}.", "criteria": criteria})
         row = {"folder": folder, "ref_image": "ref.png", "comp_images": sorted(ranked), "rank_images": ranked}
@@ -177,7 +187,9 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 60) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="changes every panel, pair and prompt; not which characters are held out")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="changes every panel, pair and prompt; not which characters are held out"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

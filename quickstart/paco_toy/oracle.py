@@ -32,7 +32,10 @@ class Reading:
 
     def consistency(self) -> np.ndarray:
         """Share of the six panel pairs with the same character, both valid; (B,) float64."""
-        return np.mean([self.valid[:, i] & self.valid[:, j] & (self.character[:, i] == self.character[:, j]) for i, j in _PAIRS], axis=0)
+        return np.mean(
+            [self.valid[:, i] & self.valid[:, j] & (self.character[:, i] == self.character[:, j]) for i, j in _PAIRS],
+            axis=0,
+        )
 
     def alignment(self, character: np.ndarray) -> np.ndarray:
         """Share of panels that show the named character, (B,) int; returns (B,) float64."""
@@ -44,7 +47,9 @@ class Reading:
 
     def distinctness(self) -> np.ndarray:
         """Share of the six panel pairs in different views, both valid: four identical panels give 0; (B,) float64."""
-        return np.mean([self.valid[:, i] & self.valid[:, j] & (self.view[:, i] != self.view[:, j]) for i, j in _PAIRS], axis=0)
+        return np.mean(
+            [self.valid[:, i] & self.valid[:, j] & (self.view[:, i] != self.view[:, j]) for i, j in _PAIRS], axis=0
+        )
 
 
 @lru_cache(maxsize=4)

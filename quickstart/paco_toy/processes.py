@@ -91,7 +91,9 @@ class Commands:
                     said = progress(line)
                     if said:
                         fraction, text = said
-                self.watch(what, begin if fraction is None else begin + (end - begin) * fraction, text)
+                # A command that says nothing leaves the bar where it began; the first one shows none.
+                done = (begin or None) if fraction is None else begin + (end - begin) * fraction
+                self.watch(what, done, text)
                 if over:
                     return
                 time.sleep(0.1)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+
 from paco_judge.grid import split_prompt
 from paco_toy.oracle import read_grids, read_prompt
 from paco_toy.world import (
@@ -17,7 +19,6 @@ from paco_toy.world import (
     split_characters,
     to_uint8,
 )
-from PIL import Image
 
 four_views = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4]))
 

@@ -24,15 +24,20 @@ from torch import distributed as dist
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from paco_toy.build.panels import PanelCache, random_views
+from paco_toy.bases.panels import PanelCache, random_views
 from paco_toy.world import CHARACTERS, COLOURS, LABELS, POSITIONS, SHAPES, SIZES, STYLES, VIEWS, departed, grid_prompt
 
 logger = logging.getLogger(__name__)
 
 DEPARTURE = 0.34
+_FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop
 TEXT_TOKENS = 32  # the longest prompt of the world has 31 tokens
 _BATCH = {16: 64, 32: 32, 64: 12}  # a process
-_ORDER = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)  # what size each step trains on, in turn
+GUIDANCE = 3.5  # always: as in FLUX.1-dev's distillation the model is told a number, but here there is only one
+# What size each step trains on, in turn: small first, since a 128 px step costs as much as three at 64 px.
+_EARLY = (32, 32, 16, 32, 32, 32, 64, 32)
+_LATE = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)
+_EARLY_SHARE = 0.4
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
@@ -75,7 +80,12 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
         axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, shift=3.0
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+        shift=3.0,
     )
     return FluxPipeline(
         scheduler=scheduler, vae=vae, text_encoder=clip, tokenizer=tokenizer, text_encoder_2=t5, tokenizer_2=tokenizer,
@@ -137,7 +147,9 @@ class TextTable:
 
     def __call__(self, characters: np.ndarray, views: np.ndarray) -> torch.Tensor:
         prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
-        return self.tokenizer(prompts, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt").input_ids
+        return self.tokenizer(
+            prompts, padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
+        ).input_ids
 
 
 def _training_batch(latents: LatentCache, text: TextTable, side: int, rng: np.random.Generator):
@@ -151,13 +163,15 @@ def _shifted_times(count: int, tokens: int, config) -> torch.Tensor:
     """Logit-normal times widened over [0, 1], moved by the pipeline's own shift for this number of image tokens."""
     t = torch.sigmoid(torch.randn(count) * 1.2) if torch.rand(()) < 0.7 else torch.rand(count)
     shift = math.exp(
-        calculate_shift(tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+        calculate_shift(
+            tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+        )
     )
     return shift * t / (1 + (shift - 1) * t)
 
 
 def flow_matching_loss(pipe: FluxPipeline, x0: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """mean (v − (ε − x_0))² for clean latents (B, C, h, w) and token ids (B, L). Guidance is drawn at random: it says nothing."""
+    """mean (v − (ε − x_0))² for clean latents (B, C, h, w) and token ids (B, L)."""
     b, c, h, w = x0.shape
     tokens = FluxPipeline._pack_latents(x0, b, c, h, w)
     image_ids = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x0.device, x0.dtype)
@@ -165,12 +179,57 @@ def flow_matching_loss(pipe: FluxPipeline, x0: torch.Tensor, input_ids: torch.Te
     noise = torch.randn_like(tokens)
     noisy = (1 - t[:, None, None]) * tokens + t[:, None, None] * noise
     velocity = pipe.transformer(
-        hidden_states=noisy, timestep=t, guidance=1 + 4 * torch.rand(b),
+        hidden_states=noisy, timestep=t, guidance=torch.full((b,), GUIDANCE),
         pooled_projections=pipe.text_encoder(input_ids).pooler_output,
         encoder_hidden_states=pipe.text_encoder_2(input_ids).last_hidden_state,
         txt_ids=torch.zeros(input_ids.shape[1], 3), img_ids=image_ids, return_dict=False,
     )[0]  # fmt: skip
     return (velocity - (noise - tokens)).square().mean()
+
+
+def pretrain_text(pipe: FluxPipeline, seed: int, steps: int = 600, batch: int = 128, lr: float = 2e-3) -> None:
+    """Teaches the text encoders to read prompts before anything is drawn, as FLUX's T5 and CLIP have been.
+
+    T5: the three tokens of each panel (label, size, position) come to know panel, size, position and character. CLIP: the pooled
+    vector comes to know the character and all four views. Linear probes learn along and are thrown away.
+    """
+    torch.manual_seed(seed + 7)
+    rng = np.random.default_rng([seed, 4])
+    text = TextTable(pipe.tokenizer_2)
+    values = {"panel": 4, "view": len(VIEWS), "style": len(STYLES), "colour": len(COLOURS), "shape": len(SHAPES)}
+    probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in values.items()})
+    pooled_character, pooled_views = nn.Linear(64, len(CHARACTERS)), nn.Linear(64, 4 * len(VIEWS))
+    modules = nn.ModuleList([pipe.text_encoder, pipe.text_encoder_2, probes, pooled_character, pooled_views]).train()
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
+        named, views = rng.integers(len(CHARACTERS), size=batch), random_views(batch, rng)
+        ids = text(named, views)
+        tokens = (
+            pipe.text_encoder_2(ids)
+            .last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16]
+            .unflatten(1, (4, 4))[:, :, :3]
+        )
+        c, v = torch.from_numpy(named), torch.from_numpy(views)
+        known = {"style": c // 35, "colour": c // 5 % 7, "shape": c % 5}
+        wanted = {name: value[:, None].expand(-1, 4) for name, value in known.items()}
+        wanted |= {"view": v, "panel": torch.arange(4).expand(batch, 4)}
+        losses = {n: _cross_entropy(probes[n](tokens), wanted[n][:, :, None].expand(-1, -1, 3)) for n in values}
+        pooled = pipe.text_encoder(ids).pooler_output
+        losses["pooled"] = _cross_entropy(pooled_character(pooled), c) + _cross_entropy(
+            pooled_views(pooled).unflatten(1, (4, -1)), v
+        )
+        loss = sum(losses.values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 100 == 99:
+            logger.info("text step %d %s", step + 1, " ".join(f"{n} {value.item():.3f}" for n, value in losses.items()))
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def _agreed(elapsed: float) -> float:
@@ -180,6 +239,12 @@ def _agreed(elapsed: float) -> float:
     clock = torch.tensor([elapsed], dtype=torch.float64)
     dist.broadcast(clock, 0)
     return float(clock)
+
+
+def _broadcast(modules: nn.Module) -> None:
+    if dist.is_initialized():
+        for tensor in modules.state_dict().values():
+            dist.broadcast(tensor, 0)
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
@@ -218,14 +283,21 @@ def train_generator(
     text = TextTable(pipe.tokenizer_2)
     modules = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
     parameters = [p for p in modules.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    _broadcast(modules)
+    text_parameters = [*pipe.text_encoder.parameters(), *pipe.text_encoder_2.parameters()]
+    groups = [
+        {"params": list(pipe.transformer.parameters()), "rate": lr},
+        {"params": text_parameters, "rate": 0.3 * lr},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     average = copy.deepcopy(modules).requires_grad_(False)
     started, step, log_at, look_at, recent = time.monotonic(), 0, 0.0, 600.0, {}
     while (elapsed := _agreed(time.monotonic() - started)) < seconds:
         progress = elapsed / seconds
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - progress) / 0.6))
-        side = _ORDER[step % len(_ORDER)]
+            group["lr"] = group["rate"] * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - progress) / 0.5))
+        order = _EARLY if progress < _EARLY_SHARE else _LATE
+        side = order[step % len(order)]
         loss = flow_matching_loss(pipe, *_training_batch(latents, text, side, rng))
         optimizer.zero_grad()
         loss.backward()
@@ -233,7 +305,7 @@ def train_generator(
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
-        decay = min(0.998, (1 + step) / (10 + step))
+        decay = min(0.996, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(average.parameters()), list(modules.parameters()), 1 - decay)
         recent[side] = 0.98 * recent.get(side, loss.item()) + 0.02 * loss.item()
         if elapsed > log_at and rank == 0:

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from paco_toy.build.panels import PanelCache, random_views
+from paco_toy.bases.panels import PanelCache, random_views
 from paco_toy.world import CHARACTERS
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ def train_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> Autoe
         optimizer.step()
         step += 1
         if elapsed > log_at:
-            logger.info("vae %4.0f/%.0f s step %d loss %.4f spread %.2f", elapsed, seconds, step, loss.item(), spread.item())
+            logger.info(
+                "vae %4.0f/%.0f s step %d loss %.4f spread %.2f", elapsed, seconds, step, loss.item(), spread.item()
+            )
             log_at += 20
     vae.eval()
     with torch.no_grad():

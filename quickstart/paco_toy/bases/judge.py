@@ -12,7 +12,6 @@ import time
 
 import numpy as np
 import torch
-from paco_judge.questions import theme_question
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -24,8 +23,9 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+from paco_judge.questions import theme_question
 from paco_toy import wording
-from paco_toy.build.panels import PanelCache
+from paco_toy.bases.panels import PanelCache
 from paco_toy.world import CHARACTERS, COLOURS, SHAPES, STYLES, VIEWS, theme
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,18 @@ CHAT_TEMPLATE = (
 
 def _texts() -> list[str]:
     """Everything that will be read or written, so that the small vocabulary spends its merges well."""
-    texts = [wording.CAPTION_ONE, wording.CAPTION_TWO] * 50 + ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 50
+    texts = [wording.CAPTION_ONE, wording.CAPTION_TWO] * 50 + [
+        "system\nYou are a helpful assistant.",
+        "user\n",
+        "assistant\n",
+    ] * 50
     for i, character in enumerate(CHARACTERS):
         other = CHARACTERS[(i * 37 + 11) % len(CHARACTERS)]
-        texts += [theme_question(theme(character)), wording.verdict(character, character), wording.verdict(character, other)]
+        texts += [
+            theme_question(theme(character)),
+            wording.verdict(character, character),
+            wording.verdict(character, other),
+        ]
         texts += [wording.caption_one(character), wording.caption_two(character, other)]
     return texts + [wording.presence_question(thing) for thing in (*STYLES, *COLOURS, *SHAPES)]
 
@@ -65,7 +73,9 @@ def new_processor() -> Qwen2_5_VLProcessor:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[])._tokenizer.pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(_texts(), trainers.BpeTrainer(vocab_size=512 - len(SPECIAL_TOKENS), initial_alphabet=alphabet))
+    trained.train_from_iterator(
+        _texts(), trainers.BpeTrainer(vocab_size=512 - len(SPECIAL_TOKENS), initial_alphabet=alphabet)
+    )
     model = json.loads(trained.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]], eos_token="<|im_end|>",
@@ -73,8 +83,12 @@ def new_processor() -> Qwen2_5_VLProcessor:
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     size = {"shortest_edge": IMAGE_PIXELS, "longest_edge": IMAGE_PIXELS}
-    images = Qwen2VLImageProcessor(size=size, min_pixels=IMAGE_PIXELS, max_pixels=IMAGE_PIXELS, patch_size=14, merge_size=2)
-    videos = Qwen2VLVideoProcessor(size=size, min_pixels=IMAGE_PIXELS, max_pixels=IMAGE_PIXELS, patch_size=14, merge_size=2)
+    images = Qwen2VLImageProcessor(
+        size=size, min_pixels=IMAGE_PIXELS, max_pixels=IMAGE_PIXELS, patch_size=14, merge_size=2
+    )
+    videos = Qwen2VLVideoProcessor(
+        size=size, min_pixels=IMAGE_PIXELS, max_pixels=IMAGE_PIXELS, patch_size=14, merge_size=2
+    )
     return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
 
 
@@ -82,19 +96,22 @@ def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditi
     """An untrained Qwen2.5-VL of 1.2 M parameters. Its initialiser is wide (0.06): with Qwen's 0.02 it does not start to learn."""
     torch.manual_seed(seed)
     tokenizer = processor.tokenizer
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+    }
     config = Qwen2_5_VLConfig(
-        text_config=dict(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.06,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-            bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"), eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-        ),
-        vision_config=dict(
-            depth=3, hidden_size=96, intermediate_size=192, num_heads=3, out_hidden_size=128, patch_size=14,
-            spatial_merge_size=2, window_size=112, fullatt_block_indexes=[2], initializer_range=0.06,
-        ),
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": True, "initializer_range": 0.06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"), "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        },
+        vision_config={
+            "depth": 3, "hidden_size": 96, "intermediate_size": 192, "num_heads": 3, "out_hidden_size": 128, "patch_size": 14,
+            "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [2], "initializer_range": 0.06,
+        },
         image_token_id=ids["image_pad"], video_token_id=ids["video_pad"], vision_start_token_id=ids["vision_start"],
         vision_end_token_id=ids["vision_end"], tie_word_embeddings=True, initializer_range=0.06,
     )  # fmt: skip
@@ -148,7 +165,13 @@ class CaptionBatches:
 def collate(processor, prompts: list, answers: list[str], images: list) -> dict[str, torch.Tensor]:
     """Right-padded inputs for prompt + answer, labels -100 everywhere but on the answer."""
     heads = [processor.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-    inputs = processor(text=[h + a + "<|im_end|>" for h, a in zip(heads, answers)], images=images, padding=True, padding_side="right", return_tensors="pt")
+    inputs = processor(
+        text=[h + a + "<|im_end|>" for h, a in zip(heads, answers)],
+        images=images,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
     tails = [len(ids) for ids in processor.tokenizer([a + "<|im_end|>" for a in answers]).input_ids]
     ends = inputs["attention_mask"].sum(dim=1)
     place = torch.arange(inputs["input_ids"].shape[1])

@@ -12,7 +12,9 @@ from paco_toy.oracle import read_grids
 from paco_toy.world import CHARACTERS, VIEWS, grid_prompt
 
 
-def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10) -> dict:
+def generator_quality(
+    folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10
+) -> dict:
     """Oracle means for `count` prompts over all characters: {"64px": {"consistency": …, "valid": …, …}, …}."""
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
