@@ -26,7 +26,7 @@ from paco_toy.bases.panels import PanelCache
 
 logger = logging.getLogger(__name__)
 
-MINUTES = {"vae": 6.0, "judge": 8.5, "generator": 38.0}
+MINUTES = {"vae": 6.0, "judge": 8.5, "generator": 34.0}
 
 
 SIDES = (16, 32, 64)  # panel sides in pixels: grids of 32, 64 and 128 px
