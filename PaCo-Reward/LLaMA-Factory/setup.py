@@ -17,6 +17,8 @@ setup(
         "numpy>=1.26",
         "omegaconf>=2.3",
         "peft>=0.18",
+        "httpx>=0.27",
+        "huggingface_hub>=1.0",
         "pillow>=10",
         "safetensors>=0.4",
         "transformers>=5.2,<6",

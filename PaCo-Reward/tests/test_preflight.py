@@ -53,7 +53,7 @@ def test_model_problems(config, tmp_path):
     assert "set model_name_or_path" in problem(config | {"model_name_or_path": None})
 
 
-@pytest.mark.parametrize("error", ["LocalEntryNotFoundError", "RepositoryNotFoundError", "OSError"])
+@pytest.mark.parametrize("error", ["ConnectError", "RepositoryNotFoundError", "OSError"])
 def test_hub_problems(config, monkeypatch, error):
     import httpx
     import huggingface_hub
@@ -61,7 +61,7 @@ def test_hub_problems(config, monkeypatch, error):
 
     response = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1"))
     raised = {
-        "LocalEntryNotFoundError": errors.LocalEntryNotFoundError("no network"),
+        "ConnectError": httpx.ConnectError("no network"),
         "RepositoryNotFoundError": errors.RepositoryNotFoundError("none", response=response),
         "OSError": OSError("no route"),
     }[error]
@@ -69,7 +69,7 @@ def test_hub_problems(config, monkeypatch, error):
     def fail(*args, **kwargs):
         raise raised
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     message = problem(config | {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"})
     assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "model_name_or_path=/path/to/Qwen2.5-VL-7B-Instruct" in message
     assert ("on the hub; check the name" in message) == (error == "RepositoryNotFoundError")

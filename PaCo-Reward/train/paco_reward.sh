@@ -18,6 +18,8 @@ if [[ $# -gt 0 && "$1" != *=* ]]; then
     [[ -f "$CONFIG" ]] && CONFIG="$(realpath "$CONFIG")"
 fi
 
+# glibc otherwise gives memory back to the system after every operation, which costs small models much of their time.
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-2147483648}"
 export LLAMAFACTORY_VERBOSITY="${LLAMAFACTORY_VERBOSITY:-WARN}"
 
 cd "$ROOT"

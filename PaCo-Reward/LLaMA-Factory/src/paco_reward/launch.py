@@ -4,13 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from paco_reward import overlay
-from paco_reward.config import check_combinations, check_keys, load_config
+from paco_reward.config import check_combinations, load_config
+from paco_reward.errors import PacoRewardError
 from paco_reward.preflight import check_training
-from paco_reward.worker import train
+from paco_reward.worker import ERROR_FILE, train
 
 
 def run(config_path: str | Path, overrides: list[str], environment: dict[str, str] | None = None) -> int:
@@ -18,24 +20,29 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
 
     Several processes are started through torchrun when there are several GPUs, several nodes or a DeepSpeed
     configuration; the usual variables say how many and where: CUDA_VISIBLE_DEVICES, NPROC_PER_NODE, NNODES,
-    NODE_RANK, MASTER_ADDR, MASTER_PORT.
+    NODE_RANK, MASTER_ADDR, MASTER_PORT. Without a GPU there are two processes where there are two cores: with
+    small models they use the cores better than two threads.
 
     Raises:
-        PacoRewardError: a check failed; nothing was started.
+        PacoRewardError: a check failed; nothing was trained.
     """
     environment = dict(os.environ) if environment is None else environment
     config = load_config(config_path, overrides)
     check_combinations(config)
     overlay.check_version()
     check_training(config, lambda line: print(line, flush=True))
-    overlay.install()
-    check_keys(config, overlay.train_arguments())
     command = torchrun_command(config, config_path, overrides, environment)
     if command is None:
         train(config)
         return 0
     print(" ".join(command), flush=True)
-    return subprocess.run(command, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        # torchrun ends with pages of its own; what the worker had to say is said once more, as the last line.
+        report = Path(folder) / "error"
+        status = subprocess.run(command, env=environment | {ERROR_FILE: str(report)}, check=False).returncode
+        if report.is_file():
+            raise PacoRewardError(report.read_text(encoding="utf-8"))
+    return status
 
 
 def torchrun_command(
@@ -43,7 +50,7 @@ def torchrun_command(
 ) -> list[str] | None:
     """The torchrun command of this node, or None when one plain process is enough."""
     nodes = int(environment.get("NNODES", "1"))
-    processes = int(environment.get("NPROC_PER_NODE") or _gpus())
+    processes = int(environment.get("NPROC_PER_NODE") or _devices())
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
         return None
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
@@ -56,10 +63,10 @@ def torchrun_command(
     return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]
 
 
-def _gpus() -> int:
+def _devices() -> int:
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
 
 def _free_port() -> int:

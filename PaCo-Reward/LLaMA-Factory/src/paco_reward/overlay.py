@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers import PrinterCallback
 
 from paco_reward.errors import PacoRewardError
 from paco_reward.loss import SCHEMES, count_answers, find_answers, first_token_loss
@@ -166,6 +165,7 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
 
 def _trainer_class(base: type, upstream_metric: type) -> type:
     """LLaMA-Factory's SFT trainer with our loss (through the hook that its own dft loss uses) and metric."""
+    from transformers import PrinterCallback
 
     class FirstTokenTrainer(base):
         paco_reward = True

@@ -69,23 +69,24 @@ def check_model(name: str | None) -> str:
 
 
 def _check_hub(name: str) -> str:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    """Whether the hub (or its local cache) has the model; asks once and does not retry for minutes."""
+    import httpx
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     local = f"or download it where the hub is reachable and pass model_name_or_path=/path/to/{name.split('/')[-1]}"
     try:
-        hf_hub_download(name, "config.json", etag_timeout=10)
+        if all(
+            any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+            for files in (("config.json",), ("model.safetensors", "model.safetensors.index.json"))
+        ):
+            return f"{name} (local cache)"
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except GatedRepoError as error:
         raise PacoRewardError(f"model {name} needs its licence accepted: log in with `hf auth login`, {local}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise PacoRewardError(f"model {name} is neither a local folder nor on the hub; check the name, {local}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         raise PacoRewardError(
             f"model {name} cannot be fetched: the model hub is not reachable and it is not in the local cache; "
             f"set HF_ENDPOINT to a mirror you can reach, {local}"

@@ -4,10 +4,14 @@ torchrun --nproc_per_node 2 -m paco_reward.worker CONFIG [key=value …]
 """
 
 import logging
+import os
 import sys
+from pathlib import Path
 
-from paco_reward.config import check_combinations, load_config
+from paco_reward.config import check_combinations, check_keys, load_config
 from paco_reward.errors import PacoRewardError
+
+ERROR_FILE = "PACO_REWARD_ERROR_FILE"  # set by `paco-reward train`: where the first process leaves its last words
 
 
 def train(config: dict) -> None:
@@ -17,6 +21,7 @@ def train(config: dict) -> None:
 
     check_combinations(config)
     overlay.install()
+    check_keys(config, overlay.train_arguments())
     overlay.run_training(config, [ProgressLines()])
 
 
@@ -28,7 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         train(load_config(arguments[0], arguments[1:]))
     except PacoRewardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr)
+            if ERROR_FILE in os.environ:
+                Path(os.environ[ERROR_FILE]).write_text(str(error), encoding="utf-8")
         return 1
     return 0
 

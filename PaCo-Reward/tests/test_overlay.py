@@ -1,0 +1,253 @@
+"""The overlay inside LLaMA-Factory: arguments, loss in every process, LLaMA-Factory's own loss, metrics, templates."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
+from paco_reward import overlay
+from paco_reward.accuracy import labelled_pairs, measure
+from paco_reward.config import check_keys
+from paco_reward.errors import PacoRewardError
+from paco_reward.scorer import JudgeScorer
+from safetensors.torch import load_file
+
+# What a plain LLaMA-Factory process runs: upstream's code without the overlay.
+UPSTREAM = "import sys, yaml; from llamafactory.train.tuner import run_exp; run_exp(yaml.safe_load(open(sys.argv[1])))"
+
+
+def train_config(judge_dir, data_dir, output, **changes) -> dict:
+    """Two optimizer steps of plain gradient descent, so that weights show gradients."""
+    return {
+        "model_name_or_path": str(judge_dir),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "lora_rank": 4,
+        "lora_target": "q_proj,up_proj,attn.qkv",
+        "freeze_vision_tower": False,
+        "dataset_dir": str(data_dir),
+        "dataset": "pairs",
+        "template": "qwen2_vl",
+        "cutoff_len": 512,
+        "output_dir": str(output),
+        "overwrite_output_dir": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "disable_shuffling": True,
+        "disable_gradient_checkpointing": True,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 1e9,
+        "use_cpu": True,
+        "overwrite_cache": True,
+        **changes,
+    }
+
+
+def run_process(command, config, folder) -> str:
+    """Run a training in processes of their own; returns what they said."""
+    file = Path(folder) / f"{Path(config['output_dir']).name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
+    environment["HF_DATASETS_CACHE"] = str(Path(folder) / "cache")
+    done = subprocess.run(
+        [sys.executable, *command, str(file)], env=environment, capture_output=True, text=True, timeout=590
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def adapter(folder) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items()}
+
+
+def losses(folder) -> list[float]:
+    state = json.loads((Path(folder) / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def installed():
+    overlay.install()
+
+
+def test_an_untested_version_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.9")
+    with pytest.raises(PacoRewardError, match=r"0\.9\.9 was not tested.*versions that work: 0\.9\.5"):
+        overlay.install()
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(PacoRewardError, match="not installed"):
+        overlay.check_version()
+
+
+def test_arguments(installed):
+    overlay.install()  # again: nothing changes
+    arguments = next(cls for cls in overlay.train_arguments() if cls.__name__ == "FinetuningArguments")
+    assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
+    assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
+    for bad, message in [
+        ({"first_token_weight": 1.5}, "between 0 and 1"),
+        ({"first_token_weight": 0.1, "first_token_scheme": "mean"}, "first_token_scheme"),
+        ({"first_token_weight": 0.1, "stage": "dpo"}, "stage: sft"),
+        ({"first_token_weight": 0.1, "use_dft_loss": True}, "use_dft_loss cannot both"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            arguments(**bad)
+    check_keys({"first_token_weight": 0.1, "lora_rank": 8, "learning_rate": 1e-4}, overlay.train_arguments())
+    with pytest.raises(PacoRewardError, match="'frist_token_weight'; did you mean first_token_weight"):
+        check_keys({"frist_token_weight": 0.1}, overlay.train_arguments())
+
+
+def test_training_prompt_is_the_serving_prompt(installed, judge_dir, data_dir, tiny, tmp_path):
+    """Token ids from LLaMA-Factory's template qwen2_vl, and from the processor's chat template."""
+    from llamafactory.data import get_template_and_fix_tokenizer
+    from llamafactory.hparams import get_train_args
+    from llamafactory.model import load_tokenizer
+
+    config = train_config(judge_dir, data_dir, tmp_path)
+    model_args, data_args, *_ = get_train_args(config)
+    module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(module["tokenizer"], data_args)
+    images = [tiny.picture(1), tiny.picture(2, size=48)]
+    question = theme_question(tiny.THEMES[0])
+    messages = [
+        {"role": "user", "content": "<image><image>" + question},
+        {"role": "assistant", "content": "Yes. " + tiny.REASONS[0]},
+    ]
+    messages = template.mm_plugin.process_messages(messages, images, [], [], module["processor"])
+    prompt_ids, answer_ids = template.encode_oneturn(module["tokenizer"], messages)
+    scorer = JudgeScorer.from_pretrained(judge_dir)
+    served = scorer.inputs([Pair(*images, question)])
+    assert prompt_ids == served["input_ids"][0].tolist()
+    assert answer_ids[0] == scorer.yes_id
+    pixels = template.mm_plugin.get_mm_inputs(images, [], [], [2], [], [], [prompt_ids], module["processor"])
+    torch.testing.assert_close(pixels["pixel_values"], served["pixel_values"])
+
+
+def test_answer_statistics(tiny):
+    """Against loops over one hand-made batch, left and right padded."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 8, generator=generator)
+    labels = torch.tensor([[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6])
+    found = overlay.answer_statistics((logits, None), labels, yes_id=5, no_id=6)
+    for row, start, label in ((0, 2, 1.0), (1, 4, 0.0)):
+        guesses = logits[row].argmax(-1)
+        right = [float(guesses[t - 1] == labels[row, t]) for t in (start, start + 1)]
+        yes, no = logits[row, start - 1, [5, 6]].exp()
+        torch.testing.assert_close(found[row], torch.tensor([sum(right) / 2, right[0], yes / (yes + no), label]))
+    assert found[2].isnan().all()
+
+
+def test_a_tokenizer_that_splits_yes_is_refused():
+    class Splitting:
+        def encode(self, text, add_special_tokens):
+            return [1, 2]
+
+    with pytest.raises(PacoRewardError, match="splits 'Yes' into 2 tokens"):
+        overlay.option_ids(Splitting())
+
+
+@pytest.mark.slow
+def test_null_is_llama_factorys_own_loss_bit_for_bit(judge_dir, data_dir, tmp_path):
+    plain = train_config(judge_dir, data_dir, tmp_path / "plain", gradient_accumulation_steps=2)
+    ours = plain | {"first_token_weight": None, "output_dir": str(tmp_path / "ours")}
+    run_process(["-c", UPSTREAM], plain, tmp_path)
+    run_process(["-m", "paco_reward.worker"], ours, tmp_path)
+    assert losses(tmp_path / "plain") == losses(tmp_path / "ours")
+    upstream, overlaid = adapter(tmp_path / "plain"), adapter(tmp_path / "ours")
+    assert all(np.array_equal(upstream[name], overlaid[name]) for name in upstream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["sequence", "released"])
+def test_two_processes_train_as_one(scheme, judge_dir, data_dir, tmp_path):
+    """One step of 8 sequences: in one process at once, in one process accumulated, and in two processes accumulated.
+
+    For `sequence` all three are the same mean over 8 sequences; `released` depends on the micro-batches, so there
+    the micro-batches (pairs of sequences) are the same ones. Were one of the two processes to use another loss, or
+    another divisor, the weights would differ.
+    """
+    shared = {"first_token_weight": 0.1, "first_token_scheme": scheme, "dataset": "pairs", "max_steps": 2}
+
+    def config(name, batch, accumulation):
+        changes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        return train_config(judge_dir, data_dir, tmp_path / name, **shared, **changes)
+
+    run_process(["-m", "paco_reward.worker"], config("one", 2, 4), tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.worker"]
+    said = run_process(torchrun, config("two", 2, 2), tmp_path)
+    for process in (1, 2):
+        assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in said
+    reference = adapter(tmp_path / "one")
+    assert max(np.abs(value).max() for name, value in reference.items() if "lora_B" in name) > 1e-3
+    runs = ["two"]
+    if scheme == "sequence":
+        run_process(["-m", "paco_reward.worker"], config("whole", 8, 1), tmp_path)
+        runs.append("whole")
+    for name in runs:
+        found = adapter(tmp_path / name)
+        for key, value in reference.items():
+            np.testing.assert_allclose(found[key], value, atol=2e-6, err_msg=f"{name} {key}")
+        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "one"), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_evaluation_metrics_are_those_of_the_scorer(judge_dir, data_dir, tmp_path):
+    """One trained step, then LLaMA-Factory's evaluation: its judge metrics equal the adapter scored by ourselves."""
+    config = train_config(
+        judge_dir,
+        data_dir,
+        tmp_path / "run",
+        first_token_weight=0.1,
+        max_steps=1,
+        eval_dataset="held_out",
+        do_eval=True,
+        compute_accuracy=True,
+        per_device_eval_batch_size=4,
+    )
+    run_process(["-m", "paco_reward.worker"], config, tmp_path)
+    found = json.loads((tmp_path / "run" / "eval_results.json").read_text())
+    expected = measure(JudgeScorer.from_pretrained(judge_dir, tmp_path / "run"), *labelled_pairs(data_dir, "held_out"))
+    assert found["eval_judge_accuracy"] == pytest.approx(expected["accuracy"])
+    assert found["eval_judge_auc"] == pytest.approx(expected["auc"])
+    assert found["eval_judge_ece"] == pytest.approx(expected["ece"], abs=1e-5)
+    assert 0 <= found["eval_accuracy"] <= 1 and 0 <= found["eval_first_token_accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_train_command(judge_dir, data_dir, tmp_path):
+    """The script as a user types it, on the toy configuration with a smaller model; then once with a misspelt key."""
+    root = Path(__file__).parent.parent
+    command = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"model_name_or_path={judge_dir}"]
+    command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
+    command += ["per_device_train_batch_size=4", "logging_steps=1"]
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "step 2/2  loss" in done.stdout + done.stderr
+    layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.") for name in adapter(tmp_path / "out")}
+    assert {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "model.visual.blocks.2.attn.qkv"} <= layers
+    assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38
+
+    done = subprocess.run([*command, "lerning_rate=1"], cwd=root, env=environment, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("error: ") and "did you mean learning_rate?" in last
