@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+
 from paco_reward.cli import main
 from paco_reward.errors import PacoRewardError
 from paco_reward.export import export, synthetic_pairs
 from paco_reward.scorer import JudgeScorer
-from peft import LoraConfig, get_peft_model
 
 
 @pytest.fixture(scope="module")

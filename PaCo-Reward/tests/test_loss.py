@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paco_reward.loss import count_answers, find_answers, first_token_loss, token_weights
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, pair_accuracy
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward import overlay
@@ -18,7 +20,6 @@ from paco_reward.accuracy import labelled_pairs, measure
 from paco_reward.config import check_keys
 from paco_reward.errors import PacoRewardError
 from paco_reward.scorer import JudgeScorer
-from safetensors.torch import load_file
 
 # What a plain LLaMA-Factory process runs: upstream's code without the overlay.
 UPSTREAM = "import sys, yaml; from llamafactory.train.tuner import run_exp; run_exp(yaml.safe_load(open(sys.argv[1])))"
@@ -66,7 +67,7 @@ def run_process(command, config, folder) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
     environment["HF_DATASETS_CACHE"] = str(Path(folder) / "cache")
     done = subprocess.run(
-        [sys.executable, *command, str(file)], env=environment, capture_output=True, text=True, timeout=590
+        [sys.executable, *command, str(file)], env=environment, capture_output=True, text=True, check=False, timeout=590
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
@@ -241,13 +242,15 @@ def test_train_command(judge_dir, data_dir, tmp_path):
     command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
     command += ["per_device_train_batch_size=4", "logging_steps=1"]
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=590)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "step 2/2  loss" in done.stdout + done.stderr
     layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.") for name in adapter(tmp_path / "out")}
     assert {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "model.visual.blocks.2.attn.qkv"} <= layers
     assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38
 
-    done = subprocess.run([*command, "lerning_rate=1"], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "lerning_rate=1"], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("error: ") and "did you mean learning_rate?" in last

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from paco_reward import preflight
 from paco_reward.config import check_combinations, load_config
 from paco_reward.errors import PacoRewardError
@@ -45,7 +46,9 @@ def test_a_good_configuration_passes(config):
 
 def test_model_problems(config, tmp_path):
     assert "model folder /no/such does not exist" in problem(config | {"model_name_or_path": "/no/such"})
-    assert "model folder ../quickstart/models/x does not" in problem(config | {"model_name_or_path": "../quickstart/models/x"})
+    assert "model folder ../quickstart/models/x does not" in problem(
+        config | {"model_name_or_path": "../quickstart/models/x"}
+    )
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in problem(config | {"model_name_or_path": str(tmp_path / "empty")})
     (tmp_path / "empty" / "config.json").write_text("{}")

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.verdict import p_yes_from_logits

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from paco_judge.questions import theme_question
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
@@ -16,6 +15,8 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
+
+from paco_judge.questions import theme_question
 
 SPECIAL_TOKENS = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
@@ -55,8 +56,8 @@ def make_processor() -> Qwen2_5_VLProcessor:
         model_max_length=2048,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    sizes = dict(size={"shortest_edge": IMAGE_PIXELS, "longest_edge": IMAGE_PIXELS}, patch_size=14, merge_size=2)
-    sizes |= dict(min_pixels=IMAGE_PIXELS, max_pixels=IMAGE_PIXELS)
+    sizes = {"size": {"shortest_edge": IMAGE_PIXELS, "longest_edge": IMAGE_PIXELS}, "patch_size": 14, "merge_size": 2}
+    sizes |= {"min_pixels": IMAGE_PIXELS, "max_pixels": IMAGE_PIXELS}
     images, videos = Qwen2VLImageProcessor(**sizes), Qwen2VLVideoProcessor(**sizes)
     return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
 
@@ -65,33 +66,33 @@ def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForCo
     """Random weights, float32; the toy world's size."""
     ids = {name: processor.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     starts = {name: processor.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
-    text = dict(
-        vocab_size=len(processor.tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        bos_token_id=processor.tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-        eos_token_id=processor.tokenizer.eos_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-    )
-    vision = dict(
-        depth=3,
-        hidden_size=96,
-        intermediate_size=192,
-        num_heads=3,
-        out_hidden_size=128,
-        patch_size=14,
-        spatial_merge_size=2,
-        window_size=112,
-        fullatt_block_indexes=[2],
-        initializer_range=0.06,
-    )
+    text = {
+        "vocab_size": len(processor.tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "bos_token_id": processor.tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        "eos_token_id": processor.tokenizer.eos_token_id,
+        "pad_token_id": processor.tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_heads": 3,
+        "out_hidden_size": 128,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [2],
+        "initializer_range": 0.06,
+    }
     config = Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,

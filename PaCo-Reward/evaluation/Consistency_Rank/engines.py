@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from rank_data import BenchError
+
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.images import png_data_url
 from paco_judge.questions import build_messages
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
-from rank_data import BenchError
 
 Engine = Callable[[Sequence[Pair]], list[Verdict]]
 TOP_LOGPROBS = 20

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engines import Engine, choose_engine, server_engine, transformers_engine, vllm_engine
-from paco_judge.verdict import Verdict, mean_over_dimensions
 from rank_data import Bench, BenchError, ItemError, RankItem, find_bench, item_pairs, load_bench, open_results
 from rank_metrics import predicted_order, rank_metrics
+
+from paco_judge.verdict import Verdict, mean_over_dimensions
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

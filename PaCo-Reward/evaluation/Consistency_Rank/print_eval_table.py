@@ -63,6 +63,7 @@ def as_text(table: list[list[str]]) -> str:
 
 def as_latex(table: list[list[str]]) -> str:
     """A booktabs tabular."""
+
     def escape(text: str) -> str:
         return text.replace("_", r"\_").replace("%", r"\%")
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, UnidentifiedImageError
+
 from paco_judge.client import Pair
 from paco_judge.questions import criteria_questions, pair_question
-from PIL import Image, UnidentifiedImageError
 
 BENCH = "ConsistencyRank-Bench"
 RANKS = "consistency_full_rank.jsonl"

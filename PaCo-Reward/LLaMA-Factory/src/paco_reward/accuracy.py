@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paco_judge.client import Pair
 
+from paco_judge.client import Pair
 from paco_reward.errors import PacoRewardError
 from paco_reward.metrics import judge_report
 from paco_reward.preflight import Example, load_examples
@@ -43,7 +43,9 @@ def _question_and_label(example: Example) -> tuple[str, bool]:
     for word, label in (("Yes", True), ("No", False)):
         if example.answer.startswith(word):
             return example.prompt[2 * len(TAG) :], label
-    raise PacoRewardError(f"dataset {example.place}: the answer begins with neither Yes nor No: {example.answer[:40]!r}")
+    raise PacoRewardError(
+        f"dataset {example.place}: the answer begins with neither Yes nor No: {example.answer[:40]!r}"
+    )
 
 
 def measure(scorer: JudgeScorer, pairs: list[Pair], labels: list[bool]) -> dict[str, Any]:

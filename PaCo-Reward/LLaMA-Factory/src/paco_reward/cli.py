@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -98,7 +99,9 @@ def _export(args: argparse.Namespace) -> int:
     before = JudgeScorer.from_pretrained(args.base, args.adapter)
     after = JudgeScorer.from_pretrained(output)
     print(f"merged model: {output}")
-    print(f"largest score difference before/after on {len(pairs)} pairs: {largest_difference(before, after, pairs):.2e}")
+    print(
+        f"largest score difference before/after on {len(pairs)} pairs: {largest_difference(before, after, pairs):.2e}"
+    )
     return 0
 
 
@@ -106,7 +109,6 @@ def _score(args: argparse.Namespace) -> int:
     from paco_judge.client import Pair
     from paco_judge.grid import pairs as index_pairs
     from paco_judge.questions import pair_question, theme_question
-
     from paco_reward.scorer import open_image
 
     if len(args.images) < 2:
@@ -132,7 +134,9 @@ def _verdicts(args: argparse.Namespace, pairs: list) -> list:
         from paco_judge.client import JudgeClient, JudgeError
 
         try:
-            return JudgeClient(base_url=args.server, **({"model": args.model} if args.model else {})).score_blocking(pairs)
+            return JudgeClient(base_url=args.server, **({"model": args.model} if args.model else {})).score_blocking(
+                pairs
+            )
         except JudgeError as error:
             raise PacoRewardError(str(error)) from error
     return _load(args).score(pairs)
@@ -154,7 +158,7 @@ def _accuracy(args: argparse.Namespace) -> int:
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(_load(args), pairs, labels)
     # JSON has no NaN: what could not be computed is null.
-    report = {name: None if value != value else value for name, value in report.items()}
+    report = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
     text = json.dumps(report, indent=2)
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)

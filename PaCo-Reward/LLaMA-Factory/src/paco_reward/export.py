@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from paco_judge.client import Pair
-from paco_judge.questions import theme_question
 from PIL import Image
 
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
 from paco_reward.errors import PacoRewardError
 from paco_reward.preflight import check_model
 from paco_reward.scorer import JudgeScorer

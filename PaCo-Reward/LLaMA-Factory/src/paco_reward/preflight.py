@@ -83,9 +83,13 @@ def _check_hub(name: str) -> str:
             return f"{name} (local cache)"
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except GatedRepoError as error:
-        raise PacoRewardError(f"model {name} needs its licence accepted: log in with `hf auth login`, {local}") from error
+        raise PacoRewardError(
+            f"model {name} needs its licence accepted: log in with `hf auth login`, {local}"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise PacoRewardError(f"model {name} is neither a local folder nor on the hub; check the name, {local}") from error
+        raise PacoRewardError(
+            f"model {name} is neither a local folder nor on the hub; check the name, {local}"
+        ) from error
     except (httpx.HTTPError, OSError) as error:
         raise PacoRewardError(
             f"model {name} cannot be fetched: the model hub is not reachable and it is not in the local cache; "
@@ -117,7 +121,9 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
         return None
     file = folder / info["file_name"]
     if not file.is_file():
-        raise PacoRewardError(f"dataset {name}: file {file} does not exist; see file_name in {folder}/dataset_info.json")
+        raise PacoRewardError(
+            f"dataset {name}: file {file} does not exist; see file_name in {folder}/dataset_info.json"
+        )
     if info.get("formatting", "alpaca") != "sharegpt":
         raise PacoRewardError(f"dataset {name}: formatting must be sharegpt, see {folder}/dataset_info.json")
     columns, tags = info.get("columns", {}), info.get("tags", {})

@@ -36,4 +36,3 @@ class ProgressLines(TrainerCallback):
         logger.info(
             "step %d/%d  loss %.4f  elapsed %s  left %s", state.global_step, state.max_steps, numbers["loss"], *clock
         )
-

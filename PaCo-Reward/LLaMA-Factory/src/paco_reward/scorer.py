@@ -1,9 +1,9 @@
 """The judge in this process: P(Yes) of image pairs with transformers.
 
-    from paco_reward.scorer import JudgeScorer
-    judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
-    pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
-    print([verdict.p_yes for verdict in judge.score(pairs)])
+from paco_reward.scorer import JudgeScorer
+judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
+pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
+print([verdict.p_yes for verdict in judge.score(pairs)])
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, UnidentifiedImageError
+
 from paco_judge.client import Pair
 from paco_judge.grid import pairs as index_pairs
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import Verdict, p_yes_from_logits
-from PIL import Image, UnidentifiedImageError
-
 from paco_reward.errors import PacoRewardError
 from paco_reward.overlay import option_ids
 from paco_reward.preflight import check_model
@@ -136,5 +136,7 @@ def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module
     from peft import PeftModel
 
     if not (Path(adapter) / "adapter_config.json").is_file():
-        raise PacoRewardError(f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`")
+        raise PacoRewardError(
+            f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`"
+        )
     return PeftModel.from_pretrained(model, str(adapter))
