@@ -42,12 +42,15 @@ def toy_t2is() -> ConfigDict:
     config.pretrained.model = "../quickstart/models/flux"
     config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
-    config.max_sequence_length = 64
-    config.num_epochs = 60
+    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
+    config.num_epochs = 200
+    config.max_train_minutes = 6.0
+    config.eval_freq = 20
     config.num_checkpoint_limit = 2
 
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
+    config.sample.same_latent = True  # a group then differs by the noise that is trained on, and by nothing else
     config.train.resolution = 64
     config.train.batch_size = 64
     config.train.learning_rate = 1e-3
