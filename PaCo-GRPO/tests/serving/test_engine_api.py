@@ -6,6 +6,7 @@ import subprocess
 import httpx
 import openai
 import pytest
+import torch
 
 from paco_judge.client import JudgeClient, JudgeModelMissing, Pair
 from paco_judge.images import png_data_url
@@ -149,6 +150,7 @@ class NoModel:
     """Enough of a model for what is refused before it is asked."""
 
     max_model_len = 10
+    device = torch.device("cpu")
 
 
 @pytest.fixture

@@ -74,9 +74,9 @@ class Shell:
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(self, script: str, *arguments, **variables) -> tuple[int, str, str]:
+    def run(self, script: str, *arguments, timeout: float = 300, **variables) -> tuple[int, str, str]:
         process = self.start(script, *arguments, **variables)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=timeout)
         return process.returncode, output, errors
 
     def record(self) -> dict:
@@ -360,3 +360,24 @@ def test_a_model_that_the_engine_cannot_serve_is_said(shell, model):
     (model / "config.json").write_text('{"model_type": "gpt2"}')
     status, _, errors = shell.run("launch.sh", VLLM_ENGINE="transformers")
     assert status == 1 and "the transformers engine serves qwen2_5_vl" in errors
+
+
+VLLM_PYTHON = ROOT.parent / ".venv-vllm" / "bin" / "python"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
+def test_vllm_gives_the_scores_of_transformers(shell, judge_folder, tiny):
+    """The same top 20 log-probabilities from both engines, through the same launch and the same client."""
+    vllm = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_ENGINE": "vllm", "VLLM_LABEL": "vllm", "VLLM_START_TIMEOUT": "1500"}
+    vllm |= {"VLLM_PORT": str(free_port()), "VLLM_MODEL_PATHS": str(judge_folder)}
+    status, _, errors = shell.run("launch.sh", timeout=1600, **vllm)
+    assert status == 0, errors
+    own = {"VLLM_ENGINE": "transformers", "VLLM_MODEL_PATHS": str(judge_folder)}
+    assert shell.run("launch.sh", timeout=600, **own)[0] == 0
+    urls = [f"http://127.0.0.1:{port}" for port in (vllm["VLLM_PORT"], shell.port)]
+    theirs, ours = (judge_scores(url, "Judge", tiny) for url in urls)
+    assert [verdict.ok for verdict in theirs] == [verdict.ok for verdict in ours]
+    for one, other in zip(theirs, ours, strict=True):
+        assert one.p_yes == pytest.approx(other.p_yes, abs=2e-2)

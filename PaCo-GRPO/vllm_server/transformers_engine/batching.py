@@ -37,14 +37,18 @@ class Job:
 class Batcher:
     """Collects jobs from one event loop and runs them in batches on its own thread.
 
-    ``max_batch``: requests in one forward; ``max_batch_tokens``: padded tokens in one forward; ``max_waiting``: jobs
+    ``max_batch``: requests in one forward; ``max_batch_tokens``: padded tokens in one forward (default 2048 on a CPU,
+    where more falls out of its caches and is slower a pair; 32768 on a GPU); ``max_waiting``: jobs
     beyond which new ones are refused with 429. Between the tokens of long answers, waiting one-token questions are
     answered, so that reasons do not hold up scores.
     """
 
-    def __init__(self, model: JudgeModel, max_batch: int = 64, max_batch_tokens: int = 16384, max_waiting: int = 4096):
+    def __init__(
+        self, model: JudgeModel, max_batch: int = 64, max_batch_tokens: int | None = None, max_waiting: int = 4096
+    ):
         self._model = model
-        self._max_batch, self._max_batch_tokens, self._max_waiting = max_batch, max_batch_tokens, max_waiting
+        self._max_batch, self._max_waiting = max_batch, max_waiting
+        self._max_batch_tokens = max_batch_tokens or (2048 if model.device.type == "cpu" else 32768)
         self._scores: deque[Job] = deque()
         self._answers: deque[Job] = deque()
         self._wake = threading.Condition()
