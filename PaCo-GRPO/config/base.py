@@ -99,7 +99,7 @@ def _train() -> ConfigDict:
     train.max_missing_reward_fraction = 0.1
     train.reward_fn = open_dict()  # {name or package.module:factory: weight}
     train.reward_fn_kwargs = open_dict()  # {name: {keyword: value}}
-    train.aggregate_fn = placeholder(str)  # name or package.module:function; None = weighted sum
+    train.aggregate_fn = placeholder(object)  # name, package.module:function or a function; None = weighted sum
     train.aggregate_fn_kwargs = open_dict()
     return train
 

@@ -71,7 +71,7 @@ def load_config(source: str, base_file: Path) -> ConfigDict:
         raise ConfigError(f"configuration file {file!r} does not exist (looked from {Path.cwd()})")
     if path.suffix in (".yaml", ".yml"):
         config = _load_module(base_file).get_config()
-        _update(config, yaml.safe_load(path.read_text()), "")
+        _update(config, yaml.safe_load(path.read_text()), "", config)
     else:
         try:
             config = _load_module(path).get_config(name)
@@ -161,7 +161,7 @@ def _convert(text: str, kind: type, nullable: bool, key: str) -> Any:
             if any(type(entry) is not int for entry in value):
                 raise ValueError
             return value
-        return kind(text)
+        return text if kind is object else kind(text)
     except (ValueError, SyntaxError) as error:
         raise ConfigError(f"config.{key}={text!r} is not {_article(kind)}") from error
 
@@ -210,15 +210,15 @@ def _set_open(node: ConfigDict, field: str, text: str, key: str) -> None:
         node[field] = value
 
 
-def _update(config: ConfigDict, values: Mapping[str, Any], prefix: str) -> None:
+def _update(config: ConfigDict, values: Mapping[str, Any], prefix: str, root: ConfigDict) -> None:
     for key, value in values.items():
         if key not in config:
-            raise ConfigError(_unknown(config, prefix + str(key)))
+            raise ConfigError(_unknown(root, prefix + str(key)))
         if isinstance(config[key], ConfigDict):
             if _is_open(config[key]):
                 _set(config, key, ConfigDict(dict(value or {}), allow_dotted_keys=True))
             else:
-                _update(config[key], value, f"{prefix}{key}.")
+                _update(config[key], value, f"{prefix}{key}.", root)
             continue
         kind = config.get_type(key)
         value = tuple(value) if isinstance(value, list) else value
@@ -238,4 +238,6 @@ def config_to_yaml(config: ConfigDict) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
+    if callable(value):  # a function given in a configuration file; found again if it can be imported
+        return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
     return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.rollout import rollout
 from paco_grpo.training.collect import batches_by_size, size_of
-from paco_grpo.training.processes import gather_rows
+from paco_grpo.training.processes import any_process
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
 _SHEET_CELL = 160  # pixels
@@ -63,11 +66,14 @@ def evaluate(
         config: The run's; ``config.test`` counts.
         accelerator: Process r of P draws images r, r + P, …
         folder: Shared by all processes.
-        should_stop: Asked by every process before each batch, with one answer for all.
+        should_stop: Whether this process was asked to stop; asked before each batch.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images`` and
-        ``eval/missing_share``; None when asked to stop.
+        ``eval/missing_share``; None when a process was asked to stop.
+
+    Raises:
+        ScoringError: On every process, when a reward raised.
     """
     seed = config.seed if config.test.seed is None else config.test.seed
     chosen = evaluation_set(items, config.test.num_images, seed)
@@ -79,10 +85,14 @@ def evaluate(
     try:
         if not _draw(policy, [chosen[i] for i in mine], mine, config, folder, queue, accelerator, should_stop):
             return None
-        local = queue.results(len(mine))
+        scores = queue.gathered(accelerator, len(mine), len(chosen), should_stop)
     finally:
         queue.close()
-    scores = gather_rows(accelerator, local, len(chosen))
+    if scores is None:
+        return None
+    missing = int(np.isnan(scores).any(axis=1).sum())
+    if missing:
+        logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
     if accelerator.is_main_process:
         _write_rows(folder / "eval_data.jsonl", chosen, scores, list(rewards), config.test.save_eval_images)
     accelerator.wait_for_everyone()
@@ -104,7 +114,7 @@ def _draw(
     thumbnails: list[tuple[int, Image.Image]] = []
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
-        if should_stop():
+        if any_process(accelerator, should_stop()):
             return False
         if turn >= len(batches):
             continue
@@ -167,7 +177,7 @@ def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
         left, top = index % columns * step, index // columns * step
-        sheet.paste(image, (left, top))
+        sheet.paste(image if max(image.size) == _SHEET_CELL else _thumbnail(image), (left, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
     return sheet
 

@@ -9,7 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
+from accelerate import Accelerator
 
+from paco_grpo.training.processes import any_process, gather_rows
 from paco_grpo.types import Item
 
 if TYPE_CHECKING:
@@ -80,6 +82,34 @@ class ScoringQueue:
         self._pending.clear()
         self.wait_seconds = time.perf_counter() - started
         return scores
+
+    def gathered(
+        self, accelerator: Accelerator, local: int, total: int, should_stop: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """Scores of all processes; every process calls it and all come to the same end.
+
+        Args:
+            accelerator: Process r of P handed in the images r, r + P, … of ``total``.
+            local: Images of this process.
+            total: Images of all.
+            should_stop: Whether this process was asked to stop.
+
+        Returns:
+            (total, number of rewards) float64, NaN = missing; None when a process was asked to stop.
+
+        Raises:
+            ScoringError: A reward raised on at least one process.
+        """
+        scores, problem = None, None
+        try:
+            scores = self.results(local, should_stop)
+        except ScoringError as error:
+            problem = error
+        if any_process(accelerator, scores is None and problem is None):
+            return None
+        if any_process(accelerator, problem is not None):
+            raise problem or ScoringError("a reward failed on another process, see its message")
+        return gather_rows(accelerator, scores, total)
 
     def failed(self) -> bool:
         """Whether a reward has already raised (then waiting for more images is pointless)."""

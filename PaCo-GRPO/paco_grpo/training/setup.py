@@ -6,15 +6,17 @@ import inspect
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from ml_collections import ConfigDict
 from PIL import Image
 
@@ -75,9 +77,11 @@ class Run:
             self.tracker.log_image("eval/sheet", sheet.convert("RGB"), f"first test items after epoch {epoch}", epoch)
 
     def close(self) -> None:
-        """End the tracker."""
+        """End the tracker and the talk between processes."""
         if self.tracker is not None:
             self.tracker.close()
+        if self.accelerator.num_processes > 1:
+            self.accelerator.end_training()
 
 
 def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
@@ -91,38 +95,16 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     threads = set_threads(config.num_threads, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
     folder = _run_folder(config, configuration_name, accelerator)
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    train_items = load_prompts(config.dataset, "train", config.prompt_fn)
-    test_items = load_prompts(config.dataset, "test", config.prompt_fn)
+    train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
     plan = make_plan(config, accelerator.num_processes)
-    train_rewards, test_rewards = _rewards(config, accelerator.device)
     weights = reward_weights(config.train.reward_fn)
-    policy = _policy(config, accelerator)
-    parameters = {n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}
-    extra = {}
-    if config.train.loss_type == "nft":
-        add_old_adapter(policy)
-        extra["old"] = {n: p for n, p in policy.transformer.named_parameters() if ".old." in n}
+    aggregate_fn = _aggregate_fn(config, weights)
+    train_rewards, test_rewards = _rewards(config, accelerator.device)
+    policy, parameters, extra = _policy(config, accelerator)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (config.num_checkpoint_limit + 1))
     ema = EMA(parameters, config.train.ema_decay, config.train.ema_update_interval) if config.train.ema else None
-    updater = Updater(
-        policy=policy,
-        objective=get_objective(config.train.loss_type),
-        optimizer=_optimizer(config, list(parameters.values())),
-        parameters=list(parameters.values()),
-        accelerator=accelerator,
-        config=config,
-        gradient_steps=plan.gradient_steps,
-        after_step=ema.update if ema else lambda step: None,
-    )
-    tracker = None
-    if accelerator.is_main_process:
-        (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-        ckpt.save_json(folder / "plan.json", plan.as_dict() | {"threads_per_process": threads})
-        tracker = build_tracker(config.logging_platform, folder, config.project_name, config.run_name, config.to_dict())
-        _announce(config, plan, folder, threads, accelerator, parameters, train_items, test_items)
-    return Run(
+    run = Run(
         config=config,
         plan=plan,
         accelerator=accelerator,
@@ -132,21 +114,34 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         train_rewards=train_rewards,
         test_rewards=test_rewards,
         train_weights=weights,
-        aggregate_fn=_aggregate_fn(config, weights),
+        aggregate_fn=aggregate_fn,
         policy=policy,
         parameters=parameters,
         sampler=GroupSampler(len(train_items), plan.prompts, plan.images_per_prompt, config.seed),
-        updater=updater,
+        updater=Updater(
+            policy=policy,
+            objective=get_objective(config.train.loss_type),
+            optimizer=_optimizer(config, list(parameters.values())),
+            parameters=list(parameters.values()),
+            accelerator=accelerator,
+            config=config,
+            gradient_steps=plan.gradient_steps,
+            after_step=ema.update if ema else lambda step: None,
+        ),
         ema=ema,
-        metrics=metrics,
-        tracker=tracker,
+        metrics=MetricsFile(folder / "metrics.jsonl"),
+        tracker=None,
         extra_parameters=extra,
     )
+    if accelerator.is_main_process:
+        _begin(run, threads)
+    return run
 
 
 def _accelerator() -> Accelerator:
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
-    accelerator = Accelerator()
+    # Processes wait for each other's rewards, which may take longer than the default timeout.
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
     known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in known:
         raise ConfigError(
@@ -209,7 +204,10 @@ def _aggregate_fn(config: ConfigDict, weights: Mapping[str, float]):
     return builder(**kwargs)
 
 
-def _policy(config: ConfigDict, accelerator: Accelerator) -> Policy:
+def _policy(
+    config: ConfigDict, accelerator: Accelerator
+) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
+    """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
     policy = load_policy(
         config.pretrained.model,
         dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
@@ -230,8 +228,13 @@ def _policy(config: ConfigDict, accelerator: Accelerator) -> Policy:
         policy.transformer.float().requires_grad_(True)
     if config.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
+    extra = {}
+    if config.train.loss_type == "nft":
+        add_old_adapter(policy)
+        extra["old"] = {n: p for n, p in policy.transformer.named_parameters() if ".old." in n}
     _seed_everything(config.seed + 1 + accelerator.process_index)
-    return policy
+    parameters = {n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}
+    return policy, parameters, extra
 
 
 def _seed_everything(seed: int) -> None:
@@ -259,23 +262,22 @@ def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torc
     return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
 
 
-def _announce(
-    config: ConfigDict,
-    plan: Plan,
-    folder: Path,
-    threads: int,
-    accelerator: Accelerator,
-    parameters: Mapping[str, torch.nn.Parameter],
-    train_items: Sequence[Item],
-    test_items: Sequence[Item],
-) -> None:
-    logger.info("configuration:\n%s", config_to_yaml(config))
+def _begin(run: Run, threads: int) -> None:
+    """Write down and say what will be done (main process)."""
+    config, plan = run.config, run.plan
+    text = config_to_yaml(config)
+    (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+    ckpt.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads})
+    run.tracker = build_tracker(
+        config.logging_platform, run.folder, config.project_name, config.run_name, yaml.safe_load(text)
+    )
+    logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)
     logger.info(
         "%d process(es) on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images an epoch in "
         "batches of %d; %d optimizer step(s) an epoch; %.2f M trainable parameters; run folder %s",
-        plan.num_processes, accelerator.device.type, threads, len(train_items), len(test_items), plan.prompts,
-        plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
-        sum(p.numel() for p in parameters.values()) / 1e6, folder,
+        plan.num_processes, run.accelerator.device.type, threads, len(run.train_items), len(run.test_items),
+        plan.prompts, plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
+        sum(p.numel() for p in run.parameters.values()) / 1e6, run.folder,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training import state
 from paco_grpo.training.collect import Rollouts, collect, size_of
 from paco_grpo.training.evaluation import evaluate
-from paco_grpo.training.processes import StopSignal, any_process, gather_rows
+from paco_grpo.training.processes import StopSignal, any_process
 from paco_grpo.training.reporting import epoch_line, epoch_metrics, evaluation_line
 from paco_grpo.training.scoring import ScoringError, ScoringQueue
 from paco_grpo.training.setup import Run
@@ -150,28 +150,23 @@ class Trainer:
                 noise_level=sample.noise_level,
                 cps=sample.cps,
                 same_latent=sample.same_latent,
-                on_batch=lambda images: alone and (self.signals.received is not None or queue.failed()),
+                on_batch=lambda images: alone and (self._signalled() or queue.failed()),
             )
         self._stop_if_asked()
         return rollouts
 
     def _wait_for_rewards(self, queue: ScoringQueue, local: int, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
-        cause: ScoringError | None = None
-        scores = None
         try:
-            scores = queue.results(local, should_stop=lambda: self.signals.received is not None)
+            scores = queue.gathered(self.accelerator, local, total, self._signalled)
         except ScoringError as error:
-            cause = error
-        self._stop_if_asked(scores is None and cause is None)
-        if any_process(self.accelerator, cause is not None):
             self._save()
             raise TrainingStopped(
-                f"a reward failed in epoch {self.progress.epoch + 1} ({cause or 'see the other process'}). "
-                + self._how_to_go_on()
-            ) from cause
-        gathered = gather_rows(self.accelerator, scores, total)
-        return {name: gathered[:, column] for column, name in enumerate(self.run.train_rewards)}
+                f"a reward failed in epoch {self.progress.epoch + 1} ({error}). {self._how_to_go_on()}"
+            ) from error
+        if scores is None:
+            self._stop_if_asked()
+        return {name: scores[:, column] for column, name in enumerate(self.run.train_rewards)}
 
     def _refuse_if_too_many_missing(self, rewards: Mapping[str, np.ndarray]) -> None:
         share = float(np.isnan(np.stack(list(rewards.values()))).any(axis=0).mean())
@@ -213,16 +208,22 @@ class Trainer:
         started = time.perf_counter()
         epoch = self.progress.epoch
         folder = self.run.folder / "eval" / ckpt.checkpoint_name(epoch)
-        with self.run.ema.applied() if self.run.ema else contextlib.nullcontext():
-            metrics = evaluate(
-                self.policy,
-                self.run.test_items,
-                self.run.test_rewards,
-                self.config,
-                self.accelerator,
-                folder,
-                should_stop=lambda: any_process(self.accelerator, self.signals.received is not None),
-            )
+        try:
+            with self.run.ema.applied() if self.run.ema else contextlib.nullcontext():
+                metrics = evaluate(
+                    self.policy,
+                    self.run.test_items,
+                    self.run.test_rewards,
+                    self.config,
+                    self.accelerator,
+                    folder,
+                    self._signalled,
+                )
+        except ScoringError as error:
+            self._save()
+            raise TrainingStopped(
+                f"a reward failed in the evaluation after epoch {epoch} ({error}). {self._how_to_go_on()}"
+            ) from error
         if metrics is None:
             self._stop_if_asked()
             return
@@ -257,8 +258,11 @@ class Trainer:
         over = any_process(self.accelerator, over and self.accelerator.is_main_process)
         return over or self.progress.epoch >= self.config.num_epochs
 
-    def _stop_if_asked(self, interrupted: bool = False) -> None:
-        if any_process(self.accelerator, interrupted or self.signals.received is not None):
+    def _signalled(self) -> bool:
+        return self.signals.received is not None
+
+    def _stop_if_asked(self) -> None:
+        if any_process(self.accelerator, self._signalled()):
             self._save()
             raise TrainingStopped(f"by a signal. {self._how_to_go_on()}", self.signals.received)
 

@@ -1,0 +1,81 @@
+"""Contradictions are found before any model is loaded, and the message names the field."""
+
+import pytest
+
+from named import override
+from paco_grpo.training.checks import check_config, check_writable
+from paco_grpo.training.configuration import ConfigError
+
+JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kwargs", ""), ("test.reward_fn", "")]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([("sample.noise_steps", "1,10")], "config.sample.noise_steps has step 10, but sample.num_steps=10"),
+        ([("sample.noise_steps", "-1")], "sample.noise_steps has step -1"),
+        ([("sample.noise_steps", "1,1")], "names a step twice"),
+        ([("sample.noise_steps", "")], "sample.noise_steps is empty"),
+        ([("sample.noise_level", "0")], "sample.noise_level=0"),
+        ([("sample.num_noise_steps", "2")], "sample.num_noise_steps=2 is more"),
+        ([("train.timesteps", "2")], "train.timesteps has step 2"),
+        ([("train.timesteps", "()")], "train.timesteps is empty"),
+        ([("sample.cps", "1"), ("train.loss_type", "guard_grpo")], "sample.cps=True"),
+        ([("train.decay_type", "1")], "train.decay_type=1 needs train.loss_type='nft'"),
+        ([("train.decay_type", "7"), ("train.loss_type", "nft")], "must be 0, 1 or 2"),
+        ([("use_lora", "0"), ("train.loss_type", "nft")], "use_lora=False"),
+        ([("use_lora", "0"), ("train.beta", "0.1")], "use_lora=False"),
+        ([("use_lora", "0"), ("train.lora_path", "x")], "train.lora_path is given"),
+        ([("train.gradient_step_per_epoch", "200")], "train.gradient_step_per_epoch=200"),
+        ([("train.loss_type", "pppo")], "train.loss_type='pppo' is not known. Did you mean 'ppo'"),
+        ([("logging_platform", "wandbb")], "Did you mean 'wandb'"),
+        ([("mixed_precision", "fp16")], "Known: bf16, no"),
+        ([("prompt_fn", "geneva")], "Did you mean 'geneval'"),
+        ([("item_size", "square")], "item_size='square'"),
+        ([("train.batch_size", "0")], "train.batch_size=0 must be at least 1"),
+        ([("train.learning_rate", "nan")], "train.learning_rate=nan"),
+        ([("train.ema_decay", "1")], "train.ema_decay"),
+        ([("train.max_missing_reward_fraction", "2")], "train.max_missing_reward_fraction"),
+        ([("dataset", "")], "dataset is empty"),
+        ([("train.reward_fn", "")], "train.reward_fn is empty"),
+        ([("train.reward_fn.consistency_scor", "1")], "Did you mean 'consistency_score'"),
+        ([("train.reward_fn_kwargs.consistency_scores.model", "x")], "Did you mean 'consistency_score'"),
+        ([("train.reward_fn.nowhere.mod:f", "1")], "cannot be imported"),
+        (
+            [("train.aggregate_fn_kwargs.reward_weights", "{'pickscor': 1}")],
+            "'pickscor', which is not in train.reward_fn",
+        ),
+        ([("test.reward_fn", "{'jpeg_compressibility': 'much'}")], "is not a weight"),
+    ],
+)
+def test_contradiction_names_the_field(pairs, said):
+    config = override(("test.reward_fn", ""), *pairs)
+    with pytest.raises(ConfigError) as caught:
+        check_config(config)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("config.")
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check_config(override(*JPEG, ("train.batch_size", "0"), ("sample.noise_steps", "77")))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_resolution_must_fit_the_local_model(tmp_path):
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"block_out_channels": [4, 8, 8]}')
+    config = override(*JPEG, ("pretrained.model", str(tmp_path)), ("train.resolution", "60"))
+    with pytest.raises(ConfigError, match="config.train.resolution=60 is not a multiple of 8"):
+        check_config(config)
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="config.save_dir"):
+        check_writable(tmp_path / "file" / "runs")
+
+
+def test_no_space_left(tmp_path):
+    with pytest.raises(ConfigError, match="MiB free, but checkpoints of this run need"):
+        check_writable(tmp_path, needed_bytes=1 << 60)

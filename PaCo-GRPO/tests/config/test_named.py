@@ -1,0 +1,45 @@
+"""Named configurations hold the values of method §7, and pass the checks that a run begins with."""
+
+import pytest
+
+from named import NAMES, override
+from paco_grpo.training.checks import check_config
+from paco_grpo.training.plan import gradient_steps, make_plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_configuration_passes_its_checks(name, monkeypatch):
+    config = override(name=name)
+    if name == "toy_t2is":  # paco_toy need not be installed for PaCo-GRPO's own tests
+        config.test.reward_fn = type(config.test.reward_fn)({"consistency_score": 1.0}, allow_dotted_keys=True)
+    check_config(config)
+
+
+def test_t2is_is_the_published_table():
+    config = override(name="t2is")
+    assert config.pretrained.model == "black-forest-labs/FLUX.1-dev"
+    assert (config.train.resolution, config.test.resolution) == (512, 1024)
+    assert (config.sample.num_steps, config.test.num_steps) == (10, 20)
+    assert (config.sample.noise_steps, config.sample.noise_level) == ((1,), 0.7)
+    assert config.sample.guidance_scale == 3.5
+    assert config.sample.global_std
+    assert config.train.reward_fn.to_dict() == {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
+    assert (config.sample.num_images_per_prompt, config.sample.unique_sample_num_per_epoch) == (16, 42)
+    assert config.train.timesteps is None  # trained steps are the noise steps
+    assert gradient_steps(config) == 2
+    train = config.train
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_weight_decay) == (3e-4, 0.9, 0.99, 1e-4)
+    assert (train.adam_epsilon, train.max_grad_norm, train.clip_range, train.adv_clip_max) == (1e-8, 1.0, 1e-4, 5.0)
+    assert (train.lora_rank, train.lora_alpha, train.ema_decay, train.ema_update_interval) == (64, 128, 0.9, 8)
+    assert (config.seed, config.save_freq, config.eval_freq, config.num_checkpoint_limit) == (42, 10, 10, 5)
+    assert (config.mixed_precision, config.max_sequence_length) == ("bf16", 512)
+
+
+def test_what_follows_is_derived_after_overrides():
+    config = override(("train.loss_type", "nft"), name="t2is")
+    assert gradient_steps(config) == 1
+    config = override(("sample.batch_size", "4"), ("train.batch_size", "2"), name="t2is")
+    plan = make_plan(config, 8)
+    assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
+    assert (plan.rollout_batches, plan.samples_per_step, plan.accumulation) == (21, 336, 21)
+    assert plan.notes == ()

@@ -1,0 +1,94 @@
+"""Prompt sets: what is right becomes items, what is wrong is named by file, line and field."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paco_grpo.data.prompts import DataError, item_size, load_prompts, round_to_multiple
+from paco_grpo.types import Item
+
+GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "t2is_sample.jsonl"
+
+
+def write(folder, *rows):
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    (folder / "train_metadata.jsonl").write_text(text)
+    return folder
+
+
+def test_items_carry_their_row(tmp_path):
+    row = {
+        "prompt": GRID,
+        "height": 64,
+        "width": 128,
+        "layout": "1x2",
+        "idx": "7",
+        "criteria": {"style": {"a": "same"}},
+    }
+    items = load_prompts(write(tmp_path, row, "", {"prompt": "one picture"}), "train")
+    assert [item.item_id for item in items] == [0, 1]
+    assert (items[0].height, items[0].width, items[0].metadata["idx"]) == (64, 128, "7")
+    assert (items[1].height, items[1].width) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{not json", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ({"text": "x"}, "field 'prompt'"),
+        ({"prompt": "  "}, "field 'prompt'"),
+        ({"prompt": "x", "height": 64}, "'height' and 'width' must be given together"),
+        ({"prompt": "x", "height": "64", "width": 64}, "field 'height' must be a positive integer, got '64'"),
+        ({"prompt": "x", "height": 64, "width": 0}, "field 'width'"),
+        ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
+        ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
+        ({"prompt": GRID, "layout": "2x1"}, "field 'layout' is '2x1' but the prompt says 1x2"),
+    ],
+)
+def test_errors_name_file_line_and_field(tmp_path, row, said):
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2.*{said}"):
+        load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
+
+
+def test_missing_things_are_named(tmp_path):
+    with pytest.raises(DataError, match="config.dataset"):
+        load_prompts(tmp_path / "none", "train")
+    with pytest.raises(DataError, match="train_metadata.jsonl does not exist"):
+        load_prompts(tmp_path, "train")
+    with pytest.raises(DataError, match="no item"):
+        load_prompts(write(tmp_path), "train")
+    with pytest.raises(DataError, match="Known: geneval, general_ocr"):
+        load_prompts(tmp_path, "train", "geneva")
+
+
+def test_text_kind(tmp_path):
+    (tmp_path / "test.txt").write_text("a cat\n\n a dog \n")
+    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
+
+
+@pytest.mark.skipif(not SHARED.is_file(), reason="shared/data absent")
+def test_real_items_are_accepted(tmp_path):
+    (tmp_path / "train_metadata.jsonl").write_text(SHARED.read_text())
+    items = load_prompts(tmp_path, "train")
+    assert len(items) == len([line for line in SHARED.read_text().splitlines() if line.strip()])
+
+
+def test_sizes():
+    wide, free = Item(0, "x", height=512, width=1536), Item(1, "x")
+    assert item_size(wide, 64, "exact") == (512, 1536)
+    assert item_size(free, 64, "exact") == item_size(free, 64, "aspect") == (64, 64)
+    assert round_to_multiple(item_size(wide, 512, "aspect"), 16) == (288, 880)
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
+def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
+    drawn = item_size(Item(0, "x", height, width), resolution, "aspect")
+    rounded = round_to_multiple(drawn, multiple)
+    assert all(side % multiple == 0 and side >= multiple for side in rounded)
+    assert all(abs(a - b) <= max(multiple / 2, multiple - min(drawn)) for a, b in zip(rounded, drawn, strict=True))
+    assert abs(drawn[0] * width - drawn[1] * height) <= max(height, width)  # rounded to whole pixels

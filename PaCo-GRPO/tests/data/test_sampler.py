@@ -1,0 +1,59 @@
+"""k repeats of m prompts: complete, shuffled, reproducible, the same for any number of processes."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paco_grpo.data.sampler import GroupSampler
+
+SMALL = st.integers(1, 12)
+
+
+@given(items=SMALL, m=SMALL, k=SMALL, seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
+def test_each_prompt_has_its_images(items, m, k, seed, epoch):
+    samples = GroupSampler(items, m, k, seed).samples(epoch)
+    ids, counts = np.unique(samples.item_ids, return_counts=True)
+    assert len(samples.item_ids) == m * k
+    assert len(ids) == min(items, m)
+    assert (counts % k == 0).all()
+    assert ids.min() >= 0 and ids.max() < items
+    assert len(np.unique(samples.seeds)) == m * k
+    for item in ids:
+        assert len(np.unique(samples.group_seeds[samples.item_ids == item])) == 1
+    assert len(np.unique(samples.group_seeds)) == len(ids)
+    assert (samples.seeds >= 0).all()
+
+
+@given(m=SMALL, k=SMALL, seed=st.integers(0, 99), epoch=st.integers(0, 9), processes=st.integers(1, 5))
+def test_processes_share_an_epoch_without_overlap(m, k, seed, epoch, processes):
+    samples = GroupSampler(9, m, k, seed).samples(epoch)
+    parts = [samples.positions_of(process, processes) for process in range(processes)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(m * k))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(items=st.integers(2, 30), m=st.integers(1, 10), seed=st.integers(0, 99))
+def test_a_pass_does_not_repeat_a_prompt(items, m, seed):
+    sampler = GroupSampler(items, m, 2, seed)
+    seen = [i for epoch in range(max(1, items // m)) for i in set(sampler.samples(epoch).item_ids.tolist())]
+    if items >= m:
+        assert len(seen) == len(set(seen))
+
+
+def test_epochs_differ_and_are_reproducible():
+    one, two = GroupSampler(50, 5, 4, 3), GroupSampler(50, 5, 4, 3)
+    assert np.array_equal(one.samples(7).item_ids, two.samples(7).item_ids)
+    assert np.array_equal(one.samples(7).seeds, two.samples(7).seeds)
+    assert not np.array_equal(one.samples(7).seeds, one.samples(8).seeds)
+    assert not np.array_equal(one.samples(7).seeds, GroupSampler(50, 5, 4, 4).samples(7).seeds)
+    assert not np.array_equal(one.samples(7).item_ids, np.sort(one.samples(7).item_ids))
+
+
+def test_position_comes_back():
+    sampler = GroupSampler(50, 5, 4, 3)
+    sampler.advance()
+    sampler.advance()
+    again = GroupSampler(50, 5, 4, 99)
+    again.load_state_dict(sampler.state_dict())
+    assert np.array_equal(again.samples().seeds, sampler.samples().seeds)
+    assert np.array_equal(sampler.samples().seeds, sampler.samples(2).seeds)

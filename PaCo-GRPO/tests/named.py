@@ -1,0 +1,18 @@
+"""Named configurations of config/grpo.py, with overrides, for tests."""
+
+from pathlib import Path
+
+from paco_grpo.training.configuration import apply_overrides, load_config
+
+CONFIG = Path(__file__).resolve().parents[1] / "config"
+NAMES = ("t2is", "toy_t2is")
+
+
+def load(name="toy_t2is"):
+    return load_config(f"{CONFIG / 'grpo.py'}:{name}", CONFIG / "base.py")
+
+
+def override(*pairs, name="toy_t2is"):
+    config = load(name)
+    apply_overrides(config, pairs)
+    return config

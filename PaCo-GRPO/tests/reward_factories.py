@@ -1,0 +1,25 @@
+"""Reward factories that tests name by import path."""
+
+import numpy as np
+
+
+def factory(scale: float = 1.0, device="nowhere"):
+    """A user's reward."""
+
+    def score(images, items):
+        return np.full(len(images), scale)
+
+    score.device = device
+    return score
+
+
+def broken_shape():
+    return lambda images, items: np.zeros((len(images), 2))
+
+
+def infinite():
+    return lambda images, items: np.full(len(images), np.inf)
+
+
+def not_callable():
+    return 3

@@ -1,0 +1,78 @@
+"""consistency_score: all pairs of sub-figures, the mean, and missing is missing."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paco_grpo.rewards.consistency import ConsistencyScore, consistency_score
+from paco_grpo.types import Item
+from paco_judge.client import JudgeUnavailable, Pair
+from paco_judge.questions import theme_question
+from paco_judge.verdict import Verdict
+
+PROMPT = "A 2x2 grid layout of one cat. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
+
+
+class StubJudge:
+    """Answers from the mean gray of the two images, and remembers what it was asked."""
+
+    def __init__(self, missing: Sequence[int] = ()):
+        self.asked: list[Pair] = []
+        self.missing = missing
+
+    def score_blocking(self, pairs):
+        first = len(self.asked)
+        self.asked.extend(pairs)
+        return [
+            Verdict(None, "no answer") if first + i in self.missing else Verdict(closeness(pair))
+            for i, pair in enumerate(pairs)
+        ]
+
+
+def closeness(pair: Pair) -> float:
+    a, b = (float(np.asarray(image).mean()) for image in (pair.image_a, pair.image_b))
+    return 1 - abs(a - b) / 255
+
+
+def grid(grays) -> Image.Image:
+    array = np.zeros((32, 32, 3), dtype=np.uint8)
+    for value, (row, col) in zip(grays, itertools.product((0, 16), (0, 16)), strict=True):
+        array[row : row + 16, col : col + 16] = value
+    return Image.fromarray(array)
+
+
+def test_mean_over_all_pairs():
+    grays = (0, 50, 100, 200)
+    judge = StubJudge()
+    scores = ConsistencyScore(judge, "theme")([grid(grays), grid((7,) * 4)], [Item(0, PROMPT), Item(1, PROMPT)])
+    expected = np.mean([1 - abs(a - b) / 255 for a, b in itertools.combinations(grays, 2)])
+    assert scores == pytest.approx([expected, 1.0])
+    assert len(judge.asked) == 12
+    assert {pair.question for pair in judge.asked} == {theme_question("A 2x2 grid layout of one cat.")}
+
+
+def test_a_missing_pair_makes_the_image_missing():
+    score = ConsistencyScore(StubJudge(missing=[8]), "theme")
+    scores = score([grid((1, 2, 3, 4))] * 2, [Item(0, PROMPT), Item(1, PROMPT)])
+    assert np.isfinite(scores[0]) and np.isnan(scores[1])
+
+
+def test_question_variant_changes_the_question():
+    judge = StubJudge()
+    ConsistencyScore(judge, "theme_no_duplicates")([grid((1, 2, 3, 4))], [Item(0, PROMPT)])
+    assert "near-duplicates" in judge.asked[0].question
+    with pytest.raises(ValueError, match="Known: theme, theme_no_duplicates"):
+        consistency_score(question="themes")
+
+
+def test_single_panel_is_refused():
+    with pytest.raises(ValueError, match="item 3 has one"):
+        ConsistencyScore(StubJudge(), "theme")([grid((1, 2, 3, 4))], [Item(3, "a cat")])
+
+
+def test_judge_that_does_not_run_says_how_to_start_it():
+    with pytest.raises(JudgeUnavailable, match="vllm_server/launch.sh"):
+        consistency_score(base_url="http://127.0.0.1:9", deadline_s=2).check()

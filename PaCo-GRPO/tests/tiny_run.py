@@ -1,0 +1,141 @@
+"""A whole run on tiny random weights in a second or two: configuration, prompt set, rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from paco_grpo.training.configuration import apply_overrides, load_config
+from paco_grpo.training.setup import build_run
+from paco_grpo.training.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "config" / "base.py"
+
+TINY = {
+    "sample.num_steps": "3",
+    "sample.batch_size": "4",
+    "sample.num_images_per_prompt": "4",
+    "sample.unique_sample_num_per_epoch": "2",
+    "train.resolution": "16",
+    "train.batch_size": "3",
+    "train.reward_fn": '{"tiny_run:brightness": 1.0}',
+    "train.reward_fn_kwargs": "{}",
+    "test.resolution": "32",
+    "test.batch_size": "4",
+    "test.num_steps": "2",
+    "test.num_images": "5",
+    "test.at_start": "False",
+    "test.reward_fn": "",
+    "num_epochs": "2",
+    "save_freq": "1",
+    "eval_freq": "0",
+    "num_checkpoint_limit": "5",
+    "logging_platform": "none",
+    "num_threads": "1",
+    "max_sequence_length": "16",
+    "run_name": "run",
+}
+
+
+def write_prompts(folder: Path, train: int = 4, test: int = 3) -> Path:
+    """A geneval prompt set of two-panel items."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", train), ("test", test)):
+        rows = [
+            {
+                "prompt": f"{i}{split} 1x2 grid. [LEFT]: a{i}. [RIGHT]: b{i}.",
+                "idx": f"{i:03d}",
+                "category": ["even", "odd"][i % 2],
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def overrides_for(flux: Path, folder: Path, **changes: str) -> dict[str, str]:
+    """Option → text; ``changes`` use ``__`` for dots."""
+    if not (folder / "prompts").is_dir():
+        write_prompts(folder / "prompts")
+    places = {"pretrained.model": str(flux), "dataset": str(folder / "prompts"), "save_dir": str(folder / "runs")}
+    return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
+
+
+def tiny_config(flux: Path, folder: Path, **changes: str) -> ConfigDict:
+    """toy_t2is, made tiny."""
+    config = load_config(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", BASE)
+    apply_overrides(config, overrides_for(flux, folder, **changes).items())
+    return config
+
+
+def train(config: ConfigDict) -> Trainer:
+    """Run to the end."""
+    trainer = Trainer(build_run(config))
+    trainer.train()
+    return trainer
+
+
+def rows_of(config: ConfigDict, phase: str | None = None) -> list[dict]:
+    """Rows of metrics.jsonl."""
+    path = Path(config.save_dir) / config.run_name / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if phase in (None, row["phase"])]
+
+
+# --- reward factories, named in configurations by import path ---------------------------------------------------------
+
+
+def brightness(scale: float = 1.0):
+    """Mean red minus mean blue: varies between images of random weights, needs nothing."""
+
+    def score(images, items):
+        arrays = [np.asarray(image, dtype=np.float64) / 255 for image in images]
+        return np.array([scale * (a[..., 0].mean() - a[..., 2].mean()) * 100 for a in arrays])
+
+    return score
+
+
+def missing(share_of_images: float = 0.5):
+    """brightness, but NaN for a fixed share of each call."""
+    score = brightness()
+
+    def with_gaps(images, items):
+        scores = score(images, items)
+        scores[: round(share_of_images * len(scores))] = np.nan
+        return scores
+
+    return with_gaps
+
+
+def raising():
+    """Fails as a reward whose server is gone does."""
+
+    def score(images, items):
+        raise ConnectionError("the judge is gone")
+
+    return score
+
+
+def signalling(at_call: int = 1, number: int = signal.SIGTERM):
+    """brightness, but the process gets a signal at the ``at_call``-th call."""
+    score, calls = brightness(), []
+
+    def signal_then_score(images, items):
+        calls.append(len(images))
+        if len(calls) == at_call:
+            os.kill(os.getpid(), number)
+        return score(images, items)
+
+    return signal_then_score
+
+
+def reversed_aggregate(**grouped_rewards):
+    """An aggregation of a user: the first reward, turned round."""
+    first = next(iter(grouped_rewards.values()))
+    return {key: -values for key, values in first.items()}

@@ -1,0 +1,250 @@
+"""Whole runs on tiny weights: what is written, what stops them, and that resuming changes nothing."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training.configuration import ConfigError, load_config
+from paco_grpo.training.setup import build_run
+from paco_grpo.training.trainer import Trainer, TrainingStopped
+from tiny_run import rows_of, tiny_config, train
+
+STATE_FILES = ("trainable", "ema", "optimizer", "rng_0")
+
+
+def folder_of(config) -> Path:
+    return Path(config.save_dir) / config.run_name
+
+
+def state_of(config, epoch) -> dict:
+    folder = folder_of(config) / "checkpoints" / ckpt.checkpoint_name(epoch)
+    tensors = {
+        f"{name}.{key}": value
+        for name in STATE_FILES
+        for key, value in load_file(folder / "state" / f"{name}.safetensors").items()
+    }
+    return tensors | {"rng": json.loads((folder / "state" / "rng_0.json").read_text())}
+
+
+def assert_same_state(one, two):
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        same = torch.equal(value, two[key]) if isinstance(value, torch.Tensor) else value == two[key]
+        assert same, f"{key} differs"
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_flux_dir, tmp_path_factory):
+    """Three epochs without interruption, with evaluations; used by several tests, read only."""
+    config = tiny_config(
+        tiny_flux_dir,
+        tmp_path_factory.mktemp("finished"),
+        num_epochs=3,
+        eval_freq=2,
+        test__at_start=True,
+        train__gradient_step_per_epoch=2,
+        logging_platform="tensorboard",
+    )
+    train(config)
+    return config
+
+
+def test_what_a_run_writes(finished):
+    folder = folder_of(finished)
+    rows = rows_of(finished)
+    assert [(row["phase"], row["epoch"], row["step"]) for row in rows] == [
+        ("eval", 0, 0), ("train", 1, 2), ("train", 2, 4), ("eval", 2, 4), ("train", 3, 6), ("eval", 3, 6),
+    ]  # fmt: skip
+    times = [row["time"] for row in rows]
+    assert times == sorted(times)
+    for name in (
+        "train/loss", "train/ratio_mean", "train/clip_share", "train/grad_norm", "reward/brightness_mean",
+        "reward/brightness_std", "reward/missing_share", "advantage/zero_std_share", "time/sample_s",
+        "time/reward_wait_s", "time/train_s", "time/epoch_s",
+    ):  # fmt: skip
+        assert isinstance(rows[1][name], float), name
+    assert {"eval/brightness_mean", "eval/brightness_stderr", "eval/num_images", "time/eval_s"} <= rows[0].keys()
+    for epoch in (0, 2, 3):
+        evaluation = folder / "eval" / ckpt.checkpoint_name(epoch)
+        assert sorted(path.name for path in evaluation.glob("0*.png")) == [f"{i:05d}.png" for i in range(5)]
+        assert (evaluation / "sheet.png").is_file()
+    checkpoint = folder / "checkpoints" / "epoch_0003"
+    assert (checkpoint / "adapter" / "adapter_config.json").is_file()
+    assert (checkpoint / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
+    assert list((folder / "tensorboard").iterdir())
+    assert (
+        load_config(str(folder / "config.yaml"), Path(__file__).parents[2] / "config" / "base.py").to_dict()
+        == finished.to_dict()
+    )
+
+
+def test_evaluation_rows_are_the_scores_of_the_images(finished):
+    folder = folder_of(finished) / "eval" / "epoch_0003"
+    rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
+    assert [row["item_id"] for row in rows] == [0, 1, 2, 0, 1]
+    assert rows[3]["idx"] == "000" and rows[3]["category"] == "even"
+    for row in rows:
+        with Image.open(folder / row["file"]) as image:
+            assert image.size == (32, 32)
+            pixels = np.asarray(image, dtype=np.float64) / 255
+        assert row["rewards"]["brightness"] == pytest.approx((pixels[..., 0].mean() - pixels[..., 2].mean()) * 100)
+    last = rows_of(finished, "eval")[-1]
+    assert last["eval/brightness_mean"] == pytest.approx(np.mean([row["rewards"]["brightness"] for row in rows]))
+
+
+def test_saved_adapter_is_the_average(finished):
+    folder = folder_of(finished) / "checkpoints" / "epoch_0003"
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    ema = load_file(folder / "state" / "ema.safetensors")
+    trained = load_file(folder / "state" / "trainable.safetensors")
+    by_name = {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight"): t for name, t in adapter.items()
+    }
+    assert all(torch.equal(by_name[name], ema[name]) for name in ema)
+    assert any(not torch.equal(trained[name], ema[name]) for name in ema)
+
+
+def test_first_ratio_is_exactly_one(finished):
+    first = rows_of(finished, "train")[0]
+    # two optimizer steps: the first half of the samples has ratio 1 exactly, so at most half can be clipped
+    assert first["train/clip_share"] <= 0.5
+
+
+def test_resume_is_bit_identical(finished, tiny_flux_dir, tmp_path):
+    changes = {"eval_freq": 2, "test__at_start": True, "train__gradient_step_per_epoch": 2}
+    train(tiny_config(tiny_flux_dir, tmp_path, num_epochs=1, **changes))
+    resumed = tiny_config(tiny_flux_dir, tmp_path, num_epochs=3, resume_from="latest", **changes)
+    train(resumed)
+    assert_same_state(state_of(resumed, 3), state_of(finished, 3))
+    ignored = ("time", "train_time")
+    for one, two in zip(rows_of(finished, "train"), rows_of(resumed, "train"), strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith("time/") and k not in ignored} == {
+            k: v for k, v in two.items() if not k.startswith("time/") and k not in ignored
+        }
+
+
+def test_signal_saves_and_the_run_goes_on_bit_identically(finished, tiny_flux_dir, tmp_path):
+    changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0}
+    stopped = tiny_config(
+        tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:signalling': 1}",
+        train__reward_fn_kwargs="{'tiny_run:signalling': {'at_call': 3}}", **changes,
+    )  # fmt: skip
+    with pytest.raises(TrainingStopped, match="--config.run_name=run --config.resume_from=latest") as caught:
+        train(stopped)
+    assert caught.value.signal_number == signal.SIGTERM
+    assert [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")] == ["epoch_0001"]
+    resumed = tiny_config(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
+    train(resumed)
+    assert_same_state(state_of(resumed, 3), state_of(finished, 3))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
+    with pytest.raises(ConfigError, match="already holds a run.*resume_from=latest"):
+        build_run(finished)
+
+
+def test_latest_without_a_checkpoint_starts_over(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)
+    train(config)
+    assert [row["epoch"] for row in rows_of(config, "train")] == [1]
+
+
+def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0)
+    train(config)
+    assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
+    assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
+
+
+def test_failing_reward_stops_with_state_saved(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:raising': 1}")
+    with pytest.raises(TrainingStopped, match=r"epoch 1 \(raising: ConnectionError: the judge is gone\)"):
+        train(config)
+    assert (folder_of(config) / "checkpoints" / "epoch_0000" / "state").is_dir()
+
+
+def test_too_many_missing_rewards_stop_the_run(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:missing': 1}")
+    with pytest.raises(
+        TrainingStopped,
+        match="50% of the images of epoch 1 have no score .missing 50%.*max_missing_reward_fraction=0.1",
+    ):
+        train(config)
+    assert (folder_of(config) / "checkpoints" / "epoch_0000" / "state").is_dir()
+
+
+def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
+    config = tiny_config(
+        tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'tiny_run:missing': 1}",
+        train__reward_fn_kwargs="{'tiny_run:missing': {'share_of_images': 0.25}}",
+        train__max_missing_reward_fraction=0.3, test__reward_fn="{'tiny_run:brightness': 1}",
+    )  # fmt: skip
+    train(config)
+    row = rows_of(config, "train")[0]
+    assert row["reward/missing_share"] == 0.25
+    assert row["advantage/group_size_mean"] == 3
+    assert np.isfinite(row["reward/missing_mean"]) and row["train/grad_norm"] > 0
+
+
+def test_non_finite_loss_stops_before_the_update(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, train__gradient_step_per_epoch=1)
+    run = build_run(config)
+    objective, before = run.updater.objective, {n: p.detach().clone() for n, p in run.parameters.items()}
+
+    def spoiled(record, policy, config):
+        loss, metrics = objective(record, policy, config)
+        return loss * float("nan"), metrics
+
+    run.updater.objective = spoiled
+    with pytest.raises(
+        TrainingStopped, match=r"the loss is nan in the batch of samples \[.*epoch 1 before optimizer step 1"
+    ):
+        Trainer(run).train()
+    assert all(torch.equal(before[n], p) for n, p in run.parameters.items())
+    assert (folder_of(config) / "checkpoints" / "stopped_epoch_0001" / "state").is_dir()
+    assert ckpt.list_checkpoints(folder_of(config) / "checkpoints") == []
+
+
+def test_non_finite_gradient_stops_before_the_update(tiny_flux_dir, tmp_path):
+    run = build_run(tiny_config(tiny_flux_dir, tmp_path))
+    before = {n: p.detach().clone() for n, p in run.parameters.items()}
+    next(iter(run.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(TrainingStopped, match="the gradient is not finite"):
+        Trainer(run).train()
+    assert all(torch.equal(before[n], p) for n, p in run.parameters.items())
+
+
+def test_full_disk_leaves_the_old_checkpoint(tiny_flux_dir, tmp_path, monkeypatch):
+    config = tiny_config(tiny_flux_dir, tmp_path, num_epochs=1)
+    trainer = train(config)
+    trainer.progress.epoch = 2
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ckpt, "save_file", full)
+    with pytest.raises(
+        ckpt.CheckpointError, match="epoch_0002 could not be written.*No space left.*epoch_0001 is intact"
+    ):
+        trainer._save()
+    root = folder_of(config) / "checkpoints"
+    assert [path.name for path in root.iterdir()] == ["epoch_0001"]
+
+
+def test_only_the_newest_checkpoints_stay(tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, num_epochs=3, num_checkpoint_limit=2)
+    train(config)
+    assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002", "epoch_0003"]
+
+
+def test_checkpoint_of_another_rank_is_refused(finished, tiny_flux_dir, tmp_path):
+    config = tiny_config(tiny_flux_dir, tmp_path, resume_from=str(folder_of(finished)), train__lora_rank=2)
+    with pytest.raises(ckpt.CheckpointError, match="config.train.lora_rank"):
+        train(config)
