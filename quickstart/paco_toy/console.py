@@ -11,6 +11,7 @@ from typing import TextIO
 
 QUIET_SECONDS = 20.0  # between progress lines where there is no terminal to rewrite
 REFRESH_SECONDS = 0.2
+PRIOR = 60.0  # seconds at the expected pace that count as seen beforehand: a first stage of seconds says little
 
 
 def clock(seconds: float) -> str:
@@ -33,11 +34,9 @@ class TimeLeft:
     spent: dict[str, float] = field(default_factory=dict)
 
     def pace(self) -> float:
-        """This machine's seconds for each expected second; 1 until a stage is finished."""
-        known = [n for n in self.spent if self.expected.get(n, 0) > 0]
-        if not known:
-            return 1.0
-        return sum(self.spent[n] for n in known) / sum(self.expected[n] for n in known)
+        """This machine's seconds for each expected second; near 1 until enough has been seen to say otherwise."""
+        known = [n for n in self.spent if n in self.expected]
+        return (PRIOR + sum(self.spent[n] for n in known)) / (PRIOR + sum(self.expected[n] for n in known))
 
     def left(self, current: str, elapsed: float, fraction: float | None) -> float:
         """Seconds left, `fraction` in [0, 1] of the current stage being done (None: unknown)."""

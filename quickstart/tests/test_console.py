@@ -13,9 +13,9 @@ def test_clock(seconds, text):
 
 
 def test_time_left_counts_later_stages_at_this_machines_pace():
-    left = TimeLeft({"a": 10, "b": 100, "c": 50})
-    assert left.left("a", 4, None) == pytest.approx(6 + 150)
-    left.spent["a"] = 20  # twice as slow as expected
+    left = TimeLeft({"a": 60, "b": 100, "c": 50})
+    assert left.left("a", 4, None) == pytest.approx(56 + 150)
+    left.spent["a"] = 180  # three times as slow as expected: taken as twice, since it is little to go by
     assert left.pace() == 2
     assert left.left("b", 50, None) == pytest.approx(150 + 100)
 
