@@ -25,7 +25,7 @@ from vllm_server.processes import Process, end_processes, session_members
 from vllm_server.settings import LaunchError, LaunchSettings, check_model, check_port
 from vllm_server.state import GroupState, LabelFolder, ServerRecord, runtime_root
 
-_POLL_S, _PROGRESS_S, _LOG_LINES = 0.25, 5.0, 40
+_POLL_S, _PROGRESS_S, _QUIET_S, _LOG_LINES = 0.25, 3.0, 20.0, 40
 
 
 class Interrupted(Exception):
@@ -142,6 +142,7 @@ def _start(
 
 def _wait_until_ready(child: subprocess.Popen, record: ServerRecord, settings: LaunchSettings) -> None:
     started = said = time.monotonic()
+    said_line = ""
     log = Path(record.log) if record.log else None
     while True:
         healthy = answers(settings.url, record.name, settings.api_key)
@@ -155,9 +156,10 @@ def _wait_until_ready(child: subprocess.Popen, record: ServerRecord, settings: L
             raise LaunchError(
                 f"the server did not answer within {settings.start_timeout_s:g} s (VLLM_START_TIMEOUT).\n{_end_of(log)}"
             )
-        if now - said > _PROGRESS_S:
-            said = now
-            print(f"  loading, {now - started:.0f} s: {_last_line(log)}", flush=True)
+        line = _last_line(log)
+        if now - said > (_PROGRESS_S if line != said_line else _QUIET_S):
+            said, said_line = now, line
+            print(f"  loading, {now - started:.0f} s: {line}", flush=True)
         time.sleep(_POLL_S)
 
 
