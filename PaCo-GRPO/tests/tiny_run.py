@@ -17,13 +17,24 @@ from paco_grpo.training.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "config" / "base.py"
 
+# Everything that a test counts on is said here: toy_t2is itself is tuned for the quickstart.
 TINY = {
+    "max_train_minutes": "None",
+    "item_size": "aspect",
     "sample.num_steps": "3",
+    "sample.noise_steps": "1",
+    "sample.same_latent": "False",
+    "sample.noise_level": "0.7",
     "sample.batch_size": "4",
     "sample.num_images_per_prompt": "4",
     "sample.unique_sample_num_per_epoch": "2",
     "train.resolution": "16",
     "train.batch_size": "3",
+    "train.learning_rate": "1e-3",
+    "train.gradient_step_per_epoch": "1",
+    "train.lora_rank": "8",
+    "train.lora_alpha": "16",
+    "train.ema_update_interval": "1",
     "train.reward_fn": '{"tiny_run:brightness": 1.0}',
     "train.reward_fn_kwargs": "{}",
     "test.resolution": "32",
