@@ -23,8 +23,11 @@ class QuickstartError(RuntimeError):
 
 
 def steps(line: str) -> tuple[float | None, str] | None:
-    """Progress of a line such as `step 300/600  loss 0.21`: (fraction done, the line), None if it says nothing."""
-    found = re.search(r"(?<![\d./-])(\d+)\s*/\s*(\d+)(?![\d./-])", line)
+    """Progress of a line such as `step 300/600  loss 0.21` or `12/60 …`: (fraction done, the line), else None.
+
+    Only at the beginning of a line: loading bars of libraries (`Converting …: 49%| 10/20 [`) are not the command's progress.
+    """
+    found = re.match(r"\s*(?:step |item |epoch )?(\d+)\s*/\s*(\d+)(?:\s|$)", line)
     if not found or not 0 < int(found[2]) or int(found[1]) > int(found[2]):
         return None
     return int(found[1]) / int(found[2]), line.strip()

@@ -13,7 +13,7 @@ from paco_toy.processes import MARK, Commands, MemoryWatch, QuickstartError, fai
 
 @pytest.mark.parametrize(("line", "fraction"), [
     ("step 300/600  loss 0.41  elapsed 0:00:45", 0.5), ("12/60 0011", 0.2), ("epoch 3 / 4", 0.75), ("nothing", None),
-    ("see /a/1/2/file", None), ("7/3 is no progress", None), ("0/0", None), ("2026/11/20 words", None),
+    ("see /a/1/2/file", None), ("Converting format: 49%|██| 7870/16000 [00:26<00:16]", None), ("7/3 is no progress", None), ("0/0", None), ("2026/11/20 words", None),
 ])
 def test_steps(line, fraction):
     said = steps(line)

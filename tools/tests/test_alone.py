@@ -1,4 +1,7 @@
-"""Each subproject installs alone in an empty environment, by the command of its published guide, and then works."""
+"""Each subproject installs alone in an empty environment, by the command of its published guide, and then works.
+
+`pip install` is `uv pip install` here: the same arguments and build backends, from the wheels that setup.sh fetched.
+"""
 
 import os
 import shutil
@@ -13,10 +16,10 @@ TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
-def run(command: list, cwd: Path, **env: str) -> str:
+def run(command: list, cwd: Path) -> str:
     """The command's output; its end is shown where it fails."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**clean, **env}, check=False, stdin=subprocess.DEVNULL,
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}"
     return done.stdout
@@ -24,7 +27,7 @@ def run(command: list, cwd: Path, **env: str) -> str:
 
 @pytest.fixture
 def place(tmp_path):
-    """(a copy of the files that git knows, the interpreter of an empty environment with pip, setuptools and wheel).
+    """(a copy of the files that git knows, the interpreter of an empty environment with pip, setuptools and wheel, `pip install`).
 
     That is what `conda create` and `python -m venv` of Python 3.11 give. The copy shows that nothing untracked is needed,
     and keeps build leftovers out of the repository. Both are removed afterwards: an environment takes gigabytes.
@@ -34,28 +37,28 @@ def place(tmp_path):
     uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
     run([uv, "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "env"], tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    run([python, "-m", "pip", "install", "-q", "setuptools>=77", "wheel"], tmp_path)
-    yield copy, python
+    def pip(arguments: list[str], folder: Path) -> None:
+        # The guide's command with today's newest packages would be another test every day: the tested versions are asked for.
+        constraint = REPO / "constraints" / f"{TAG}.txt"
+        run([uv, "pip", "install", "-q", "--python", python, "-c", constraint, "-b", constraint, *arguments], folder)
+
+    pip(["setuptools", "wheel"], tmp_path)
+    yield copy, python, pip
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def pinned() -> dict[str, str]:
-    """The guide's command with today's newest packages would be another test every day: the tested versions are asked for."""
-    return {"PIP_CONSTRAINT": str(REPO / "constraints" / f"{TAG}.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-
-
 def test_paco_reward(place):
-    copy, python = place
+    copy, python, pip = place
     folder = copy / "PaCo-Reward" / "LLaMA-Factory"
-    run([python, "-m", "pip", "install", "-q", "-e", ".[torch,metrics]", "--no-build-isolation"], folder, **pinned())
+    pip(["-e", ".[torch,metrics]", "--no-build-isolation"], folder)
     run([python, "-m", "pip", "check"], folder)
     assert "0." in run([python.with_name("paco-reward"), "--version"], copy)
     run([python, "-c", "import paco_judge.client, paco_reward.overlay, scipy, torchvision"], copy)
 
 
 def test_paco_grpo(place):
-    copy, python = place
-    run([python, "-m", "pip", "install", "-q", "-e", "PaCo-GRPO"], copy, **pinned())
+    copy, python, pip = place
+    pip(["-e", "PaCo-GRPO"], copy)
     run([python, "-m", "pip", "check"], copy)
     folder = copy / "PaCo-GRPO"
     run([python, "-c", "import paco_judge.client, paco_grpo.training.trainer, paco_grpo.policies.flux"], folder)
