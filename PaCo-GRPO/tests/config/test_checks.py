@@ -1,8 +1,8 @@
 """Contradictions are found before any model is loaded, and the message names the field."""
 
 import pytest
-
 from named import override
+
 from paco_grpo.training.checks import check_config, check_writable
 from paco_grpo.training.configuration import ConfigError
 

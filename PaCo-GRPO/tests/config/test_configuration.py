@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from named import CONFIG, NAMES, load, override
+
 from paco_grpo.training.configuration import (
     ConfigError,
     apply_overrides,

@@ -1,8 +1,8 @@
 """Named configurations hold the values of method §7, and pass the checks that a run begins with."""
 
 import pytest
-
 from named import NAMES, override
+
 from paco_grpo.training.checks import check_config
 from paco_grpo.training.plan import gradient_steps, make_plan
 

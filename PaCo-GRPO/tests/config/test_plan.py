@@ -2,8 +2,8 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from named import override
+
 from paco_grpo.training.plan import make_plan
 
 CONFIG = override()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from tiny_run import ROOT, overrides_for
 
 TRAIN = ["bash", str(ROOT / "scripts" / "single_node" / "train_flux.sh"), "toy_t2is"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_run import rows_of, tiny_config, train
 
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.configuration import ConfigError, load_config
 from paco_grpo.training.setup import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
-from tiny_run import rows_of, tiny_config, train
 
 STATE_FILES = ("trainable", "ema", "optimizer", "rng_0")
 
