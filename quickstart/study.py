@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -49,7 +49,7 @@ class StudyRun:
     name: str
     seed: int
     resolution: int = 64
-    overrides: tuple[str, ...] = field(default=())
+    reward: str | None = None  # the only training reward, by import path; None: the configuration's, the judge
 
     @property
     def folder(self) -> Path:
@@ -62,7 +62,7 @@ RUNS = (
     StudyRun("64px-seed2", 2),
     StudyRun("32px-seed0", 0, 32),
     StudyRun("128px-seed0", 0, 128),
-    StudyRun("alignment-seed0", 0, 64, (f"--reward={ALIGNMENT}",)),
+    StudyRun("alignment-seed0", 0, 64, ALIGNMENT),
 )
 
 
@@ -73,13 +73,13 @@ def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
         f"--config.train.resolution={run.resolution}", f"--config.max_train_minutes={minutes}", "--config.num_epochs=100000",
         f"--config.eval_freq={every}", f"--config.test.seed={1000 + run.seed}", "--config.num_threads=1",
     ]  # fmt: skip
-    kwargs = f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{PORT}"
-    for override in run.overrides:
-        if override.startswith("--reward="):
-            command += ["--config.train.reward_fn={'" + override.removeprefix("--reward=") + "': 1.0}"]
-        else:
-            command.append(override)
-    return [*command, kwargs]
+    kwargs = f"{{'consistency_score': {{'base_url': 'http://127.0.0.1:{PORT}', 'model': 'PaCo-Reward-Toy'}}}}"
+    command.append(f"--config.test.reward_fn_kwargs={kwargs}")
+    if run.reward is None:
+        command.append(f"--config.train.reward_fn_kwargs={kwargs}")
+    else:
+        command += ["--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
+    return command
 
 
 def _server(judge: Path, script: str) -> None:

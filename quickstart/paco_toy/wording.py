@@ -18,6 +18,15 @@ def caption_two(first: Character, second: Character) -> str:
     return f"First a {first}, second a {second}."
 
 
+COMPARISON = "What do the two images have in common?"
+
+
+def shared_attributes(first: Character, second: Character) -> str:
+    """Answer to COMPARISON."""
+    shared = [name for name in ("style", "colour", "shape") if getattr(first, name) == getattr(second, name)]
+    return f"{' '.join(shared) or 'nothing'}.".capitalize()
+
+
 def presence_question(thing: str) -> str:
     """A yes/no question on one image, of a colour, a shape or a style."""
     return f"Does the image show something {thing}? Answer Yes or No."

@@ -26,7 +26,7 @@ from transformers import (
 from paco_judge.questions import theme_question
 from paco_toy import wording
 from paco_toy.bases.panels import PanelCache
-from paco_toy.world import CHARACTERS, COLOURS, SHAPES, STYLES, VIEWS, theme
+from paco_toy.world import CHARACTERS, COLOURS, SHAPES, STYLES, VIEWS, departed, theme
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,16 @@ class CaptionBatches:
     def __init__(self, processor: Qwen2_5_VLProcessor, caches: dict[int, PanelCache], seed: int):
         self.processor, self.caches = processor, caches
         self.rng = np.random.default_rng([seed, 3])
+        self.comparisons = False  # the second leg of training sets it
 
     def _question(self) -> tuple[list[int], str, str]:
         """Characters shown, question, answer."""
         first, second = (int(i) for i in self.rng.integers(len(CHARACTERS), size=2))
         kind, character = self.rng.random(), CHARACTERS[first]
+        if self.comparisons and self.rng.random() < 0.5:
+            second = (first, departed(first, self.rng), second)[self.rng.integers(3)]
+            shared = wording.shared_attributes(character, CHARACTERS[second])
+            return [first, second], wording.COMPARISON, shared
         if kind < 0.3:
             return [first], wording.CAPTION_ONE, wording.caption_one(character)
         if kind < 0.8:
