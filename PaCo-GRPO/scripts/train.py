@@ -26,21 +26,31 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
+    from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
+
+    try:
+        source, overrides = parse_command_line(arguments)
+        config = load_config(source, ROOT / "config" / "base.py")
+        apply_overrides(config, overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run(config, source.partition(":")[2] or Path(source).stem)
+
+
+def run(config, name: str) -> int:
+    """Build and train; the heavy imports wait until the configuration is known to be readable."""
     from paco_grpo.data.prompts import DataError
     from paco_grpo.policies import PolicyLoadError
     from paco_grpo.rewards.registry import RewardError
     from paco_grpo.training.checkpoint import CheckpointError
-    from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
+    from paco_grpo.training.configuration import ConfigError
     from paco_grpo.training.setup import build_run
     from paco_grpo.training.tracking import TrackingError
     from paco_grpo.training.trainer import Trainer, TrainingStopped
     from paco_judge.client import JudgeError
 
     try:
-        source, overrides = parse_command_line(arguments)
-        config = load_config(source, ROOT / "config" / "base.py")
-        apply_overrides(config, overrides)
-        name = source.partition(":")[2] or Path(source).stem
         Trainer(build_run(config, name)).train()
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)

@@ -28,7 +28,7 @@ def start(flux: Path, folder: Path, processes: int = 1, **changes) -> subprocess
     return subprocess.Popen([*TRAIN, *options], env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: float = 550) -> tuple[int, str]:
     _, said = process.communicate(timeout=timeout)
     return process.returncode, said
 
