@@ -26,7 +26,7 @@ from paco_toy.bases.panels import PanelCache
 
 logger = logging.getLogger(__name__)
 
-MINUTES = {"vae": 6.0, "judge": 8.5, "generator": 34.0}
+MINUTES = {"vae": 6.0, "judge": 15.5, "generator": 34.0}
 
 
 SIDES = (16, 32, 64)  # panel sides in pixels: grids of 32, 64 and 128 px
@@ -60,7 +60,9 @@ def build_judge(out: Path, minutes: float, seed: int) -> None:
     processor = judge.new_processor()
     model = judge.new_judge(processor, seed)
     batches = judge.CaptionBatches(processor, _panels(out), seed)
-    judge.train_judge(model, batches, 60 * minutes)
+    judge.train_judge(model, batches, 60 * minutes * 0.55)
+    batches.comparisons = True
+    judge.train_judge(model, batches, 60 * minutes * 0.45)
     model.to(torch.bfloat16).save_pretrained(out / "judge")
     processor.save_pretrained(out / "judge")
     accuracy = judge.caption_accuracy(model.float(), processor, batches)

@@ -1,7 +1,8 @@
-"""The toy judge's base: a small Qwen2.5-VL that can say what one or two panels show, and was never asked to compare.
+"""The toy judge's base: a small Qwen2.5-VL that says what one or two panels show, and was never asked the judge's question.
 
-It learns captions and yes/no questions about single panels. On the pair question it is at chance: comparing is left to
-PaCo-Reward.
+It learns captions and yes/no questions about single panels, then to name what two panels have in common, as any
+vision-language model can. On the judge's question it is at chance: turning that knowledge into Yes or No is left to
+PaCo-Reward. (A base that knew captions only stayed on the plateau at chance for 800 steps of LoRA.)
 """
 
 from __future__ import annotations
