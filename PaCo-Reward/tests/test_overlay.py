@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +16,23 @@ from safetensors.torch import load_file
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
-from paco_reward import overlay
+from paco_reward import launch, overlay, worker
 from paco_reward.accuracy import labelled_pairs, measure
 from paco_reward.config import check_keys
 from paco_reward.errors import PacoRewardError
 from paco_reward.scorer import JudgeScorer
 
-# What a plain LLaMA-Factory process runs: upstream's code without the overlay.
-UPSTREAM = "import sys, yaml; from llamafactory.train.tuner import run_exp; run_exp(yaml.safe_load(open(sys.argv[1])))"
+TIMEOUT = 590
+
+# One process that trains several configurations one after the other: the first through upstream alone.
+SEVERAL = """
+import sys, yaml
+from llamafactory.train.tuner import run_exp
+run_exp(yaml.safe_load(open(sys.argv[1])))
+from paco_reward.worker import main
+for file in sys.argv[2:]:
+    assert main([file]) == 0
+"""
 
 
 def train_config(judge_dir, data_dir, output, **changes) -> dict:
@@ -60,14 +70,21 @@ def train_config(judge_dir, data_dir, output, **changes) -> dict:
     }
 
 
-def run_process(command, config, folder) -> str:
-    """Run a training in processes of their own; returns what they said."""
-    file = Path(folder) / f"{Path(config['output_dir']).name}.yaml"
-    file.write_text(yaml.safe_dump(config))
+def run_processes(command, configs, folder) -> str:
+    """Run trainings in processes of their own; returns what they said."""
+    files = []
+    for config in configs:
+        files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")
+        files[-1].write_text(yaml.safe_dump(config))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
     environment["HF_DATASETS_CACHE"] = str(Path(folder) / "cache")
     done = subprocess.run(
-        [sys.executable, *command, str(file)], env=environment, capture_output=True, text=True, check=False, timeout=590
+        [sys.executable, *command, *map(str, files)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
@@ -167,67 +184,71 @@ def test_a_tokenizer_that_splits_yes_is_refused():
         overlay.option_ids(Splitting())
 
 
+@pytest.fixture(scope="module")
+def trained(judge_dir, data_dir, tmp_path_factory):
+    """One process, several trainings: name -> output folder. Steps are 8 sequences, in micro-batches of 8 or of 2."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    def config(name, **changes):
+        return train_config(judge_dir, data_dir, folder / name, **changes)
+
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    evaluated = {"eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True, "per_device_eval_batch_size": 4}
+    configs = [
+        config("upstream", **accumulated),
+        config("null", first_token_weight=None, **accumulated),
+        config("sequence", first_token_weight=0.1, **accumulated),
+        config("whole", first_token_weight=0.1, **evaluated),
+        config("released", first_token_weight=0.1, first_token_scheme="released", **accumulated),
+    ]
+    run_processes(["-c", SEVERAL], configs, folder)
+    return folder
+
+
+def assert_same_training(found, reference):
+    """Weights (plain gradient descent: they show the gradients) and logged losses agree."""
+    expected, weights = adapter(reference), adapter(found)
+    assert max(np.abs(value).max() for name, value in expected.items() if "lora_B" in name) > 1e-3
+    for key, value in expected.items():
+        np.testing.assert_allclose(weights[key], value, atol=2e-6, err_msg=key)
+    np.testing.assert_allclose(losses(found), losses(reference), atol=1e-4)
+
+
 @pytest.mark.slow
-def test_null_is_llama_factorys_own_loss_bit_for_bit(judge_dir, data_dir, tmp_path):
-    plain = train_config(judge_dir, data_dir, tmp_path / "plain", gradient_accumulation_steps=2)
-    ours = plain | {"first_token_weight": None, "output_dir": str(tmp_path / "ours")}
-    run_process(["-c", UPSTREAM], plain, tmp_path)
-    run_process(["-m", "paco_reward.worker"], ours, tmp_path)
-    assert losses(tmp_path / "plain") == losses(tmp_path / "ours")
-    upstream, overlaid = adapter(tmp_path / "plain"), adapter(tmp_path / "ours")
+def test_null_is_llama_factorys_own_loss_bit_for_bit(trained):
+    assert losses(trained / "upstream") == losses(trained / "null")
+    upstream, overlaid = adapter(trained / "upstream"), adapter(trained / "null")
     assert all(np.array_equal(upstream[name], overlaid[name]) for name in upstream)
+    weighted = adapter(trained / "sequence")
+    assert any(np.abs(upstream[name] - weighted[name]).max() > 1e-4 for name in upstream)
+
+
+@pytest.mark.slow
+def test_accumulated_steps_are_whole_steps(trained):
+    assert_same_training(trained / "sequence", trained / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sequence", "released"])
-def test_two_processes_train_as_one(scheme, judge_dir, data_dir, tmp_path):
-    """One step of 8 sequences: in one process at once, in one process accumulated, and in two processes accumulated.
+def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
+    """The same steps, with the micro-batches spread over two processes.
 
-    For `sequence` all three are the same mean over 8 sequences; `released` depends on the micro-batches, so there
-    the micro-batches (pairs of sequences) are the same ones. Were one of the two processes to use another loss, or
-    another divisor, the weights would differ.
+    Were one of the two to use another loss, or another divisor, the weights would differ.
     """
-    shared = {"first_token_weight": 0.1, "first_token_scheme": scheme, "dataset": "pairs", "max_steps": 2}
-
-    def config(name, batch, accumulation):
-        changes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-        return train_config(judge_dir, data_dir, tmp_path / name, **shared, **changes)
-
-    run_process(["-m", "paco_reward.worker"], config("one", 2, 4), tmp_path)
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "first_token_scheme": scheme}
+    config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.worker"]
-    said = run_process(torchrun, config("two", 2, 2), tmp_path)
+    said = run_processes(torchrun, [config], tmp_path)
     for process in (1, 2):
         assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in said
-    reference = adapter(tmp_path / "one")
-    assert max(np.abs(value).max() for name, value in reference.items() if "lora_B" in name) > 1e-3
-    runs = ["two"]
-    if scheme == "sequence":
-        run_process(["-m", "paco_reward.worker"], config("whole", 8, 1), tmp_path)
-        runs.append("whole")
-    for name in runs:
-        found = adapter(tmp_path / name)
-        for key, value in reference.items():
-            np.testing.assert_allclose(found[key], value, atol=2e-6, err_msg=f"{name} {key}")
-        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "one"), atol=1e-4)
+    assert_same_training(tmp_path / "two", trained / scheme)
 
 
 @pytest.mark.slow
-def test_evaluation_metrics_are_those_of_the_scorer(judge_dir, data_dir, tmp_path):
-    """One trained step, then LLaMA-Factory's evaluation: its judge metrics equal the adapter scored by ourselves."""
-    config = train_config(
-        judge_dir,
-        data_dir,
-        tmp_path / "run",
-        first_token_weight=0.1,
-        max_steps=1,
-        eval_dataset="held_out",
-        do_eval=True,
-        compute_accuracy=True,
-        per_device_eval_batch_size=4,
-    )
-    run_process(["-m", "paco_reward.worker"], config, tmp_path)
-    found = json.loads((tmp_path / "run" / "eval_results.json").read_text())
-    expected = measure(JudgeScorer.from_pretrained(judge_dir, tmp_path / "run"), *labelled_pairs(data_dir, "held_out"))
+def test_evaluation_metrics_are_those_of_the_scorer(trained, judge_dir, data_dir):
+    """LLaMA-Factory's evaluation after training: its judge metrics equal the adapter scored by ourselves."""
+    found = json.loads((trained / "whole" / "eval_results.json").read_text())
+    expected = measure(JudgeScorer.from_pretrained(judge_dir, trained / "whole"), *labelled_pairs(data_dir, "held_out"))
     assert found["eval_judge_accuracy"] == pytest.approx(expected["accuracy"])
     assert found["eval_judge_auc"] == pytest.approx(expected["auc"])
     assert found["eval_judge_ece"] == pytest.approx(expected["ece"], abs=1e-5)
@@ -236,21 +257,34 @@ def test_evaluation_metrics_are_those_of_the_scorer(judge_dir, data_dir, tmp_pat
 
 @pytest.mark.slow
 def test_train_command(judge_dir, data_dir, tmp_path):
-    """The script as a user types it, on the toy configuration with a smaller model; then once with a misspelt key."""
+    """The script as a user types it, on the toy configuration with a smaller model, in two processes."""
     root = Path(__file__).parent.parent
     command = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"model_name_or_path={judge_dir}"]
     command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
     command += ["per_device_train_batch_size=4", "logging_steps=1"]
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=590)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "step 2/2  loss" in done.stdout + done.stderr
     layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.") for name in adapter(tmp_path / "out")}
     assert {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "model.visual.blocks.2.attn.qkv"} <= layers
     assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38
 
-    done = subprocess.run(
-        [*command, "lerning_rate=1"], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("error: ") and "did you mean learning_rate?" in last
+
+def test_a_misspelt_key_is_the_last_line(installed, judge_dir, data_dir, tmp_path, monkeypatch, capsys):
+    """Found by the worker under torchrun, whose first process hands the line back to the command."""
+    config = train_config(judge_dir, data_dir, tmp_path / "out") | {"lerning_rate": 1}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    def torchrun(command, env, check):
+        monkeypatch.setenv(worker.ERROR_FILE, env[worker.ERROR_FILE])
+        assert command[-2:] == ["paco_reward.worker", str(file)]
+        return SimpleNamespace(returncode=worker.main([str(file)]))
+
+    monkeypatch.setattr(launch.subprocess, "run", torchrun)
+    with pytest.raises(PacoRewardError, match="'lerning_rate'; did you mean learning_rate"):
+        launch.run(file, [], {"NPROC_PER_NODE": "2"})
+    assert "error: unknown configuration key" in capsys.readouterr().err
