@@ -51,6 +51,15 @@ class Interrupts:
         finally:
             self._holding = False
 
+    def hold(self) -> None:
+        """From here on signals are remembered, until ``let_go``."""
+        self._holding = True
+
+    def let_go(self) -> None:
+        """End ``hold``; a signal that came meanwhile is raised now."""
+        self._holding = False
+        self.release()
+
     def release(self) -> None:
         """Raise the signal that came while they were held, if any."""
         if self._received is not None:
@@ -83,6 +92,7 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
             interrupts.release()
             folder.write(state)
             _wait_until_ready(child, record, settings)
+            interrupts.hold()  # it is up: a signal no longer undoes the launch; in the foreground _stay sees to it
             record = replace(record, members=tuple(session_members(record.leader)))
             folder.write(replace(state, ready=True, servers=(record,)))
         except BaseException:  # whatever ends the launch (Ctrl-C included) leaves no process behind
@@ -192,6 +202,7 @@ def _say_ready(settings: LaunchSettings, record: ServerRecord) -> None:
 def _stay(child: subprocess.Popen, folder: LabelFolder, record: ServerRecord, interrupts: Interrupts) -> int:
     """Wait for the server; a signal to us ends it."""
     try:
+        interrupts.let_go()
         status = child.wait()
     except Interrupted:
         with interrupts.held():
