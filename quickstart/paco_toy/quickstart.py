@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; 0 when everything ran, 1 with one message when not, 130 after Ctrl-C."""
     arguments = parse(argv)
     out = REPO / "quickstart" / "out"
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
         with only_one(out):
