@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import itertools
 import json
 import logging
 import time
@@ -30,6 +31,8 @@ class Api:
         self.max_body_bytes, self.api_key = max_body_bytes, api_key
         self.started = int(time.time())
         self._fragments: dict[int, str] = {}
+        # A random number for each answer would cost a system call, in which the engine's thread takes over.
+        self._answer_ids = (f"chatcmpl-{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     async def health(self, request: Request) -> Response:
         alive = self.batcher.alive()
@@ -52,7 +55,7 @@ class Api:
             raise RequestError(f"the body is not JSON: {error}") from error
         job = Job(parse_request(body, self.names))
         self.batcher.submit(job)
-        answer_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        answer_id, created = next(self._answer_ids), int(time.time())
         head = f'{{"id":"{answer_id}","created":{created},"model":{json.dumps(body["model"])}'
         if job.request.stream:
             # The first token is awaited here, so that a refusal is still an HTTP error.
