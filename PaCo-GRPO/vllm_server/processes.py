@@ -63,7 +63,7 @@ def end_processes(processes: list[Process], leader: Process | None, gently_s: fl
         known |= set(session_members(leader))
         # The leader ends its children in order; they would only get in its way if they were signalled too.
         _signal([leader], signal.SIGTERM)
-        _wait(lambda: _refresh(known, leader), gently_s)
+        _wait(lambda: _ending(known, leader), gently_s)
     left = [process for process in known if process.alive()]
     if left:
         _signal(left, signal.SIGTERM)
@@ -73,9 +73,10 @@ def end_processes(processes: list[Process], leader: Process | None, gently_s: fl
     return [process for process in known if process.alive()]
 
 
-def _refresh(known: set[Process], leader: Process) -> list[Process]:
+def _ending(known: set[Process], leader: Process) -> bool:
+    """Whether the leader still lives; what it has started meanwhile becomes known."""
     known |= set(session_members(leader))
-    return [process for process in known if process.alive()]
+    return leader.alive()
 
 
 def _signal(processes: list[Process], number: signal.Signals) -> None:
