@@ -59,6 +59,7 @@ def _sample() -> ConfigDict:
     sample.cps = False  # Flow-CPS instead of Flow-SDE
     sample.guidance_scale = 3.5
     sample.same_latent = False  # one initial noise per prompt
+    sample.merge_lora = False  # noiseless steps with the LoRA merged into the base: faster, equal to rounding in its precision
     sample.global_std = False  # divide advantages by the std over everything
     sample.batch_size = 1  # images per process and forward
     sample.num_images_per_prompt = 16  # k

@@ -51,6 +51,7 @@ def toy_t2is() -> ConfigDict:
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
     config.sample.same_latent = True  # a group then differs by the noise that is trained on, and by nothing else
+    config.sample.merge_lora = True  # float32 here: equal to 1e-6
     config.train.resolution = 64
     config.train.batch_size = 64
     config.train.learning_rate = 1e-3

@@ -131,6 +131,26 @@ def adapter(policy: Policy, name: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def merged(policy: Policy) -> Iterator[None]:
+    """Inside the block the active LoRA is part of the base weights, so a forward costs what the base model's costs.
+
+    Afterwards the base weights are the very bits they were: they are set aside, not computed back. That takes memory for
+    one more copy of the layers that have a LoRA. For forwards without gradient; the result differs from the unmerged by
+    rounding, in the base's precision.
+    """
+    layers = _layers(policy)
+    kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
+    try:
+        for layer in layers:
+            layer.merge(adapter_names=list(layer.active_adapters))
+        yield
+    finally:
+        for layer, weight in zip(layers, kept, strict=True):
+            layer.merged_adapters.clear()
+            layer.get_base_layer().weight.data.copy_(weight)
+
+
 def trainable_parameters(policy: Policy) -> list[nn.Parameter]:
     """The parameters of the transformer that require a gradient, in a fixed order."""
     return [parameter for parameter in policy.transformer.parameters() if parameter.requires_grad]

@@ -127,6 +127,12 @@ class Policy(ABC):
 
         return adapter(self, OLD)
 
+    def merged(self) -> AbstractContextManager:
+        """The active LoRA merged into the base weights inside the block, bit for bit undone after it."""
+        from paco_grpo.policies.adapters import merged
+
+        return merged(self)
+
     def round_size(self, height: int, width: int) -> tuple[int, int]:
         """Largest multiples of ``size_multiple`` not above the request, as diffusers' pipelines round; logged.
 

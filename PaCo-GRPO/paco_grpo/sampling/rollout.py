@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,7 @@ def rollout(
     cps: bool = False,
     group_index: torch.Tensor | None = None,
     initial_seeds: Sequence[int] | None = None,
+    merge_lora: bool = False,
 ) -> RolloutRecord:
     """Sample B images' latents (method §4): Euler steps, with noise injected at ``noise_steps`` only.
 
@@ -48,6 +50,8 @@ def rollout(
             the steps before the first noise step are computed once for each distinct index.
         initial_seeds: B seeds of the initial noise; default ``seeds``. With ``group_index``, each group uses the value
             of its first member here: give equal values within a group that is spread over batches or processes.
+        merge_lora: Noiseless steps run with the LoRA merged into the base weights: faster, equal to rounding. The noise
+            steps never do, so that their log-probabilities are the ones that training computes.
 
     Raises:
         ValueError: Sizes disagree, or a noise step lies outside the schedule.
@@ -59,7 +63,7 @@ def rollout(
     sigmas = policy.sigmas(num_steps, height, width)
     first_noise_step = steps[0] if steps else num_steps
 
-    denoise = partial(_euler_steps, policy, sigmas=sigmas, height=height, width=width)
+    denoise = partial(_euler_steps, policy, sigmas=sigmas, height=height, width=width, merge_lora=merge_lora)
     if group_index is None:
         x = policy.initial_latents(initial_seeds, height, width)
         x = denoise(x, conditioning, range(first_noise_step))
@@ -167,10 +171,12 @@ def _euler_steps(
     sigmas: torch.Tensor,
     height: int,
     width: int,
+    merge_lora: bool,
 ) -> torch.Tensor:
-    for i in steps:
-        sigma, sigma_next = _sigma_at(sigmas, i, x)
-        x = euler_step(x, policy.velocity(x, sigma, conditioning, height, width), sigma, sigma_next)
+    with policy.merged() if merge_lora and len(steps) > 0 else nullcontext():
+        for i in steps:
+            sigma, sigma_next = _sigma_at(sigmas, i, x)
+            x = euler_step(x, policy.velocity(x, sigma, conditioning, height, width), sigma, sigma_next)
     return x
 
 

@@ -85,6 +85,7 @@ def collect(
     noise_level: float,
     cps: bool,
     same_latent: bool,
+    merge_lora: bool,
     on_batch: Callable[[list], bool],
 ) -> Rollouts | None:
     """Sample this process's share of an epoch; scores arrive in ``queue`` while sampling goes on.
@@ -102,6 +103,7 @@ def collect(
         noise_level: a.
         cps: Flow-CPS in place of Flow-SDE.
         same_latent: One initial noise per prompt; the steps before the first noise step are then shared.
+        merge_lora: Noiseless steps run with the LoRA merged into the base weights.
         on_batch: Called with the images after each batch; True = stop here.
 
     Returns:
@@ -127,6 +129,7 @@ def collect(
             cps=cps,
             group_index=batch_rows if same_latent else None,
             initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
+            merge_lora=merge_lora,
         )
         images = policy.decode(record.clean_latents, height, width)
         queue.submit(images, [items[i] for i in item_ids[batch]], batch)

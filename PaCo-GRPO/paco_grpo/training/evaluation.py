@@ -120,7 +120,8 @@ def _draw(
             continue
         batch = batches[turn]
         batch_items = [images[i][0] for i in batch]
-        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *sizes[batch[0]], config.test.num_steps)
+        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *sizes[batch[0]], config.test.num_steps,
+                     config.sample.merge_lora and config.use_lora)  # fmt: skip
         queue.submit(drawn, batch_items, batch)
         for i, image in zip(batch, drawn, strict=True):
             if config.test.save_eval_images:
@@ -135,7 +136,8 @@ def _draw(
 
 @torch.no_grad()
 def draw(
-    policy: Policy, items: Sequence[Item], seeds: Sequence[int], height: int, width: int, num_steps: int
+    policy: Policy, items: Sequence[Item], seeds: Sequence[int], height: int, width: int, num_steps: int,
+    merge_lora: bool = False,
 ) -> list[Image.Image]:
     """Images of ``items``, each from its seed, by deterministic Euler sampling."""
     record = rollout(
@@ -148,6 +150,7 @@ def draw(
         num_steps=num_steps,
         noise_steps=(),
         noise_level=0.0,
+        merge_lora=merge_lora,
     )
     return policy.decode(record.clean_latents, height, width)
 

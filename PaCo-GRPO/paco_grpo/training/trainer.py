@@ -150,6 +150,7 @@ class Trainer:
                 noise_level=sample.noise_level,
                 cps=sample.cps,
                 same_latent=sample.same_latent,
+                merge_lora=sample.merge_lora and self.config.use_lora,
                 on_batch=lambda images: alone and (self._signalled() or queue.failed()),
             )
         self._stop_if_asked()

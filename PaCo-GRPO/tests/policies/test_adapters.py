@@ -18,7 +18,7 @@ from paco_grpo.policies.adapters import (
     trainable_parameters,
     unwrap,
 )
-from paco_grpo.sampling.rollout import rollout
+from paco_grpo.sampling.rollout import recompute_old, rollout
 from paco_grpo.types import Item
 
 LENGTH = 16
@@ -54,6 +54,36 @@ def test_a_new_lora_changes_nothing_and_only_it_is_trainable(tiny_flux_dir):
     assert {name.split(".lora_")[0].split(".", 2)[2] for name in single} == {"attn.to_q", "attn.to_k", "attn.to_v"}
     lora_a = [p for n, p in unwrap(policy.transformer).named_parameters() if ".lora_A." in n]
     assert np.std(torch.cat([p.detach().flatten() for p in lora_a]).numpy()) == pytest.approx(1 / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("group_index", [None, torch.zeros(2, dtype=torch.int64)])
+def test_merged_sampling_is_the_same_to_rounding_and_its_noise_steps_to_the_bit(tiny_flux_dir, group_index):
+    policy = make(tiny_flux_dir)
+    add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    base = {n: p.clone() for n, p in unwrap(policy.transformer).named_parameters()}
+    conditioning = policy.encode([Item(0, PROMPT), Item(0, PROMPT)])
+    arguments = {"num_steps": 4, "noise_steps": (0, 2), "noise_level": 0.7, "group_index": group_index}
+    plain = rollout(policy, conditioning, [0, 0], [4, 5], 16, 16, **arguments)
+    fast = rollout(policy, conditioning, [0, 0], [4, 5], 16, 16, merge_lora=True, **arguments)
+    torch.testing.assert_close(fast.clean_latents, plain.clean_latents, rtol=0, atol=1e-4)
+    assert not torch.equal(fast.clean_latents, plain.clean_latents)  # it did take the other way
+    assert torch.equal(recompute_old(policy, fast).log_prob, fast.log_prob)
+    for name, parameter in unwrap(policy.transformer).named_parameters():
+        assert torch.equal(parameter, base[name]), name
+        assert parameter.requires_grad == (".lora_" in name)
+
+
+def test_the_old_adapter_is_merged_where_it_is_the_active_one(tiny_flux_dir):
+    policy = make(tiny_flux_dir)
+    add_lora(policy, rank=3, alpha=6)
+    add_old_adapter(policy)
+    disturb(policy)
+    with policy.old():
+        before = sample(policy)
+        with policy.merged():
+            torch.testing.assert_close(sample(policy), before, rtol=0, atol=1e-4)
+    assert not torch.allclose(sample(policy), before, atol=1e-4)
 
 
 def test_reference_is_the_base_model_and_gradients_survive(tiny_flux_dir):

@@ -34,7 +34,7 @@ def epoch(run, **changes):
     positions = samples.positions_of(0, 1)
     arguments = {
         "batch_size": run.plan.sample_batch_size, "num_steps": 3, "noise_steps": (1,), "noise_level": 0.7, "cps": False,
-        "same_latent": False, "on_batch": lambda images: False,
+        "same_latent": False, "merge_lora": False, "on_batch": lambda images: False,
     } | changes  # fmt: skip
     queue = ScoringQueue(run.train_rewards)
     rollouts = collect(run.policy, run.train_items, samples, positions, [(16, 16)] * len(positions), queue, **arguments)

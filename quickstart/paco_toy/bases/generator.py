@@ -270,10 +270,11 @@ def train_generator(
     seed: int,
     lr: float = 1.5e-3,
     snapshot: Callable[[FluxPipeline], None] | None = None,
+    early_share: float = _EARLY_SHARE,
 ) -> FluxPipeline:
     """Trains transformer and text encoders for a fixed wall-clock time; the pipeline ends with the averaged weights.
 
-    `snapshot` is handed a copy with the averaged weights every ten minutes, for a look while training goes on.
+    The first `early_share` of the time goes mostly to 64 px, the rest mostly to 128 px. `snapshot` is handed a copy with the averaged weights every ten minutes, for a look while training goes on.
 
     Under torchrun every process draws its own batches and gradients are averaged; the clock of process 0 counts.
     """
@@ -296,7 +297,7 @@ def train_generator(
         progress = elapsed / seconds
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - progress) / 0.5))
-        order = _EARLY if progress < _EARLY_SHARE else _LATE
+        order = _EARLY if progress < early_share else _LATE
         side = order[step % len(order)]
         loss = flow_matching_loss(pipe, *_training_batch(latents, text, side, rng))
         optimizer.zero_grad()
