@@ -61,6 +61,7 @@ def toy_t2is() -> ConfigDict:
     config.train.lora_rank = 8
     config.train.lora_alpha = 16
     config.train.reward_fn = base.open_dict(consistency_score=1.0)
+    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
     config.train.reward_fn_kwargs = base.open_dict(
         consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
     )

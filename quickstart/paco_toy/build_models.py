@@ -7,7 +7,7 @@
 
 VAE and judge are trained side by side, one core each; then the generator on both cores. Times are wall-clock, so another
 machine gives other weights of the same kind. `--continue-generator 40` trains the generator that is already in the folder for
-40 more minutes, with a learning rate that starts afresh, and leaves VAE and judge as they are.
+40 more minutes, with a learning rate that starts afresh, and leaves VAE and judge as they are; `--continue-judge` likewise.
 """
 
 from __future__ import annotations
@@ -56,18 +56,25 @@ def build_vae(out: Path, minutes: float, seed: int) -> None:
 
 
 def build_judge(out: Path, minutes: float, seed: int) -> None:
-    """Stage: the judge's base and its caption accuracy."""
+    """Stage: the judge's base, captions first and then also what two images have in common, and its caption accuracy."""
     from paco_toy.bases import judge
 
-    processor = judge.new_processor()
-    model = judge.new_judge(processor, seed)
-    batches = judge.CaptionBatches(processor, _panels(out), seed)
-    judge.train_judge(model, batches, 60 * minutes * 0.55)
+    if (out / "judge" / "config.json").exists():  # --continue-judge
+        processor, model = judge.load_judge(out / "judge")
+        batches = judge.CaptionBatches(processor, _panels(out), seed + 1)
+        first_leg = 0.0
+    else:
+        processor = judge.new_processor()
+        model = judge.new_judge(processor, seed)
+        batches = judge.CaptionBatches(processor, _panels(out), seed)
+        first_leg = 0.45
+        judge.train_judge(model, batches, 60 * minutes * first_leg)
     batches.comparisons = True
-    judge.train_judge(model, batches, 60 * minutes * 0.45)
-    model.to(torch.bfloat16).save_pretrained(out / "judge")
+    judge.train_judge(model, batches, 60 * minutes * (1 - first_leg))
+    # float32: LLaMA-Factory computes in the dtype it finds, and bfloat16 takes 2.4 times as long on a CPU.
+    model.save_pretrained(out / "judge")
     processor.save_pretrained(out / "judge")
-    accuracy = judge.caption_accuracy(model.float(), processor, batches)
+    accuracy = judge.caption_accuracy(model, processor, batches)
     logger.info("judge: caption accuracy on single panels %.3f", accuracy)
     _note_quality(
         out, {"judge": {"caption_accuracy": accuracy, "parameters": sum(p.numel() for p in model.parameters())}}
@@ -136,7 +143,8 @@ def _start(stage: str, arguments: argparse.Namespace, processes: int = 1) -> sub
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    minutes = (arguments.continue_generator or MINUTES.get(stage, 0)) * arguments.scale
+    longer = {"judge": arguments.continue_judge, "generator": arguments.continue_generator}
+    minutes = (longer.get(stage) or MINUTES.get(stage, 0)) * arguments.scale
     command = [*launcher, "-m", "paco_toy.build_models", "--stage", stage, "--out", str(arguments.out)]
     command += ["--seed", str(arguments.seed), "--minutes", str(minutes)]
     return subprocess.Popen(command, env={**os.environ, **PROCESS_ENVIRONMENT})
@@ -150,6 +158,9 @@ def build_all(arguments: argparse.Namespace) -> None:
         if arguments.continue_generator:
             shutil.copytree(final, arguments.out)
             order = (("panels",), ("latents",), ("generator",), ("measure",))
+        elif arguments.continue_judge:
+            shutil.copytree(final, arguments.out)
+            order = (("panels",), ("judge",))
         else:
             arguments.out.mkdir()
             order = (("panels",), ("vae", "judge"), ("generator",), ("measure",))
@@ -172,6 +183,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes (of one thread) for the generator")
     parser.add_argument(
         "--continue-generator", type=float, metavar="MINUTES", help="train the generator in --out longer, nothing else"
+    )
+    parser.add_argument(
+        "--continue-judge", type=float, metavar="MINUTES", help="train the judge's base in --out longer, nothing else"
     )
     parser.add_argument("--stage", choices=[*STAGES, "measure"], help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=0, help=argparse.SUPPRESS)

@@ -24,7 +24,9 @@ COMPARISON = "What do the two images have in common?"
 def shared_attributes(first: Character, second: Character) -> str:
     """Answer to COMPARISON."""
     shared = [name for name in ("style", "colour", "shape") if getattr(first, name) == getattr(second, name)]
-    return f"{' '.join(shared) or 'nothing'}.".capitalize()
+    if len(shared) == 3:
+        return "Everything."
+    return f"Only {' and '.join(shared)}." if shared else "Nothing."
 
 
 def presence_question(thing: str) -> str:

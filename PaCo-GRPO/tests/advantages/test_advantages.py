@@ -75,6 +75,15 @@ def test_order_does_not_matter_and_shift_changes_nothing(epoch, seed):
     np.testing.assert_allclose(moved.advantages, base[order], atol=1e-7)
 
 
+@settings(max_examples=30, deadline=None)
+@given(epochs(missing=0.0), st.booleans())
+def test_a_reward_of_weight_zero_is_watched_and_changes_nothing(epoch, global_std):
+    rewards, items, prompts = epoch
+    alone = compute_advantages({"a": rewards["a"]}, items, prompts, reward_weights={"a": 1.0}, global_std=global_std)
+    both = compute_advantages(rewards, items, prompts, reward_weights={"a": 1.0, "b": 0.0}, global_std=global_std)
+    np.testing.assert_array_equal(both.advantages, alone.advantages)
+
+
 def test_one_missing_reward_leaves_the_sample_out():
     nan = float("nan")
     result = compute_advantages(

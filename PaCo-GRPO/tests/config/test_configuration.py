@@ -94,7 +94,11 @@ def test_tables_take_names_with_dots():
         ("train.reward_fn_kwargs.my.module:factory.scale", "3"),
         ("train.reward_fn_kwargs.consistency_score.base_url", "http://127.0.0.1:9000"),
     )
-    assert config.train.reward_fn.to_dict() == {"consistency_score": 1.0, "my.module:factory": 0.5}
+    assert config.train.reward_fn.to_dict() == {
+        "consistency_score": 1.0,
+        "paco_toy.oracle:oracle_consistency": 0.0,
+        "my.module:factory": 0.5,
+    }
     assert config.train.reward_fn_kwargs["my.module:factory"].to_dict() == {"scale": 3}
     kwargs = config.train.reward_fn_kwargs["consistency_score"].to_dict()
     assert kwargs == {"base_url": "http://127.0.0.1:9000", "model": "PaCo-Reward-Toy"}

@@ -2,7 +2,7 @@
 
 It learns captions and yes/no questions about single panels, then to name what two panels have in common, as any
 vision-language model can. On the judge's question it is at chance: turning that knowledge into Yes or No is left to
-PaCo-Reward. (A base that knew captions only stayed on the plateau at chance for 800 steps of LoRA.)
+PaCo-Reward. (A base that knew captions only was still at chance after 800 steps of LoRA.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -117,6 +118,12 @@ def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditi
         vision_end_token_id=ids["vision_end"], tie_word_embeddings=True, initializer_range=0.06,
     )  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def load_judge(folder: Path) -> tuple[Qwen2_5_VLProcessor, Qwen2_5_VLForConditionalGeneration]:
+    """A judge's base from its folder, float32, to be trained on."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return Qwen2_5_VLProcessor.from_pretrained(folder), model
 
 
 def roughen(pixels: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
