@@ -28,6 +28,7 @@ from paco_toy.bases.panels import PanelCache
 
 logger = logging.getLogger(__name__)
 
+LEARNING_RATE_LATER = 6e-4  # of a generator that is trained on
 MINUTES = {"vae": 6.0, "judge": 15.5, "generator": 34.0}
 
 
@@ -93,7 +94,7 @@ def build_generator(out: Path, minutes: float, seed: int) -> None:
     latents = generator.LatentCache.load(out.parent / "latents.safetensors")
     if (out / "flux" / "model_index.json").exists():  # --continue-generator
         pipe = FluxPipeline.from_pretrained(out / "flux", torch_dtype=torch.float32)
-        options = {"seed": seed + 1, "early_share": 0.0}
+        options = {"seed": seed + 1, "early_share": 0.0, "lr": LEARNING_RATE_LATER}
     else:
         pipe = generator.new_pipeline(vae, seed)
         generator.pretrain_text(pipe, seed)
