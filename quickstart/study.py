@@ -60,9 +60,9 @@ RUNS = (
     StudyRun("64px-seed0", 0),
     StudyRun("64px-seed1", 1),
     StudyRun("64px-seed2", 2),
+    StudyRun("alignment-seed0", 0, 64, ALIGNMENT),
     StudyRun("32px-seed0", 0, 32),
     StudyRun("128px-seed0", 0, 128),
-    StudyRun("alignment-seed0", 0, 64, ALIGNMENT),
 )
 
 

@@ -1,4 +1,4 @@
-"""Builds the toy base models from seeds: `python -m paco_toy.build_models --out quickstart/models` (about an hour on 2 cores).
+"""Builds the toy base models from seeds: `python -m paco_toy.build_models --out quickstart/models` (about 80 minutes on 2 cores).
 
     flux/         a FluxPipeline folder (VAE, transformer, two text encoders), bfloat16
     judge/        a Qwen2.5-VL folder with processor and chat template, bfloat16
@@ -29,7 +29,7 @@ from paco_toy.bases.panels import PanelCache
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE_LATER = 6e-4  # of a generator that is trained on
-MINUTES = {"vae": 6.0, "judge": 15.5, "generator": 34.0}
+MINUTES = {"vae": 6.0, "judge": 20.0, "generator": 56.0}
 
 
 SIDES = (16, 32, 64)  # panel sides in pixels: grids of 32, 64 and 128 px
@@ -170,9 +170,17 @@ def build_all(arguments: argparse.Namespace) -> None:
             failed = [s for s, process in running.items() if process.wait() != 0]
             if failed:
                 raise SystemExit(f"building stopped: {', '.join(failed)} failed; see above")
+        _forget_paths(arguments.out)
         if final.exists():
             final.rename(Path(workplace) / "replaced")
         arguments.out.rename(final)
+
+
+def _forget_paths(out: Path) -> None:
+    """Takes out of the JSON files where the weights lay while they were built."""
+    for path in (*out.rglob("config.json"), *out.rglob("model_index.json")):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))
 
 
 def main() -> None:
