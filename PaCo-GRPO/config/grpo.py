@@ -44,7 +44,7 @@ def toy_t2is() -> ConfigDict:
     config.mixed_precision = "no"
     config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
     config.num_epochs = 200  # more than the minutes below allow
-    config.max_train_minutes = 6.0
+    config.max_train_minutes = 5.0
     config.eval_freq = 20
     config.num_checkpoint_limit = 2
 

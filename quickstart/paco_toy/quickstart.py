@@ -142,7 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything: data, judge, RL (default 0)")
     parser.add_argument("--fresh", action="store_true", help="start over")
     parser.add_argument("--rebuild", action="store_true", help="first build the toy base models again (up to 90 minutes)")
-    parser.add_argument("--minutes", type=float, default=6.0, help="time for RL's training epochs (default: 6)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
     parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="further arguments for train_flux.sh")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if not word.startswith("--config.")]

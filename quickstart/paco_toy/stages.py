@@ -191,6 +191,8 @@ def server(ctx: Context) -> dict[str, Any]:
     if port != int(os.environ.get("PACO_QUICKSTART_PORT", "8000")):
         ctx.console.line(f"another program listens on the usual port; the judge is served on {port}")
     env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": ctx.label}
+    # The trainer's processes sleep while the judge looks at an epoch's images, so it may have both cores.
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
     started = time.monotonic()
     said = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
     engine = named_engine(said)
