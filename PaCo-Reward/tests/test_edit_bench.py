@@ -1,11 +1,14 @@
 """EditReward-Bench: metrics against loops, the toy judge on a small data set, resuming, broken rows, tables."""
 
+import fcntl
 import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -185,21 +188,22 @@ def results(tmp_path):
 
 
 def test_scores_are_the_judges_answers(judged, examples, toy_judge, tmp_path):
-    """Each score against the toy judge asked directly, one question at a time."""
+    """Each score against the toy judge asked directly: batches and memory change nothing."""
     assert judged() == 0
     rows = results(tmp_path)
     assert [row["index"] for row in rows] == list(range(len(examples)))
+    questions = (editing_instruction_question, editing_consistency_question)
     for row, example in zip(rows, examples):
         assert row["key"] == example["key"] and row["engine"] == "transformers"
-        for score, edit in zip(row["scores"], example["output_images"]):
-            follows, stays = (
-                toy_judge([Pair(example["input_image"], edit, question(example["instruction"]))])[0].p_yes
-                for question in (editing_instruction_question, editing_consistency_question)
-            )
+        before, edits = example["input_image"], example["output_images"]
+        direct = toy_judge([Pair(before, edit, ask(example["instruction"])) for edit in edits for ask in questions])
+        for edit, score in enumerate(row["scores"]):
+            follows, stays = (verdict.p_yes for verdict in direct[2 * edit : 2 * edit + 2])
             expected = {"prompt_following": follows, "consistency": stays, "overall": np.sqrt(follows * stays)}
             assert score == pytest.approx(expected[example["dimension"]], abs=1e-5)
-    # 7 different pairs of edits, of which one lacks the row that asks about consistency alone: `overall` asks it too.
-    assert sum(judged.asked) == 2 * (2 * 6 + 2)
+    assert len({tuple(row["scores"]) for row in rows}) == len(rows)  # the judge tells edits apart
+    # 20 rows are about 7 times two edits, each asked two questions once (`overall` asks what its neighbours asked).
+    assert sum(judged.asked) == 7 * 2 * 2
 
 
 def test_a_second_run_asks_nothing(judged, tmp_path):
@@ -245,7 +249,7 @@ def test_a_killed_run_continues_with_the_command_as_typed(data, judged, tmp_path
     arguments += ["--results_dir", tmp_path / "typed", "--output", tmp_path / "typed_summary"]
     file = tmp_path / "typed" / "judge.jsonl"
     first = typed(*arguments)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 280
     while not (file.exists() and file.read_bytes().count(b"\n") >= 3):
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
         time.sleep(0.005)
@@ -253,7 +257,7 @@ def test_a_killed_run_continues_with_the_command_as_typed(data, judged, tmp_path
     first.communicate(timeout=60)
     kept = file.read_bytes()
     again = typed(*arguments)
-    output = again.communicate(timeout=300)[0]
+    output = again.communicate(timeout=280)[0]
     assert again.returncode == 0, output[-2000:]
     assert file.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -278,6 +282,7 @@ def test_two_runs_do_not_write_one_file(judged, tmp_path, capsys):
         (lambda row: {**row, "key": ["x", "y"]}, "line 1 is of item 0 x y prompt_following of another benchmark"),
         (lambda row: {"model": row["model"]}, "line 1 is not a result of this benchmark"),
     ],
+    ids=["model", "item", "line"],
 )
 def test_results_that_do_not_belong_are_not_mixed(judged, tmp_path, capsys, change, said):
     assert judged(stop_after=1) == 130
@@ -330,7 +335,7 @@ def test_broken_rows_are_reported_by_their_key_and_the_run_goes_on(judged, data,
         "row 12: broken row: ",
         "row 13 edit40a consistency: broken row: key must name two edits",
         "row 14 [edit40a, edit40b] overall: input_image holds no image but None",
-        "10 rows have no result",
+        "rows without a result: 10, named above",
     ):
         assert line in said
     good = [0, 1, 2, 3, 7, *range(15, 20)]
@@ -347,7 +352,7 @@ def test_a_row_that_the_engine_dislikes_does_not_take_its_batch_along(judged, da
     assert judged("--batch_size", "16") == 1
     said = capsys.readouterr().err
     assert "row 7 [edit20a, edit20b] consistency: the engine failed: ValueError: absolute aspect ratio" in said
-    assert "1 rows have no result" in said
+    assert "rows without a result: 1, named above" in said
     assert [row["index"] for row in results(tmp_path)] == [index for index in range(20) if index != 7]
 
 
@@ -409,11 +414,18 @@ def pixels(bench):
     return [(pair.question, np.array(pair.image_a), np.array(pair.image_b)) for pairs in prepared for pair in pairs]
 
 
-@pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "parquet file", "paths in parquet"])
-def test_every_format_holds_the_same(kind, examples, data, tmp_path, monkeypatch):
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """What reading parquet files leaves behind goes where the test's other files go."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "parquet file", "paths in parquet"])
+def test_every_format_holds_the_same(kind, examples, data, tmp_path, own_cache):
+    import datasets
+
     place = tmp_path / "copy"
     if kind == "saved":
         hugging_face(examples).save_to_disk(place)
@@ -475,7 +487,7 @@ def test_the_default_data_set(data, tmp_path, monkeypatch):
     assert len(load_bench(None).rows) == 20
 
 
-def test_data_sets_that_cannot_be_used(data, examples, tmp_path, capsys, monkeypatch):
+def test_data_sets_that_cannot_be_used(data, examples, tmp_path, capsys, own_cache):
     def said(dataset, *more):
         status = evaluation.main(["--model", str(TOY_JUDGE), "--dataset", str(dataset), "--engine", "transformers",
                                   "--results_dir", str(tmp_path / "r"), *more])  # fmt: skip
@@ -626,6 +638,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys)
     assert "3/3 rows  elapsed 0:00:00  left 0:00:00" in capsys.readouterr().err
 
     main, other = os.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     with open(other, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         with Progress(2, 0, "row") as progress:

@@ -86,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tables: {args.output}.txt, {args.output}.tex")
     if failed:
         print(
-            f"{failed} rows have no result (named above) and are not in the tables; run again to retry them",
-            file=sys.stderr,
+            f"rows without a result: {failed}, named above, not in the tables; run again to retry them", file=sys.stderr
         )
     return failed
 
