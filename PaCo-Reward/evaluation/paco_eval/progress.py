@@ -1,5 +1,6 @@
 """How far a run is: a bar on a terminal, a line now and then in a log."""
 
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -19,8 +20,15 @@ class Progress:
 
     def __enter__(self) -> Self:
         self._started = self._last = time.monotonic()
+        # The size is given: tqdm shows no bar on a terminal that does not know its own.
+        size = shutil.get_terminal_size()
         self._bar = tqdm(
-            total=self.total, initial=self.before, unit=self.unit, dynamic_ncols=True, disable=not self._watched
+            total=self.total,
+            initial=self.before,
+            unit=self.unit,
+            ncols=size.columns,
+            nrows=size.lines,
+            disable=not self._watched,
         )
         return self
 
