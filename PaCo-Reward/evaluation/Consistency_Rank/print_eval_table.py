@@ -8,7 +8,11 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
+
 from rank_metrics import METRICS, mean_and_std
+
+from paco_eval.tables import as_latex, as_text
 
 HEADINGS = {
     "accuracy": "accuracy",
@@ -52,24 +56,6 @@ def cells(summaries: list[dict], print_std: bool, plus_minus: str) -> list[list[
             numbers.append(f"{mean:.4f}" + (f"{plus_minus}{std:.4f}" if print_std else ""))
         table.append([summary["name"], str(summary["items"]), *numbers, f"{summary['ties']:.0f}"])
     return table
-
-
-def as_text(table: list[list[str]]) -> str:
-    """Columns aligned by spaces."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]]) + "\n"
-
-
-def as_latex(table: list[list[str]]) -> str:
-    """A booktabs tabular."""
-
-    def escape(text: str) -> str:
-        return text.replace("_", r"\_").replace("%", r"\%")
-
-    rows = [" & ".join(escape(cell) for cell in row) + r" \\" for row in table]
-    head = [r"\begin{tabular}{l" + "r" * (len(table[0]) - 1) + "}", r"\toprule", rows[0], r"\midrule"]
-    return "\n".join([*head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,27 +1,20 @@
-"""ConsistencyRank-Bench from disk, and the results file that a run appends to."""
+"""ConsistencyRank-Bench from disk."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from paco_eval.errors import BenchError, ItemError
+from paco_eval.images import read_image
 from paco_judge.client import Pair
 from paco_judge.questions import criteria_questions, pair_question
 
 BENCH = "ConsistencyRank-Bench"
 RANKS = "consistency_full_rank.jsonl"
 PROMPTS = "prompt_data.jsonl"
-
-
-class BenchError(RuntimeError):
-    """The benchmark folder or the results file cannot be used; the message says what to do."""
-
-
-class ItemError(RuntimeError):
-    """One item cannot be scored; the run goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ def find_bench(dataset_dir: str | None) -> Path:
 
 def _read_jsonl(file: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise BenchError(f"{file} cannot be read: {error}") from error
 
@@ -134,35 +127,4 @@ def _open(root: Path, item: RankItem, name: str) -> Image.Image:
     file = root / "images" / item.folder / name
     if not file.is_file() and (root / name).is_file():
         file = root / name
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise ItemError(f"image {file} does not exist") from None
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ItemError(f"image {file} cannot be read: {error}") from error
-
-
-def open_results(file: Path, model: str, items: Iterable[RankItem]) -> set[tuple[int, str, str]]:
-    """Keys of the items that a results file already holds. A line cut off by a kill is removed from the file.
-
-    Raises:
-        BenchError: the file belongs to another model or another benchmark.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        return set()
-    raw = file.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) != len(raw):
-        file.write_bytes(whole)
-    known = {item.key for item in items}
-    done: set[tuple[int, str, str]] = set()
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
-        row = json.loads(line)
-        key = (row["index"], row["folder"], row["ref_image"])
-        if row["model"] != model or key not in known:
-            cause = f"model {row['model']}" if row["model"] != model else f"item {row['folder']} of another benchmark"
-            raise BenchError(f"{file} line {number} is of {cause}; move the file away or name another --results_dir")
-        done.add(key)
-    return done
+    return read_image(file, str(file))

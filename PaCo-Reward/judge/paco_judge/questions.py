@@ -9,6 +9,7 @@ _ANSWER = 'Answer "Yes" and "No" first, and then provide detailed reasons.'
 _ANSWER_EDIT = "Answer Yes or No first, then reasons."
 
 QUESTION_VARIANTS = ("theme", "theme_no_duplicates", "criteria")
+EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them
 
 
 def theme_question(theme: str) -> str:
@@ -69,6 +70,21 @@ def editing_instruction_question(instruction: str) -> str:
 def editing_questions(instruction: str) -> tuple[str, str]:
     """The two editing questions (consistency, instruction); the editing score is sqrt(q1 · q2)."""
     return editing_consistency_question(instruction), editing_instruction_question(instruction)
+
+
+def editing_dimension_questions(dimension: str, instruction: str) -> dict[str, str]:
+    """The questions that decide one of ``EDIT_DIMENSIONS`` on (reference, edited), by the dimension each asks about.
+
+    ``overall`` asks both; its score is ``paco_judge.verdict.editing_score`` of the two. Raises ValueError for another
+    dimension or an instruction without text.
+    """
+    if dimension not in EDIT_DIMENSIONS:
+        raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
+    if not instruction.strip():
+        raise ValueError("the editing instruction is empty")
+    consistency, following = editing_questions(instruction)
+    asked = {"prompt_following": following, "consistency": consistency}
+    return asked if dimension == "overall" else {dimension: asked[dimension]}
 
 
 def build_messages(image_a_url: str, image_b_url: str, question: str) -> list[dict]:

@@ -1,6 +1,12 @@
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paco_judge import questions
+
+instructions = st.text(min_size=1).filter(str.strip)
 
 
 def test_theme_question_is_the_published_wording():
@@ -35,6 +41,37 @@ def test_editing_questions_hold_the_instruction_and_ask_for_yes_or_no_first():
     for question in (consistency, instruction):
         assert '"make it blue"' in question
         assert question.endswith("Answer Yes or No first, then reasons.")
+
+
+@given(instructions)
+def test_editing_dimensions_ask_the_editing_questions(instruction):
+    consistency, following = questions.editing_questions(instruction)
+    asked = {name: questions.editing_dimension_questions(name, instruction) for name in questions.EDIT_DIMENSIONS}
+    assert asked["prompt_following"] == {"prompt_following": following}
+    assert asked["consistency"] == {"consistency": consistency}
+    assert asked["overall"] == asked["prompt_following"] | asked["consistency"] and consistency != following
+    for question in asked["overall"].values():
+        before, text, after = question.partition(f'"{instruction.strip()}"')
+        assert text and before.endswith("with the instruction: ")
+        assert after.endswith("Answer Yes or No first, then reasons.")
+
+
+@given(instructions)
+def test_an_instruction_reaches_the_judge_as_it_is(instruction):
+    (question,) = questions.editing_dimension_questions("consistency", f"  {instruction}\n").values()
+    (message,) = json.loads(json.dumps(questions.build_messages("a", "b", question)))
+    assert instruction.strip() in message["content"][2]["text"]
+
+
+@given(st.text(alphabet=" \t\n\u2003", max_size=5), st.sampled_from(questions.EDIT_DIMENSIONS))
+def test_an_instruction_without_text_is_an_error(blank, dimension):
+    with pytest.raises(ValueError, match="instruction is empty"):
+        questions.editing_dimension_questions(dimension, blank)
+
+
+def test_an_unknown_dimension_is_an_error():
+    with pytest.raises(ValueError, match="no editing dimension 'quality'; there are prompt_following, consistency"):
+        questions.editing_dimension_questions("quality", "make it blue")
 
 
 def test_message_order_is_image_image_text():

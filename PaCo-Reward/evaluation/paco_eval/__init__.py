@@ -1,0 +1,1 @@
+"""What the benchmarks in this folder share: engines, batches, results files, tables."""
