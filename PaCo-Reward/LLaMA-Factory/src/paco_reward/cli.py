@@ -109,7 +109,7 @@ def _score(args: argparse.Namespace) -> int:
     from paco_judge.client import Pair
     from paco_judge.grid import pairs as index_pairs
     from paco_judge.questions import pair_question, theme_question
-    from paco_reward.scorer import open_image
+    from paco_reward.images import open_image
 
     if len(args.images) < 2:
         raise PacoRewardError("a score compares images: name at least two")
