@@ -134,11 +134,14 @@ def ask_all(
 
     try:
         transport.runtime().submit(work()).result()
-    except* (Refused, Unreachable) as errors:
+    except ExceptionGroup as group:
+        expected, others = group.split((Refused, Unreachable))
+        if others is not None:
+            raise
         raise PacoRewardError(
-            f"the server at {server.url} stopped answering ({errors.exceptions[0]}); {progress.done} of "
+            f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {progress.done} of "
             f"{len(questions)} answers ({what}) are saved: run the same command again to continue"
-        ) from errors
+        ) from group
     if len(refused) == len(questions):
         raise PacoRewardError(
             f"the server at {server.url} refused all {len(questions)} questions ({what}), first: "

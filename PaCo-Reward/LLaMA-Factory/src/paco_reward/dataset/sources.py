@@ -20,6 +20,7 @@ from paco_reward.dataset.records import Generation, PromptItem
 from paco_reward.dataset.split import connected
 from paco_reward.errors import PacoRewardError
 
+IMAGE_TAG = "<image>"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -84,6 +85,8 @@ def _add_line(rows: dict[str, _Row], place: str, line: dict[str, Any], grids: bo
     prompt = line.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise PacoRewardError(f"{place} has no prompt; every line needs a text under 'prompt'")
+    if IMAGE_TAG in prompt:
+        raise PacoRewardError(f"{place}: the prompt contains {IMAGE_TAG}, which LLaMA-Factory takes for an image")
     if line.get("idx") is None:
         name = next((known for known, row in rows.items() if row.item.prompt == prompt), f"{len(rows):04d}")
     else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 _VERDICT = re.compile(r"^[\s\"'“”*_#>\-]*(yes|no)\b[\s\"'“”*_.,:;!\-–—]*", re.IGNORECASE)
 _ORDER = re.compile(r"\d+(?:\s*>\s*\d+)+")
 _FEWEST_REASON_CHARACTERS = 12
+_IMAGE_TAG = "<image>"  # LLaMA-Factory would look for an image
 
 
 def image_messages(image_urls: Sequence[str], text: str) -> list[dict]:
@@ -57,6 +58,6 @@ def read_reason(answer: str) -> tuple[str, str] | None:
     if match is None:
         return None
     reasons = " ".join(answer[match.end() :].split()).strip("*_ ")
-    if len(reasons) < _FEWEST_REASON_CHARACTERS:
+    if len(reasons) < _FEWEST_REASON_CHARACTERS or _IMAGE_TAG in reasons:
         return None
     return match[1].capitalize(), reasons[0].upper() + reasons[1:]
