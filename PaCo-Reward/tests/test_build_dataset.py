@@ -378,7 +378,9 @@ def problem(setting: Options) -> str:
 
 def metadata(tmp_path: Path, *lines: object) -> dict:
     file = tmp_path / "lines.jsonl"
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    file.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
+    )
     return {"metadata": file}
 
 
@@ -422,11 +424,11 @@ def test_problems_of_the_input(world, tmp_path):
 
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "p0.png").write_bytes((world / "grids" / "p0_0.png").read_bytes()[:200])
-    assert "1 of 1 images cannot be read, first:" in said(good[0], grids=broken)
-    assert "takes two generations" in problem(
-        options(world, out, sets_only=True, grids=broken, **metadata(tmp_path, good[0]))
-    )
+    whole = [(world / "grids" / f"p0_{generation}.png").read_bytes() for generation in range(2)]
+    (broken / "p0_0.png").write_bytes(whole[0])
+    assert "takes two generations" in said(good[0], grids=broken, rankings=None, sets_only=True)
+    (broken / "p0_1.png").write_bytes(whole[1][:200])
+    assert "1 of 2 images cannot be read, first:" in said(good[0], grids=broken)
     few = tmp_path / "few" / "p0" / "one"
     few.mkdir(parents=True)
     grid([1] * 4, VIEWS[:4], 0).save(few / "0.png")
@@ -504,7 +506,8 @@ def test_real_prompts_are_cut_by_their_layouts(tmp_path):
 
 def test_generations_on_several_lines_as_the_trainers_evaluation_writes_them(world, tmp_path):
     first = json.loads((world / "metadata.jsonl").read_text().splitlines()[0])
-    lines = [{"prompt": first["prompt"], "file": f"p0_{g}.png", "seed": g} for g in range(3)]
+    first["note"] = "a line\u2028separator"  # raw in the file: it ends no line
+    lines = [first | {"idx": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)]
     (item,) = read_prompts(metadata(tmp_path, *lines)["metadata"], world / "grids", True)
     assert item.folder == "0000" and len(item.generations) == 3 and item.generations[2].names[3] == "02/3.png"
 
@@ -703,7 +706,7 @@ def test_reading_orders(order, around):
 
 
 @settings(max_examples=20)
-@given(st.lists(st.text(min_size=1), unique=True, max_size=6), st.data())
+@given(st.lists(st.text('aé\n\r\u2028"', min_size=1), unique=True, max_size=6), st.data())
 def test_a_journal_keeps_every_whole_answer_wherever_it_is_cut(tmp_path_factory, texts, data):
     file = tmp_path_factory.mktemp("journal") / "j.jsonl"
     journal = Journal(file)

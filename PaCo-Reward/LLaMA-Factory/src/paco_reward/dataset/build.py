@@ -172,7 +172,7 @@ def _rankings(
 
 
 def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8"))
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
 
 
 def _datasets(

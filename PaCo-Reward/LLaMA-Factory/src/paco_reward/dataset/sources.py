@@ -41,7 +41,7 @@ def read_json_lines(file: Path, what: str) -> list[tuple[str, dict[str, Any]]]:
         PacoRewardError: missing file, a line that is not a JSON object, or none at all.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would also split inside some texts
     except (OSError, UnicodeDecodeError) as error:
         raise PacoRewardError(f"{what} {file} cannot be read: {error}; check the path") from error
     rows = []
