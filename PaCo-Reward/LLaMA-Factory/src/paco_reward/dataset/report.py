@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from paco_reward.dataset.journal import write_atomically
 from paco_reward.dataset.records import LabelledPair
@@ -72,9 +72,11 @@ def write_sheet(output: Path, datasets: Mapping[str, Sequence[LabelledPair]]) ->
     for index, (name, pair) in enumerate(samples):
         left, top = index % 2 * (width // 2) + _GAP, index // 2 * row + _GAP
         for place, file in enumerate((pair.first, pair.second)):
-            image = open_image(output / file)
-            image.thumbnail((_SIDE, _SIDE))
-            sheet.paste(image, (left + place * (_SIDE + 2), top))
+            image = ImageOps.contain(open_image(output / file), (_SIDE, _SIDE))
+            corner = (left + place * (_SIDE + 4), top)
+            sheet.paste(image, corner)
+            end = (corner[0] + image.width, corner[1] + image.height)
+            draw.rectangle((corner[0] - 1, corner[1] - 1, *end), outline=(190, 190, 190))
         colour = (20, 120, 50) if pair.label else (170, 30, 30)
         text = left + 2 * _SIDE + _GAP
         draw.text((text, top), f"{pair.verdict}   {name}", fill=colour, font=font)
