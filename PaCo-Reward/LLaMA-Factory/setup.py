@@ -14,7 +14,8 @@ setup(
         f"paco-judge @ {JUDGE.as_uri()}",
         # Every release that src/paco_reward/overlay.py was tested with; it refuses the others.
         "llamafactory==0.9.5",
-        "numpy>=1.26",
+        "imagehash>=4.3",
+        "numpy>=2.0",
         "omegaconf>=2.3",
         "peft>=0.18",
         "httpx>=0.27",

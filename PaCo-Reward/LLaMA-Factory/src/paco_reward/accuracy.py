@@ -8,9 +8,10 @@ import numpy as np
 
 from paco_judge.client import Pair
 from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
 from paco_reward.metrics import judge_report
 from paco_reward.preflight import Example, load_examples
-from paco_reward.scorer import JudgeScorer, open_image
+from paco_reward.scorer import JudgeScorer
 
 TAG = "<image>"
 

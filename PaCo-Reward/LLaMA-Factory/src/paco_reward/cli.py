@@ -1,4 +1,4 @@
-"""The `paco-reward` command: train, export, score, accuracy."""
+"""The `paco-reward` command: train, export, score, accuracy, build-dataset."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paco_reward import __version__
+from paco_reward.dataset.command import add_parser as add_build_dataset
 from paco_reward.errors import PacoRewardError
 
 
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
     accuracy.add_argument("--max_samples", type=int, help="only the first pairs")
     accuracy.set_defaults(command=_accuracy)
+    add_build_dataset(commands)
     return parser
 
 
@@ -109,7 +111,7 @@ def _score(args: argparse.Namespace) -> int:
     from paco_judge.client import Pair
     from paco_judge.grid import pairs as index_pairs
     from paco_judge.questions import pair_question, theme_question
-    from paco_reward.scorer import open_image
+    from paco_reward.images import open_image
 
     if len(args.images) < 2:
         raise PacoRewardError("a score compares images: name at least two")

@@ -12,32 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from paco_judge.client import Pair
 from paco_judge.grid import pairs as index_pairs
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import Verdict, p_yes_from_logits
 from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
 from paco_reward.overlay import option_ids
 from paco_reward.preflight import check_model
-
-
-def open_image(path: str | Path | Image.Image) -> Image.Image:
-    """An RGB image from a file (or the image itself, converted).
-
-    Raises:
-        PacoRewardError: missing or not an image; names the file.
-    """
-    if isinstance(path, Image.Image):
-        return path.convert("RGB")
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise PacoRewardError(f"image {path} does not exist") from None
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise PacoRewardError(f"image {path} cannot be read: {error}") from error
 
 
 class JudgeScorer:
