@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from paco_toy.bases import judge, quality
 from paco_toy.bases.panels import PanelCache
 from paco_toy.world import CHARACTERS
@@ -66,7 +67,9 @@ def pair_scores(model, processor, batches, count=200):
             content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question}]
             prompts.append([{"role": "user", "content": content}])
             images += [batches.panel(first), batches.panel(second)]
-        heads = [processor.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+        heads = [
+            processor.tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts
+        ]
         inputs = processor(text=heads, images=images, padding=True, padding_side="left", return_tensors="pt")
         with torch.no_grad():
             logits = model(**inputs).logits[:, -1].double()
@@ -79,7 +82,9 @@ def pair_scores(model, processor, batches, count=200):
 def test_the_build_command_makes_both_folders_and_can_go_on(tmp_path):
     def build(*arguments):
         command = [sys.executable, "-m", "paco_toy.build_models", "--out", str(tmp_path / "models"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
