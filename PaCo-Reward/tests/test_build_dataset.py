@@ -23,16 +23,16 @@ from paco_judge.grid import split_prompt
 from paco_judge.questions import theme_question
 from paco_reward import preflight
 from paco_reward.cli import main
-from paco_reward.dataset import duplicates, split, wording
-from paco_reward.dataset.build import build
-from paco_reward.dataset.chat import Server
-from paco_reward.dataset.journal import Journal
-from paco_reward.dataset.options import Options
-from paco_reward.dataset.pairs import labels_of_ranking, pairs_of_rankings
-from paco_reward.dataset.records import LabelledPair, PromptItem, Ranking
-from paco_reward.dataset.sets import candidate_sets
-from paco_reward.dataset.sources import read_prompts
 from paco_reward.errors import PacoRewardError
+from paco_reward.pairing import duplicates, split, wording
+from paco_reward.pairing.build import build
+from paco_reward.pairing.chat import Server
+from paco_reward.pairing.journal import Journal
+from paco_reward.pairing.options import Options
+from paco_reward.pairing.pairs import labels_of_ranking, pairs_of_rankings
+from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.sets import candidate_sets
+from paco_reward.pairing.sources import read_prompts
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
 
 HERE = Path(__file__).parent
@@ -561,7 +561,7 @@ def test_each_two_images_are_paired_once_with_the_label_of_the_majority(drawn, s
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.integers(1, 40), st.integers(0, 9)
 )
 def test_sets_compare_one_panel_of_different_generations(generations, rows_, cols, candidates, wanted, seed):
-    from paco_reward.dataset.records import Generation
+    from paco_reward.pairing.records import Generation
 
     made = tuple(
         Generation((Path("x"),), tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)), True)

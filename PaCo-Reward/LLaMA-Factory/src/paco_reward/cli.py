@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paco_reward import __version__
-from paco_reward.dataset.command import add_parser as add_build_dataset
 from paco_reward.errors import PacoRewardError
+from paco_reward.pairing.command import add_parser as add_build_dataset
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paco_judge.questions import theme_question
-from paco_reward.dataset.records import LabelledPair, PromptItem, Ranking
-from paco_reward.dataset.seeding import order_key
+from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.seeding import order_key
 
 
 def labels_of_ranking(

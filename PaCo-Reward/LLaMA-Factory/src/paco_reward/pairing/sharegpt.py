@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paco_reward.dataset.journal import write_atomically, write_json
-from paco_reward.dataset.records import LabelledPair
-from paco_reward.dataset.sources import IMAGE_TAG
+from paco_reward.pairing.journal import write_atomically, write_json
+from paco_reward.pairing.records import LabelledPair
+from paco_reward.pairing.sources import IMAGE_TAG
 
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 

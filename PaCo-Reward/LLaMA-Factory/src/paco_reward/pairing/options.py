@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from paco_reward.dataset.chat import Server
 from paco_reward.errors import PacoRewardError
+from paco_reward.pairing.chat import Server
 
 
 @dataclass(frozen=True)

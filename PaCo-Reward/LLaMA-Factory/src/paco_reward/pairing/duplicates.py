@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paco_reward.dataset.records import LabelledPair
 from paco_reward.images import open_image
+from paco_reward.pairing.records import LabelledPair
 
 THUMBNAIL = 16
 LARGEST_RMS = 6.0

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.grid import PromptLayoutError, split_prompt
-from paco_reward.dataset.records import Generation, PromptItem
-from paco_reward.dataset.split import connected
 from paco_reward.errors import PacoRewardError
+from paco_reward.pairing.records import Generation, PromptItem
+from paco_reward.pairing.split import connected
 
 IMAGE_TAG = "<image>"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

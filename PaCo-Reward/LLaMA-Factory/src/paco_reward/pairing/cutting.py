@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paco_judge.grid import split_image
-from paco_reward.dataset.journal import write_atomically
-from paco_reward.dataset.records import Generation, PromptItem
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
+from paco_reward.pairing.journal import write_atomically
+from paco_reward.pairing.records import Generation, PromptItem
 
 logger = logging.getLogger(__name__)
 

@@ -133,10 +133,10 @@ def _add_rule(group: "argparse._ArgumentGroup") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build, then say what was built."""
-    from paco_reward.dataset.build import build
-    from paco_reward.dataset.chat import Server
-    from paco_reward.dataset.options import Options
-    from paco_reward.dataset.report import lines
+    from paco_reward.pairing.build import build
+    from paco_reward.pairing.chat import Server
+    from paco_reward.pairing.options import Options
+    from paco_reward.pairing.report import lines
 
     given = {field.name: getattr(args, field.name) for field in fields(Options) if field.name != "server"}
     server = None

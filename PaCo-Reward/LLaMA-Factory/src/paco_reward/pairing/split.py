@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from paco_reward.dataset.records import LabelledPair
-from paco_reward.dataset.seeding import order_key
+from paco_reward.pairing.records import LabelledPair
+from paco_reward.pairing.seeding import order_key
 
 TRAIN, TEST = "train", "test"
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from paco_judge.client import JudgeError, Pair
 from paco_judge.questions import editing_consistency_question, editing_instruction_question
-from paco_reward.dataset.chat import Progress, Server
-from paco_reward.dataset.cutting import copy
-from paco_reward.dataset.journal import Journal
-from paco_reward.dataset.records import LabelledPair
-from paco_reward.dataset.sources import IMAGE_TAG, read_json_lines
-from paco_reward.dataset.split import connected
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
+from paco_reward.pairing.chat import Progress, Server
+from paco_reward.pairing.cutting import copy
+from paco_reward.pairing.journal import Journal
+from paco_reward.pairing.records import LabelledPair
+from paco_reward.pairing.sources import IMAGE_TAG, read_json_lines
+from paco_reward.pairing.split import connected
 
 _QUESTIONS = {
     "consistency": ("editing_consistency", editing_consistency_question),

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from paco_reward.dataset.journal import write_atomically
-from paco_reward.dataset.records import LabelledPair
 from paco_reward.images import open_image
+from paco_reward.pairing.journal import write_atomically
+from paco_reward.pairing.records import LabelledPair
 
 MEANINGS = {
     "prompts": "prompts",

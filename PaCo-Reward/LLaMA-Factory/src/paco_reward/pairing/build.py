@@ -17,19 +17,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paco_reward.dataset import duplicates, pairs, split
-from paco_reward.dataset.cutting import write_sub_figures
-from paco_reward.dataset.editing import EditRow, editing_pairs, grouped_by_image, read_edits
-from paco_reward.dataset.journal import Journal, write_atomically, write_json
-from paco_reward.dataset.options import Options
-from paco_reward.dataset.rankings import rank_by_order, rank_by_scores, read_rankings
-from paco_reward.dataset.reasons import write_reasons
-from paco_reward.dataset.records import LabelledPair, PromptItem, Ranking
-from paco_reward.dataset.report import dataset_numbers, write_sheet
-from paco_reward.dataset.sets import candidate_sets
-from paco_reward.dataset.sharegpt import write_datasets
-from paco_reward.dataset.sources import read_prompts
 from paco_reward.errors import PacoRewardError
+from paco_reward.pairing import duplicates, pairs, split
+from paco_reward.pairing.cutting import write_sub_figures
+from paco_reward.pairing.editing import EditRow, editing_pairs, grouped_by_image, read_edits
+from paco_reward.pairing.journal import Journal, write_atomically, write_json
+from paco_reward.pairing.options import Options
+from paco_reward.pairing.rankings import rank_by_order, rank_by_scores, read_rankings
+from paco_reward.pairing.reasons import write_reasons
+from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.report import dataset_numbers, write_sheet
+from paco_reward.pairing.sets import candidate_sets
+from paco_reward.pairing.sharegpt import write_datasets
+from paco_reward.pairing.sources import read_prompts
 from paco_reward.preflight import check_images
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import Any
 from paco_judge.client import JudgeError, Pair
 from paco_judge.images import png_data_url
 from paco_judge.questions import theme_question
-from paco_reward.dataset.chat import Progress, Question, Server, ask_all
-from paco_reward.dataset.journal import Journal
-from paco_reward.dataset.records import CandidateSet, PromptItem, Ranking
-from paco_reward.dataset.sources import read_json_lines
-from paco_reward.dataset.wording import image_messages, ranking_request, read_order
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
+from paco_reward.pairing.chat import Progress, Question, Server, ask_all
+from paco_reward.pairing.journal import Journal
+from paco_reward.pairing.records import CandidateSet, PromptItem, Ranking
+from paco_reward.pairing.sources import read_json_lines
+from paco_reward.pairing.wording import image_messages, ranking_request, read_order
 
 _SHOWN = 5
 _SETS_AT_ONCE = 16

@@ -7,8 +7,8 @@ they were asked to show; i ≠ j, so that none is the reference again.
 
 from itertools import product
 
-from paco_reward.dataset.records import CandidateSet, PromptItem
-from paco_reward.dataset.seeding import generator
+from paco_reward.pairing.records import CandidateSet, PromptItem
+from paco_reward.pairing.seeding import generator
 
 
 def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> list[CandidateSet]:

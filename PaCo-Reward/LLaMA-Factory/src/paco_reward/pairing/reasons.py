@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paco_judge.images import png_data_url
-from paco_reward.dataset.chat import Question, Server, ask_all
-from paco_reward.dataset.journal import Journal
-from paco_reward.dataset.pairs import with_reason
-from paco_reward.dataset.records import LabelledPair
-from paco_reward.dataset.wording import image_messages, read_reason, reason_request
 from paco_reward.images import open_image
+from paco_reward.pairing.chat import Question, Server, ask_all
+from paco_reward.pairing.journal import Journal
+from paco_reward.pairing.pairs import with_reason
+from paco_reward.pairing.records import LabelledPair
+from paco_reward.pairing.wording import image_messages, read_reason, reason_request
 
 
 def write_reasons(
