@@ -12,7 +12,7 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ([("sample.noise_steps", "1,10")], "config.sample.noise_steps has step 10, but sample.num_steps=10"),
+        ([("sample.num_steps", "10"), ("sample.noise_steps", "1,10")], "config.sample.noise_steps has step 10, but sample.num_steps=10"),
         ([("sample.noise_steps", "-1")], "sample.noise_steps has step -1"),
         ([("sample.noise_steps", "1,1")], "names a step twice"),
         ([("sample.noise_steps", "")], "sample.noise_steps is empty"),

@@ -1,0 +1,235 @@
+"""build-dataset: rules, split, balance, duplicates and reading of answers, as properties."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairing_tools import of_colour
+from PIL import Image
+
+from paco_reward.errors import PacoRewardError
+from paco_reward.pairing import duplicates, split, wording
+from paco_reward.pairing.journal import Journal
+from paco_reward.pairing.pairs import labels_of_ranking, pairs_of_rankings
+from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.sets import candidate_sets
+from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
+
+# --- properties ---
+
+rankings_of_n = st.integers(2, 9).flatmap(
+    lambda n: st.tuples(
+        st.permutations(range(n)),
+        st.integers(1, 5),
+        st.integers(1, 5),
+        st.none() | st.lists(st.floats(0, 1), min_size=n, max_size=n),
+    )
+)
+
+
+@given(rankings_of_n, st.floats(0, 1))
+def test_the_rule_labels_the_best_yes_and_the_worst_no(drawn, min_gap):
+    order, yes_ranks, no_ranks, scores = drawn
+    names = tuple(str(i) for i in order)
+    scores = None if scores is None else tuple(sorted(scores, reverse=True))
+    labels = labels_of_ranking(Ranking("f", "ref", names, scores), yes_ranks, no_ranks, min_gap)
+    if len(names) < yes_ranks + no_ranks:
+        assert labels is None
+        return
+    if scores is not None and scores[yes_ranks - 1] - scores[len(names) - no_ranks] < min_gap:
+        assert labels is None
+        return
+    assert [name for name, label in labels if label] == list(names[:yes_ranks])
+    assert [name for name, label in labels if not label] == list(names[len(names) - no_ranks :])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30), st.integers(0, 99))
+def test_each_two_images_are_paired_once_with_the_label_of_the_majority(drawn, seed):
+    item = PromptItem("f", "p", "theme", 1, 1, "here", "g")
+    rankings = [Ranking("f", f"{ref}.png", tuple(f"{i}.png" for i in order)) for ref, order in drawn]
+    counts = Counter()
+    made = pairs_of_rankings(rankings, {"f": item}, yes_ranks=1, no_ranks=2, min_gap=0, seed=seed, counts=counts)
+    votes = {}
+    for ref, order in drawn:
+        for other, vote in ((order[0], 1), (order[-1], -1), (order[-2], -1)):
+            key = frozenset((f"images/f/{ref}.png", f"images/f/{other}.png"))
+            votes[key] = votes.get(key, 0) + vote
+    expected = {key: vote > 0 for key, vote in votes.items() if vote}
+    assert {frozenset((pair.first, pair.second)): pair.label for pair in made} == expected
+    assert len(made) == len(expected) and counts["pairs_disputed"] == len(votes) - len(expected)
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.integers(1, 40), st.integers(0, 9)
+)
+def test_sets_compare_one_panel_of_different_generations(generations, rows_, cols, candidates, wanted, seed):
+    from paco_reward.pairing.records import Generation
+
+    made = tuple(
+        Generation((Path("x"),), tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)), True)
+        for g in range(generations)
+    )
+    item = PromptItem("f", "p", "t", rows_, cols, "here", "g", made)
+    formed = candidate_sets(item, candidates, wanted, seed)
+    panels = rows_ * cols
+    expected = min(wanted, generations * panels * (panels - 1)) if generations > 1 else 0
+    assert len(formed) == len({(s.ref_image, s.comp_images) for s in formed}) == expected
+    assert formed == candidate_sets(item, candidates, wanted, seed)
+    for one in formed:
+        shown = [name.split("/") for name in one.comp_images]
+        assert len({g for g, _ in shown}) == len(shown) == min(candidates, generations)
+        assert len({p for _, p in shown}) == 1
+        own, panel = one.ref_image.split("/")
+        assert own in {g for g, _ in shown} and panel != shown[0][1]
+
+
+labelled = st.builds(
+    LabelledPair,
+    first=st.integers(0, 30).map(str),
+    second=st.integers(31, 60).map(str),
+    question=st.sampled_from(["q", "r"]),
+    label=st.booleans(),
+    kind=st.sampled_from(["theme", "editing_consistency", "editing_instruction"]),
+    group=st.integers(0, 6).map(str),
+)
+
+
+@given(st.lists(labelled, max_size=60, unique_by=lambda p: (p.first, p.second, p.question, p.kind)), st.integers(0, 9))
+def test_balance_is_exact_takes_no_more_than_it_must_and_ignores_the_order(pairs, seed):
+    kept = split.balanced(pairs, seed)
+    for kind in {pair.kind for pair in pairs}:
+        before = Counter(pair.label for pair in pairs if pair.kind == kind)
+        after = Counter(pair.label for pair in kept if pair.kind == kind)
+        assert after[True] == after[False] == min(before[True], before[False])
+    assert set(kept) == set(split.balanced(pairs[::-1], seed))
+    assert kept == [pair for pair in pairs if pair in set(kept)]
+
+
+@given(st.sets(st.integers(0, 200).map(str)), st.floats(0, 0.9), st.integers(0, 99))
+def test_the_split_has_its_share_and_leaves_both_sides_something(groups, share, seed):
+    testing = split.test_groups(groups, share, seed)
+    assert testing <= groups and testing == split.test_groups(sorted(groups), share, seed)
+    if share > 0 and len(groups) > 1:
+        assert 1 <= len(testing) < len(groups)
+        assert abs(len(testing) - share * len(groups)) <= 1
+    else:
+        assert not testing
+
+
+@given(st.lists(st.sets(st.integers(0, 15), min_size=1, max_size=3), max_size=25))
+def test_groups_share_no_key(keys):
+    groups = split.connected([sorted(own) for own in keys])
+    for i, own in enumerate(keys):
+        for j, other in enumerate(keys):
+            if own & other:
+                assert groups[i] == groups[j]
+    for group in set(groups):  # and no larger than they must be: each is one connected whole
+        members = [i for i, g in enumerate(groups) if g == group]
+        reached = {members[0]}
+        while True:
+            grown = {i for i in members if any(keys[i] & keys[j] for j in reached)} | reached
+            if grown == reached:
+                break
+            reached = grown
+        assert reached == set(members)
+
+
+def test_near_duplicates_are_told_from_other_colours_and_shapes(tmp_path):
+    # Grids: a single centred shape is symmetric, and the signs of frequencies that are zero are noise.
+    def pixels(character, views):
+        return assemble_grid([render_panel(CHARACTERS[character], view, 48) for view in views])
+
+    views = [VIEWS[number] for number in (1, 3, 7, 5)]
+    base = pixels(0, views)
+    shown = {
+        "a": base,
+        "b": base + np.random.default_rng(0).normal(scale=0.01, size=base.shape),
+        "c": pixels(of_colour(0, "blue"), views),
+        "d": pixels(0, views[::-1]),
+        "e": pixels(3, views),
+    }
+    for name, image in shown.items():
+        Image.fromarray(to_uint8(image)).save(tmp_path / f"{name}.png")
+    leader = duplicates.leaders([f"{name}.png" for name in shown], tmp_path, 6)
+    assert leader == {"a.png": "a.png", "b.png": "a.png", "c.png": "c.png", "d.png": "d.png", "e.png": "e.png"}
+
+
+def test_pairs_that_say_nothing_new_are_left_out():
+    def pair(first, second, label=True, kind="theme", question="q"):
+        return LabelledPair(first, second, question, label, kind, "g")
+
+    leader = {"a": "a", "a2": "a", "b": "b", "c": "c", "c2": "c"}
+    counts = Counter()
+    kept = duplicates.without_duplicates(
+        [
+            pair("a", "b"),
+            pair("b", "a2"),  # again, turned round
+            pair("a", "a2"),  # a copy
+            pair("a", "c"),
+            pair("c2", "a", label=False),  # disputes the one before
+            pair("a", "a2", kind="editing_consistency"),
+            pair("a2", "a", kind="editing_consistency"),  # again
+            pair("a", "a2", kind="editing_consistency", question="another instruction"),
+        ],
+        leader,
+        counts,
+    )
+    assert [(p.first, p.second, p.kind, p.question) for p in kept] == [
+        ("a", "b", "theme", "q"),
+        ("a", "a2", "editing_consistency", "q"),
+        ("a", "a2", "editing_consistency", "another instruction"),
+    ]
+    assert counts == {"repeated": 2, "near_duplicate": 1, "repeated_disputed": 2}
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("Yes. Both show a red star.", ("Yes", "Both show a red star.")),
+        ("**No**, the hair\n differs in colour.", ("No", "The hair differs in colour.")),
+        ('"yes" - the same fox in both.', ("Yes", "The same fox in both.")),
+        ("Yes", None),
+        ("Yesterday both were the same.", None),
+        ("Nothing differs between the two.", None),
+        ("I think yes, since both are red.", None),
+        ("Yes. Look at <image> and its colours.", None),
+        ("", None),
+    ],
+)
+def test_reading_reasons(answer, read):
+    assert wording.read_reason(answer) == read
+
+
+@given(st.permutations(range(5)), st.sampled_from(["{}", "The order is {}.", "1 > 2? No: {}", "Best first:\n\n{}\n"]))
+def test_reading_orders(order, around):
+    text = around.format(" > ".join(str(i + 1) for i in order))
+    assert wording.read_order(text, 5) == tuple(order)
+    assert wording.read_order(text, 4) is None
+
+
+@settings(max_examples=20)
+@given(st.lists(st.text('aé\n\r\u2028"', min_size=1), unique=True, max_size=6), st.data())
+def test_a_journal_keeps_every_whole_answer_wherever_it_is_cut(tmp_path_factory, texts, data):
+    file = tmp_path_factory.mktemp("journal") / "j.jsonl"
+    journal = Journal(file)
+    for text in texts:
+        journal.add(text, text * 2)
+        journal.add(text, "a second answer")
+    raw = file.read_bytes() if texts else b""
+    cut = data.draw(st.integers(0, len(raw)))
+    file.write_bytes(raw[:cut])
+    again = Journal(file)
+    assert list(again.values) == texts[: raw[:cut].count(b"\n")]
+    for text in texts:
+        again.add(text, text * 2)
+    assert file.read_bytes() == raw and Journal(file).values == {text: text * 2 for text in texts}
+
+
+def test_a_damaged_journal_names_its_line(tmp_path):
+    (tmp_path / "j.jsonl").write_text('{"key": "a", "value": 1}\nnot json\n')
+    with pytest.raises(PacoRewardError, match=r"j.jsonl line 2 is damaged"):
+        Journal(tmp_path / "j.jsonl")
