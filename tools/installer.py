@@ -185,7 +185,8 @@ def torch_backend(uv: str, env: Path) -> list[str]:
     if has_gpu():
         return []
     torch = f"torch=={read_pins(pins('train'))['torch']}"
-    probe = [uv, "pip", "install", "--dry-run", "--no-deps", "--python", str(env / "bin/python"),
+    # --reinstall: where torch is installed already, a dry run would otherwise ask nobody and always succeed.
+    probe = [uv, "pip", "install", "--dry-run", "--reinstall", "--no-deps", "--python", str(env / "bin/python"),
              "--torch-backend", "cpu", torch]
     settings = dict(registry_settings(), UV_HTTP_TIMEOUT="6", UV_HTTP_RETRIES="0")
     try:

@@ -159,11 +159,17 @@ def test_neither_ensurepip_nor_pip_names_the_package(clone, monkeypatch):
 
 
 def test_cpu_builds_only_where_they_are_reached(monkeypatch, tmp_path):
-    answer = 0
+    answer, asked = 0, []
     monkeypatch.delenv("PACO_TORCH_BACKEND", raising=False)
     monkeypatch.setattr(installer, "has_gpu", lambda: False)
-    monkeypatch.setattr(installer, "run", lambda c, **_: subprocess.CompletedProcess(c, answer, "", ""))
+
+    def run(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, answer, "", "")
+
+    monkeypatch.setattr(installer, "run", run)
     assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cpu"]
+    assert "--reinstall" in asked[0]  # an environment that has torch already answers for nobody
     answer = 1
     assert installer.torch_backend("uv", tmp_path) == []
     monkeypatch.setenv("PACO_TORCH_BACKEND", "cu128")
