@@ -140,6 +140,14 @@ def evaluations(run: StudyRun) -> Iterator[dict]:
             yield row
 
 
+def _last_samples(run: StudyRun, epochs: int = 5) -> dict[str, float]:
+    """Mean scores of the images of the last epochs, at the training resolution."""
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["phase"] == "train"][-epochs:]
+    keys = {f"reward/{name}_mean": name for name in MEASURES}
+    return {name: float(np.mean([row[key] for row in rows])) for key, name in keys.items() if key in rows[-1]}
+
+
 def _images(run: StudyRun, epoch: int) -> list[dict]:
     path = run.folder / "eval" / f"epoch_{epoch:04d}" / "eval_data.jsonl"
     return [json.loads(line)["rewards"] for line in path.read_text().splitlines()]
@@ -179,6 +187,7 @@ def summarise(run: StudyRun) -> dict:
         key = f"eval/{name}_mean"
         if key in first:
             result[name] = {"before": first[key], "after": last[key], "stderr": last[f"eval/{name}_stderr"]}
+    result["last_samples"] = _last_samples(run)
     before, after = (_images(run, row["epoch"]) for row in (first, last))
     result["at_equal_alignment"] = dict(zip(("before", "after"), at_equal_alignment(before, after)))
     return result

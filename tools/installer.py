@@ -73,6 +73,7 @@ def registry_settings() -> dict[str, str]:
 
 
 def usable_uv(path: str | None) -> bool:
+    """Whether there is a uv at `path` that runs and is recent enough."""
     if not path:
         return False
     try:

@@ -235,6 +235,7 @@ def _last_line(log: Path | None) -> str:
 
 
 def main() -> int:
+    """Command line; the exit status."""
     parser = argparse.ArgumentParser(
         prog="launch.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

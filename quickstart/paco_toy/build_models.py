@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 LEARNING_RATE_LATER = 6e-4  # of a generator that is trained on
 MINUTES = {"vae": 6.0, "judge": 20.0, "generator": 56.0}
-
-
 SIDES = (16, 32, 64)  # panel sides in pixels: grids of 32, 64 and 128 px
 
 
@@ -72,7 +70,7 @@ def build_judge(out: Path, minutes: float, seed: int) -> None:
         judge.train_judge(model, batches, 60 * minutes * first_leg)
     batches.comparisons = True
     judge.train_judge(model, batches, 60 * minutes * (1 - first_leg))
-    # float32: LLaMA-Factory computes in the dtype it finds, and bfloat16 takes 2.4 times as long on a CPU.
+    # float32: LLaMA-Factory computes in the dtype it finds, and bfloat16 is slow on most CPUs.
     model.save_pretrained(out / "judge")
     processor.save_pretrained(out / "judge")
     accuracy = judge.caption_accuracy(model, processor, batches)
@@ -131,13 +129,9 @@ def _note_quality(out: Path, figures: dict) -> None:
     path.write_text(json.dumps({**known, **figures}, indent=2) + "\n")
 
 
-STAGES = {"panels": build_panels, "vae": build_vae, "judge": build_judge, "generator": build_generator}
-STAGES["latents"] = encode_latents
-# One thread a process, and memory that is kept: a step of the 64 px generator takes a third less time than with glibc's defaults.
-PROCESS_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=4000000000:glibc.malloc.mmap_threshold=4000000000",
-}
+STAGES = {
+    "panels": build_panels, "vae": build_vae, "judge": build_judge, "latents": encode_latents, "generator": build_generator,
+}  # fmt: skip
 
 
 def _start(stage: str, arguments: argparse.Namespace, processes: int = 1) -> subprocess.Popen:
@@ -148,7 +142,7 @@ def _start(stage: str, arguments: argparse.Namespace, processes: int = 1) -> sub
     minutes = (longer.get(stage) or MINUTES.get(stage, 0)) * arguments.scale
     command = [*launcher, "-m", "paco_toy.build_models", "--stage", stage, "--out", str(arguments.out)]
     command += ["--seed", str(arguments.seed), "--minutes", str(minutes)]
-    return subprocess.Popen(command, env={**os.environ, **PROCESS_ENVIRONMENT})
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def build_all(arguments: argparse.Namespace) -> None:
@@ -156,14 +150,15 @@ def build_all(arguments: argparse.Namespace) -> None:
     final = arguments.out
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".building-") as workplace:
         arguments.out = Path(workplace) / "models"
-        if arguments.continue_generator:
+        if arguments.continue_generator or arguments.continue_judge:
             shutil.copytree(final, arguments.out)
-            order = (("panels",), ("latents",), ("generator",), ("measure",))
-        elif arguments.continue_judge:
-            shutil.copytree(final, arguments.out)
-            order = (("panels",), ("judge",))
         else:
             arguments.out.mkdir()
+        if arguments.continue_generator:
+            order = (("panels",), ("latents",), ("generator",), ("measure",))
+        elif arguments.continue_judge:
+            order = (("panels",), ("judge",))
+        else:
             order = (("panels",), ("vae", "judge"), ("generator",), ("measure",))
         for stages in order:
             running = {s: _start(s, arguments, arguments.processes if s == "generator" else 1) for s in stages}

@@ -34,7 +34,10 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
         raise DataError(f"unknown config.prompt_fn {kind!r}. Known: {', '.join(KINDS)}")
     folder = Path(dataset)
     if not folder.is_dir():
-        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()})")
+        raise DataError(
+            f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}). "
+            "Put train_metadata.jsonl and test_metadata.jsonl there, or name another folder with --config.dataset=FOLDER"
+        )
     items = KINDS[kind](folder, split)
     if not items:
         raise DataError(f"prompt set {folder} has no item in its {split} split")
