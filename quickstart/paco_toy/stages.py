@@ -107,17 +107,34 @@ def world(ctx: Context) -> dict[str, Any]:
             "Restore them (git checkout -- quickstart/models) or build them (bash quickstart/run.sh --rebuild, about 90 minutes)."
         )
     command = [ctx.python, "-m", "paco_toy.build_world", "--seed", ctx.seed, "--out", ctx.world]
-    ctx.commands.run(command, ctx.repo, "1-world", "rendering")
+    ctx.commands.run(command, ctx.repo, "1-world", "rendering", span=(0.0, 0.2))
+    _reward_data(ctx)
     counts = {split: len(read_rows(ctx.world / f"prompts/{split}_metadata.jsonl")) for split in ("train", "test")}
-    pairs = {split: len(json.loads((ctx.world / f"reward_data/{split}.json").read_text())) for split in ("train", "test")}
+    pairs = {split: len(json.loads((ctx.world / f"reward_data/toy_pairs_cot_{split}.json").read_text())) for split in ("train", "test")}
     ctx.console.line(f"{counts['train']} training and {counts['test']} test prompts, {pairs['train']} pairs to learn from, {pairs['test']} held out")
     return {"prompts": counts, "pairs": pairs}
+
+
+def _reward_data(ctx: Context) -> None:
+    """The judge's pairs, built as from any generated images; the world ranks and gives reasons in place of people."""
+    drawn, world = ctx.world / "drawn", os.path.relpath(ctx.world, ctx.reward)
+    for name in ("drawn", "reward_data"):
+        shutil.rmtree(ctx.world / name, ignore_errors=True)
+    toy = [ctx.python, "-m", "paco_toy.reward_data"]
+    ctx.commands.run([*toy, "draw", "--out", drawn, "--seed", ctx.seed], ctx.repo, "1-draw", "drawing grids", span=(0.2, 0.7))
+    build = [Path(ctx.python).parent / "paco-reward", "build-dataset", "--grids", f"{world}/drawn/grids", "--metadata",
+             f"{world}/drawn/metadata.jsonl", "--output", f"{world}/reward_data", "--name", "toy_pairs", "--seed", ctx.seed]  # fmt: skip
+    ctx.commands.run([*build, "--sets_only"], ctx.reward, "1-sets", "pairing sub-figures", span=(0.7, 0.85))
+    sets = ctx.world / "reward_data" / "sets.jsonl"
+    ctx.commands.run([*toy, "annotate", "--out", drawn, "--sets", sets], ctx.repo, "1-annotate", "annotating", span=(0.85, 0.88))
+    written = ["--rankings", f"{world}/drawn/rankings.jsonl", "--reasons_file", f"{world}/drawn/reasons.jsonl"]
+    ctx.commands.run([*build, *written], ctx.reward, "1-pairs", "labelling pairs", span=(0.88, 1.0))
 
 
 def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str | Path) -> dict[str, Any]:
     output = ctx.out / f"judge_{name}.json"
     command = [Path(ctx.python).parent / "paco-reward", "accuracy", *model, "--dataset_dir", "../quickstart/out/world/reward_data",
-               "--dataset", "toy_pairs_test", "--output", output]  # fmt: skip
+               "--dataset", "toy_pairs_cot_test", "--output", output]  # fmt: skip
     ctx.commands.run(command, ctx.reward, f"2-judge-accuracy-{name}", f"accuracy, {name}", span=span)
     found = json.loads(output.read_text())
     ctx.console.line(f"{name}: accuracy {found['accuracy']:.3f}, AUC {found['auc']:.3f} on {found['n']} pairs of held-out characters")
@@ -279,7 +296,7 @@ def report(ctx: Context) -> dict[str, Any]:
 
 
 STAGES = (
-    Stage("world", "World: data sets are rendered", 15, world),
+    Stage("world", "World: data sets are rendered, pairs are built", 35, world),
     Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 300, judge),
     Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 25, rank),
     Stage("server", "Server: the judge over HTTP", 15, server, always=True),

@@ -24,8 +24,10 @@ STOP = NOTE + 'rm -f "$STATE/serving"'
 PYTHON = NOTE + r"""
 out="$STATE/quickstart/out"
 case "$*" in
-  *build_world*) mkdir -p $out/world/prompts $out/world/reward_data
-    for s in train test; do echo '{}' > $out/world/prompts/${s}_metadata.jsonl; echo '[1]' > $out/world/reward_data/$s.json; done ;;
+  *build_world*) mkdir -p $out/world/prompts
+    for s in train test; do echo '{}' > $out/world/prompts/${s}_metadata.jsonl; done ;;
+  *annotate*) mkdir -p $out/world/reward_data
+    for s in train test; do echo '[1]' > $out/world/reward_data/toy_pairs_cot_$s.json; done ;;
   *eval_vllm*) mkdir -p $out/rank_results; echo '{"metrics": {"accuracy": 0.8, "top1": 1.0}}' > $out/rank_results/judge-v3.jsonl ;;
   *print_eval_table*) echo table > $out/rank_table.txt ;;
   *paco_grpo.report*) echo page > $out/report.html ;;
@@ -96,10 +98,10 @@ def test_everything_once_then_nothing_then_fresh(repo):
     done = drive(repo, "--seed", "3")
     assert done.returncode == 0, done.stderr
     made = calls(repo)
-    order = ["build_world", "accuracy", "paco_reward.sh", "accuracy", "export", "eval_vllm", "print_eval_table", "stop.sh",
+    order = ["build_world", "reward_data draw", "--sets_only", "reward_data annotate", "--rankings", "accuracy", "paco_reward.sh", "accuracy", "export", "eval_vllm", "print_eval_table", "stop.sh",
              "launch.sh", "train_flux.sh", "stop.sh", "paco_grpo.report"]  # fmt: skip
     assert len(made) == len(order) and all(word in call for word, call in zip(order, made, strict=True)), made
-    assert "--seed 3" in made[0] and "seed=3" in made[2] and "--config.seed=3" in made[9]
+    assert all("--seed 3" in made[i] for i in (0, 1, 2, 4)) and "seed=3" in made[6] and "--config.seed=3" in made[13]
     assert not (repo / "serving").exists()
     summary = json.loads((repo / "quickstart/out/summary.json").read_text())
     assert summary["judge"]["base"]["accuracy"] == 0.9 and summary["judge"]["lora"]["auc"] == 0.95

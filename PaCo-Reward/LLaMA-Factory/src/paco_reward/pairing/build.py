@@ -12,9 +12,10 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paco_reward.errors import PacoRewardError
@@ -24,7 +25,7 @@ from paco_reward.pairing.editing import EditRow, editing_pairs, grouped_by_image
 from paco_reward.pairing.journal import Journal, write_atomically, write_json
 from paco_reward.pairing.options import Options
 from paco_reward.pairing.rankings import rank_by_order, rank_by_scores, read_rankings
-from paco_reward.pairing.reasons import write_reasons
+from paco_reward.pairing.reasons import PairKey, Written, given_reasons, read_reasons, write_reasons
 from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
 from paco_reward.pairing.report import dataset_numbers, write_sheet
 from paco_reward.pairing.sets import candidate_sets
@@ -51,6 +52,7 @@ def build(options: Options) -> dict[str, Any]:
     by_folder = {item.folder: item for item in items}
     edits = read_edits(options.editing, options.server is not None) if options.editing else []
     ranked = read_rankings(options.rankings, by_folder) if options.rankings else None
+    written = read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
     if ranked is None and items:
         _check_sets(items)
     options = _checked_server(options)
@@ -73,7 +75,8 @@ def build(options: Options) -> dict[str, Any]:
             seed=options.seed,
             counts=counts,
         )
-        datasets |= _datasets(options, options.name, labelled, counts)
+        decided = {item.group: item.split for item in items if item.split}
+        datasets |= _datasets(options, options.name, labelled, counts, decided, written)
     if edits:
         journal = Journal(options.output / "work" / "editing.jsonl")
         labelled = editing_pairs(edits, options.output, options.server, journal, options.min_gap, counts)
@@ -176,36 +179,49 @@ def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _datasets(
-    options: Options, name: str, labelled: Sequence[LabelledPair], counts: Counter
+    options: Options,
+    name: str,
+    labelled: Sequence[LabelledPair],
+    counts: Counter,
+    decided: Mapping[str, str] = MappingProxyType({}),
+    written: Mapping[PairKey, Written] | None = None,
 ) -> dict[str, list[LabelledPair]]:
-    """Clean, split, balance and shuffle labelled pairs, with reasons where they are asked for; by data set name."""
+    """Clean, split, balance and shuffle labelled pairs, with reasons where they are asked for; by data set name.
+
+    ``decided``: the split of the groups whose metadata says it. ``written``: reasons from a file.
+    """
     counts["pairs_labelled"] += len(labelled)
     images = {image for pair in labelled for image in (pair.first, pair.second)}
     leader = duplicates.leaders(images, options.output, options.duplicate_bits)
     kept = duplicates.without_duplicates(split.shuffled(labelled, options.seed), leader, counts)
     if name == options.editing_name:
         kept = grouped_by_image(kept, leader)
-    testing = split.test_groups((pair.group for pair in kept), options.test_share, options.seed)
-    made = {}
-    for part in (split.TRAIN, split.TEST):
-        own = [pair for pair in kept if (pair.group in testing) == (part == split.TEST)]
-        made[part] = _balanced(options, own, counts)
-    if options.reasons and options.server is not None:
+    drawn = {pair.group for pair in kept} - set(decided)
+    testing = split.test_groups(drawn, options.test_share, options.seed)
+    testing |= {group for group, part in decided.items() if part == split.TEST}
+    made = _parts(options, kept, testing, counts)
+    everything = [*made[split.TRAIN], *made[split.TEST]]
+    if written is not None:
+        everything = given_reasons(everything, written, counts)
+    elif options.reasons and options.server is not None:
         server = replace(options.server, model=options.reason_model or options.server.model)
         journal = Journal(options.output / "work" / "reasons.jsonl")
-        everything = [*made[split.TRAIN], *made[split.TEST]]
-        written = write_reasons(everything, options.output, server, journal, counts, options.reason_tokens)
-        for part in made:
-            own = [pair for pair in written if (pair.group in testing) == (part == split.TEST)]
-            made[part] = _balanced(options, own, counts)
-        name += "_cot"
+        everything = write_reasons(everything, options.output, server, journal, counts, options.reason_tokens)
+    if written is not None or options.reasons:
+        made, name = _parts(options, everything, testing, counts), f"{name}_cot"
     return {f"{name}_{part}": own for part, own in made.items() if own}
 
 
-def _balanced(options: Options, own: list[LabelledPair], counts: Counter) -> list[LabelledPair]:
-    kept = split.balanced(own, options.seed)
-    counts["unbalanced"] += len(own) - len(kept)
-    return kept
+def _parts(
+    options: Options, pairs: Sequence[LabelledPair], testing: set[str], counts: Counter
+) -> dict[str, list[LabelledPair]]:
+    """The pairs of either split, balanced."""
+    parts = {}
+    for part in (split.TRAIN, split.TEST):
+        own = [pair for pair in pairs if (pair.group in testing) == (part == split.TEST)]
+        parts[part] = split.balanced(own, options.seed)
+        counts["unbalanced"] += len(own) - len(parts[part])
+    return parts
 
 
 def _finish(options: Options, counts: Counter, datasets: dict[str, list[LabelledPair]]) -> dict[str, Any]:
@@ -235,5 +251,6 @@ def _largest_loss(counts: Counter) -> str:
         "repeated_disputed",
         "unbalanced",
         "reasons_contradicting",
+        "reasons_missing",
     )
     return ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"

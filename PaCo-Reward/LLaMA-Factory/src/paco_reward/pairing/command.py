@@ -26,6 +26,9 @@ examples:
   people rank: first the sets to be ranked (sets.jsonl beside images/), then their rankings
     paco-reward build-dataset --grids grids --metadata prompts.jsonl --sets_only --output PaCo-Dataset
     paco-reward build-dataset --grids grids --metadata prompts.jsonl --rankings ranked.jsonl --output PaCo-Dataset
+  and with reasons that people wrote
+    paco-reward build-dataset --grids grids --metadata prompts.jsonl --rankings ranked.jsonl \\
+        --reasons_file reasons.jsonl --output PaCo-Dataset
   rankings of sub-figures that are cut already, in ConsistencyRank's form
     paco-reward build-dataset --sub_figures BENCH/images --metadata BENCH/prompt_data.jsonl \\
         --rankings BENCH/consistency_full_rank.jsonl --output PaCo-Dataset
@@ -84,6 +87,13 @@ def _add_inputs(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No), else the server's",
     )
+    group.add_argument(
+        "--reasons_file",
+        type=Path,
+        metavar="FILE",
+        help="jsonl of written reasons: folder, images (two names, in the order that the reason speaks of), reason "
+        "(beginning with Yes or No)",
+    )
     group.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the data set's folder")
     group.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
 
@@ -121,7 +131,7 @@ def _add_rule(group: "argparse._ArgumentGroup") -> None:
         help="images whose perceptual hashes differ in at most so many of 64 bits, and whose colours agree, are "
         "near-duplicates (default 4)",
     )
-    group.add_argument("--test_share", type=float, default=0.05, help="share of the themes kept for testing (0.05)")
+    group.add_argument("--test_share", type=float, default=0.05, help="share of the themes kept for testing, of those whose metadata does not say split (0.05)")
     group.add_argument("--seed", type=int, default=42, help="the same seed, input and answers: the same bytes (42)")
     group.add_argument(
         "--name",

@@ -23,6 +23,7 @@ class Options:
     reasons: bool = False
     reason_model: str | None = None
     reason_tokens: int = 256
+    reasons_file: Path | None = None
     candidates: int = 4
     sets_per_prompt: int = 8
     yes_ranks: int = 1
@@ -59,6 +60,11 @@ class Options:
             ),
             (self.rankings and self.sets_only, "--sets_only writes sets to be ranked; leave --rankings out"),
             (self.reasons and not self.server, "--reasons are written by a model: give --server URL"),
+            (self.reasons_file and self.reasons, "--reasons_file and --reasons exclude each other; give one"),
+            (
+                self.reasons_file and (self.editing or not self.images),
+                "--reasons_file holds reasons for pairs of sub-figures; build edits in a run of their own",
+            ),
             (self.name == self.editing_name, "--name and --editing_name must differ"),
             (self.rank_by not in ("scores", "order"), f"--rank_by is scores or order, not {self.rank_by}"),
         ):

@@ -23,7 +23,8 @@ class PromptItem:
 
     ``folder``: its name in every file written (the metadata's ``idx``). ``group``: equal for prompts that share a
     theme; train and test are split by it. ``loose``: names and files of sub-figures whose generation is not known, which
-    only a file of rankings can pair. ``place``: where the prompt was read.
+    only a file of rankings can pair. ``split``: ``train`` or ``test`` where the metadata decides, else empty. ``place``:
+    where the prompt was read.
     """
 
     folder: str
@@ -35,6 +36,7 @@ class PromptItem:
     group: str = ""
     generations: tuple[Generation, ...] = ()
     loose: tuple[tuple[str, Path], ...] = ()
+    split: str = ""
 
     def names(self) -> dict[str, None]:
         """The names of all its sub-figures, in order."""

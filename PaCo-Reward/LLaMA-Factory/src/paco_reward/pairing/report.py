@@ -35,6 +35,7 @@ MEANINGS = {
     "reasons_contradicting": "- reasons that contradict their label",
     "reasons_unreadable": "- answers without verdict or reasons",
     "reasons_without_answer": "- reasons that the server refused",
+    "reasons_missing": "- pairs without a written reason",
     "reasons_kept": "reasons written",
 }
 _SIDE, _TEXT, _GAP, _EACH = 144, 330, 10, 4

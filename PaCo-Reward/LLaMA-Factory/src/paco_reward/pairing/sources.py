@@ -1,7 +1,8 @@
 """Prompts and where their images are: a metadata file beside a folder of grids, or of sub-figures already cut.
 
 A metadata line is a JSON object with ``prompt`` and, where it has one, ``idx`` (the name of the prompt's folder; default:
-a number). Several lines may be generations of one prompt. Its images, the first of these that applies:
+a number). Several lines may be generations of one prompt. ``split`` (``train`` or ``test``) decides where its theme goes;
+else the seed does. Its images, the first of these that applies:
 
   grids         named in the line (``image``, ``file`` or ``images``), else FOLDER/<idx>/*, else FOLDER/<idx>.png and
                 FOLDER/<idx>_*.png, FOLDER/<idx>-*.png
@@ -18,7 +19,7 @@ from typing import Any
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.records import Generation, PromptItem
-from paco_reward.pairing.split import connected
+from paco_reward.pairing.split import TEST, TRAIN, connected
 
 IMAGE_TAG = "<image>"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -77,8 +78,21 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
         _add_line(rows, place, line, grids)
     groups = connected([sorted(row.keys) for row in rows.values()])
     first = [row.item.folder for row in rows.values()]
+    _check_splits([row.item for row in rows.values()], groups)
     find = _grids if grids else _sub_figures
     return [replace(find(row, folder), group=first[group]) for row, group in zip(rows.values(), groups, strict=True)]
+
+
+def _check_splits(items: list[PromptItem], groups: list[int]) -> None:
+    """One theme is not for training and for testing."""
+    decided: dict[int, PromptItem] = {}
+    for item, group in zip(items, groups, strict=True):
+        other = decided.setdefault(group, item)
+        if item.split != other.split:
+            raise PacoRewardError(
+                f"{item.place} has split {item.split or '(none)'}, but {other.place}, which shares its theme, "
+                f"{other.split or '(none)'}; give both the same"
+            )
 
 
 def _add_line(rows: dict[str, _Row], place: str, line: dict[str, Any], grids: bool) -> None:
@@ -93,14 +107,19 @@ def _add_line(rows: dict[str, _Row], place: str, line: dict[str, Any], grids: bo
         name = str(line["idx"])
     if not _SAFE_NAME.fullmatch(name):
         raise PacoRewardError(f"{place}: idx {name!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
+    part = line.get("split") or ""
+    if part not in ("", TRAIN, TEST):
+        raise PacoRewardError(f"{place}: split is {TRAIN} or {TEST}, not {part!r}")
     if name not in rows:
         try:
             grid = split_prompt(prompt)
         except PromptLayoutError as error:
             raise PacoRewardError(f"{place} (idx {name}): {error}; correct the prompt or take the line out") from error
-        item = PromptItem(name, prompt, grid.theme, grid.rows, grid.cols, f"{place} (idx {name})")
+        item = PromptItem(name, prompt, grid.theme, grid.rows, grid.cols, f"{place} (idx {name})", split=part)
         rows[name] = _Row(item, {_normal(prompt), _normal(grid.theme)})
     row = rows[name]
+    if row.item.split != part:
+        raise PacoRewardError(f"{place}: idx {name} has another split before ({row.item.place}); give both the same")
     if row.item.prompt != prompt:
         raise PacoRewardError(f"{place}: idx {name} is already another prompt's ({row.item.place}); idx must be unique")
     if isinstance(line.get("theme"), str) and line["theme"].strip():
