@@ -26,6 +26,7 @@ def load(name: str, file: Path):
 
 tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
 pairing_tools = load("pairing_tools", HERE / "pairing_tools.py")
+training_tools = load("training_tools", HERE / "training_tools.py")
 edit_tools = load("edit_tools", HERE / "edit_tools.py")
 world = pairing_tools.world
 examples, data, toy_judge, judged = edit_tools.examples, edit_tools.data, edit_tools.toy_judge, edit_tools.judged

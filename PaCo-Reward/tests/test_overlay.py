@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from training_tools import TIMEOUT, adapter, losses, run_processes, train_config
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
@@ -21,8 +21,6 @@ from paco_reward.accuracy import labelled_pairs, measure
 from paco_reward.config import check_keys
 from paco_reward.errors import PacoRewardError
 from paco_reward.scorer import JudgeScorer
-
-TIMEOUT = 590
 
 # One process that trains several configurations one after the other: the first through upstream alone.
 SEVERAL = """
@@ -33,70 +31,6 @@ from paco_reward.worker import main
 for file in sys.argv[2:]:
     assert main([file]) == 0
 """
-
-
-def train_config(judge_dir, data_dir, output, **changes) -> dict:
-    """Two optimizer steps of plain gradient descent, so that weights show gradients."""
-    return {
-        "model_name_or_path": str(judge_dir),
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "lora_rank": 4,
-        "lora_target": "q_proj,up_proj,attn.qkv",
-        "freeze_vision_tower": False,
-        "dataset_dir": str(data_dir),
-        "dataset": "pairs",
-        "template": "qwen2_vl",
-        "cutoff_len": 512,
-        "output_dir": str(output),
-        "overwrite_output_dir": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "disable_shuffling": True,
-        "disable_gradient_checkpointing": True,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 1e9,
-        "use_cpu": True,
-        "overwrite_cache": True,
-        **changes,
-    }
-
-
-def run_processes(command, configs, folder) -> str:
-    """Run trainings in processes of their own; returns what they said."""
-    files = []
-    for config in configs:
-        files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")
-        files[-1].write_text(yaml.safe_dump(config))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
-    environment["HF_DATASETS_CACHE"] = str(Path(folder) / "cache")
-    done = subprocess.run(
-        [sys.executable, *command, *map(str, files)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def adapter(folder) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items()}
-
-
-def losses(folder) -> list[float]:
-    state = json.loads((Path(folder) / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
 @pytest.fixture(scope="module")

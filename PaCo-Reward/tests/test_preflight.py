@@ -125,6 +125,31 @@ def test_configuration_files(tmp_path):
         load_config(tmp_path / "bad.yaml")
 
 
+def test_packages_that_a_setting_needs(config, monkeypatch):
+    missing = {"wandb", "swanlab", "bitsandbytes", "deepspeed"}
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name in missing else object())
+    for changes, message in (
+        ({"report_to": ["tensorboard", "wandb"]}, "report_to: wandb needs the package wandb: pip install wandb"),
+        ({"use_swanlab": True}, "pip install swanlab"),
+        ({"quantization_bit": 4}, "pip install bitsandbytes"),
+        ({"deepspeed": str(CONFIGS / "deepspeed/zero3.json")}, "pip install deepspeed"),
+    ):
+        assert message in problem(config | changes)
+    missing.clear()
+    assert "no.json cannot be read" in problem(config | {"deepspeed": "no.json"})
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "deepspeed").glob("*.json")), ids=lambda file: file.stem)
+def test_deepspeed_configurations_leave_the_batch_to_the_trainer(file):
+    """Every number that the training configuration sets is "auto", so that the two cannot contradict each other."""
+    found = json.loads(file.read_text())
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        assert found[name] == "auto"
+    zero = found["zero_optimization"]
+    assert zero["stage"] == int(file.stem[4]) and ("offload" in file.stem) == ("offload_optimizer" in zero)
+    assert ("zero3_offload" == file.stem) == ("offload_param" in zero) and found["bf16"] == {"enabled": "auto"}
+
+
 def test_combinations_that_cannot_be_right():
     check_combinations({"train_on_prompt": True})
     with pytest.raises(PacoRewardError, match="train_on_prompt: false"):

@@ -74,17 +74,6 @@ def test_images_by_path_and_as_pictures(scorer, tiny, tmp_path):
         open_image(tmp_path / "text.png")
 
 
-def test_score_command(judge_dir, tiny, tmp_path, capsys):
-    paths = [str(tmp_path / f"{i}.png") for i in range(3)]
-    for index, path in enumerate(paths):
-        tiny.picture(index).save(path)
-    assert main(["score", *paths, "--model", str(judge_dir), "--theme", "a paper boat"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    values = [float(line.split()[-1]) for line in lines]
-    assert len(lines) == 4 and lines[-1].startswith("mean")
-    assert values[-1] == pytest.approx(np.mean(values[:-1]), abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,14 +87,6 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert main(arguments) == 1
     error = capsys.readouterr().err.strip()
     assert message in error and error.startswith("error: ") and "\n" not in error
-
-
-def test_score_against_a_server_that_is_not_there(tiny, tmp_path, capsys):
-    paths = [str(tmp_path / f"{i}.png") for i in range(2)]
-    for path in paths:
-        tiny.picture(0).save(path)
-    assert main(["score", *paths, "--server", "http://127.0.0.1:9"]) == 1
-    assert "error: no judge answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_accuracy_command(scorer, judge_dir, data_dir, tmp_path, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 from paco_reward import __version__
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.command import add_parser as add_build_dataset
+from paco_reward.score_command import add_parser as add_score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,13 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
     export.set_defaults(command=_export)
 
-    score = commands.add_parser("score", help="score all pairs of some images")
-    score.add_argument("images", nargs="+", metavar="IMAGE", help="two or more image files")
-    score.add_argument("--theme", help="theme sentence of the images; default: asked without a theme")
-    _add_judge(score)
-    score.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading a model")
-    score.set_defaults(command=_score)
-
+    add_score(commands)
     accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labelled pairs")
     _add_judge(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
@@ -80,22 +75,14 @@ def _train(args: argparse.Namespace) -> int:
     return run(args.config, args.overrides, dict(os.environ))
 
 
-def _quiet() -> None:
-    """Models load in a moment here; transformers' bars and notes would hide the result."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-
-
 def _export(args: argparse.Namespace) -> int:
     from paco_reward.accuracy import labelled_pairs
     from paco_reward.export import export, largest_difference, synthetic_pairs
-    from paco_reward.scorer import JudgeScorer
+    from paco_reward.scorer import JudgeScorer, quiet
 
     if bool(args.dataset_dir) != bool(args.dataset):
         raise PacoRewardError("--dataset_dir and --dataset go together")
-    _quiet()
+    quiet()
     pairs = labelled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
     output = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force)
     before = JudgeScorer.from_pretrained(args.base, args.adapter)
@@ -107,49 +94,12 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _score(args: argparse.Namespace) -> int:
-    from paco_judge.client import Pair
-    from paco_judge.grid import pairs as index_pairs
-    from paco_judge.questions import pair_question, theme_question
-    from paco_reward.images import open_image
-
-    if len(args.images) < 2:
-        raise PacoRewardError("a score compares images: name at least two")
-    images = [open_image(path) for path in args.images]
-    question = theme_question(args.theme) if args.theme else pair_question()
-    indices = index_pairs(len(images))
-    pairs = [Pair(images[i], images[j], question) for i, j in indices]
-    verdicts = _verdicts(args, pairs)
-    width = max(len(path) for path in args.images)
-    for (i, j), verdict in zip(indices, verdicts):
-        shown = f"{verdict.p_yes:.4f}" if verdict.ok else f"no score: {verdict.error}"
-        print(f"{args.images[i]:<{width}}  {args.images[j]:<{width}}  {shown}")
-    missing = sum(not verdict.ok for verdict in verdicts)
-    if missing:
-        raise PacoRewardError(f"{missing} of {len(verdicts)} pairs have no score, so there is no mean")
-    print(f"{'mean':<{2 * width + 2}}  {sum(verdict.p_yes for verdict in verdicts) / len(verdicts):.4f}")
-    return 0
-
-
-def _verdicts(args: argparse.Namespace, pairs: list) -> list:
-    if args.server:
-        from paco_judge.client import JudgeClient, JudgeError
-
-        try:
-            return JudgeClient(base_url=args.server, **({"model": args.model} if args.model else {})).score_blocking(
-                pairs
-            )
-        except JudgeError as error:
-            raise PacoRewardError(str(error)) from error
-    return _load(args).score(pairs)
-
-
 def _load(args: argparse.Namespace):
-    from paco_reward.scorer import JudgeScorer
+    from paco_reward.scorer import JudgeScorer, quiet
 
     if not args.model:
-        raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL")
-    _quiet()
+        raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER")
+    quiet()
     return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size)
 
 

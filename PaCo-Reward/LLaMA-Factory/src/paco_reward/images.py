@@ -1,24 +1,45 @@
-"""Opening image files."""
+"""Opening images: files, URLs, pictures in memory."""
 
+import io
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from paco_reward.errors import PacoRewardError
 
+LARGEST_DOWNLOAD = 64 * 2**20  # bytes
+_DOWNLOAD_TIMEOUT_S = 30.0
 
-def open_image(path: str | Path | Image.Image) -> Image.Image:
-    """An RGB image from a file (or the image itself, converted).
+
+def open_image(source: str | Path | Image.Image) -> Image.Image:
+    """An RGB image from a file or an http(s) URL (or the image itself, converted).
 
     Raises:
-        PacoRewardError: missing or not an image; names the file.
+        PacoRewardError: missing, not reachable, too large a download, or not an image; names the source.
     """
-    if isinstance(path, Image.Image):
-        return path.convert("RGB")
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    is_url = str(source).startswith(("http://", "https://"))
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(_download(str(source))) if is_url else source) as image:
             return image.convert("RGB")
     except FileNotFoundError:
-        raise PacoRewardError(f"image {path} does not exist") from None
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise PacoRewardError(f"image {path} cannot be read: {error}") from error
+        raise PacoRewardError(f"image {source} does not exist") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise PacoRewardError(f"image {source} cannot be read: {error}") from error
+
+
+def _download(url: str) -> bytes:
+    import httpx
+
+    content = bytearray()
+    try:
+        with httpx.stream("GET", url, timeout=_DOWNLOAD_TIMEOUT_S, follow_redirects=True) as response:
+            response.raise_for_status()
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) > LARGEST_DOWNLOAD:
+                    raise PacoRewardError(f"image {url} is larger than {LARGEST_DOWNLOAD >> 20} MiB; download it yourself")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PacoRewardError(f"image {url} cannot be fetched: {error}") from error
+    return bytes(content)

@@ -1,6 +1,7 @@
 """Checks before anything expensive: model, data sets, images, disk space. Each failure is one clear line."""
 
 import difflib
+import importlib.util
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ def check_training(config: dict[str, Any], say: Any) -> None:
     Raises:
         PacoRewardError: the first check that fails.
     """
+    check_packages(config)
     say(f"model: {check_model(config.get('model_name_or_path'))}")
     names = dataset_names(config.get("dataset")) + dataset_names(config.get("eval_dataset"))
     if not names:
@@ -46,6 +48,30 @@ def check_training(config: dict[str, Any], say: Any) -> None:
     check_images(seen)
     say(f"images: {len(seen)} files readable")
     check_disk(config)
+
+
+def check_packages(config: dict[str, Any]) -> None:
+    """Packages that single settings need, and the file that `deepspeed` names.
+
+    Raises:
+        PacoRewardError: names the setting and the command that installs what it needs.
+    """
+    report_to = config.get("report_to") or []
+    trackers = [report_to] if isinstance(report_to, str) else list(report_to)
+    needed = [(f"report_to: {name}", name) for name in trackers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    needed += [("use_swanlab", "swanlab")] if config.get("use_swanlab") else []
+    needed += [("quantization_bit", "bitsandbytes")] if config.get("quantization_bit") in (4, 8) else []
+    needed += [("deepspeed", "deepspeed")] if config.get("deepspeed") else []
+    for setting, package in needed:
+        if importlib.util.find_spec(package) is None:
+            raise PacoRewardError(f"{setting} needs the package {package}: pip install {package}")
+    deepspeed = config.get("deepspeed")
+    if isinstance(deepspeed, str):
+        try:
+            json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            known = ", ".join(sorted(map(str, Path("config/deepspeed").glob("*.json")))) or "see config/deepspeed"
+            raise PacoRewardError(f"deepspeed: {deepspeed} cannot be read ({error}); there are {known}") from error
 
 
 def check_model(name: str | None) -> str:

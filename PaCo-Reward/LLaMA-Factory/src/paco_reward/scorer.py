@@ -72,7 +72,7 @@ class JudgeScorer:
         return cls(loaded, processor, batch_size)
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
-        """All unordered pairs of the images with the theme question, in the order (0,1), (0,2), …"""
+        """All unordered pairs of the images (files, URLs, pictures) with the theme question, in the order (0,1), (0,2), …"""
         opened = [open_image(image) for image in images]
         question = theme_question(theme)
         return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
@@ -109,6 +109,25 @@ class JudgeScorer:
         """Logits of the first answer token, (B, V) float32."""
         outputs = self.model(**self.inputs(pairs), logits_to_keep=1, use_cache=False)
         return outputs.logits[:, -1].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
+        """The judge's whole answer to each pair, greedily decoded: Yes or No, then its reasons."""
+        answers: list[str] = []
+        for start in range(0, len(pairs), self.batch_size):
+            inputs = self.inputs(pairs[start : start + self.batch_size])
+            made = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+            own = made[:, inputs["input_ids"].shape[1] :]
+            answers += self.processor.batch_decode(own, skip_special_tokens=True)
+        return [answer.strip() for answer in answers]
+
+
+def quiet() -> None:
+    """For command lines: transformers' bars and notes would hide the result."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:

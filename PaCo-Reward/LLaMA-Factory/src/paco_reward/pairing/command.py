@@ -1,11 +1,11 @@
 """`paco-reward build-dataset`: options, and what is said at the end."""
 
 import argparse
-import os
 from dataclasses import fields
 from pathlib import Path
 
 from paco_reward.errors import PacoRewardError
+from paco_reward.keys import api_key
 
 DESCRIPTION = """\
 Builds training data for the judge from generated images: pairs of sub-figures with Yes or No, and reasons.
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     if args.server:
         if args.max_concurrency < 1 or args.timeout <= 0:
             raise PacoRewardError("--max_concurrency must be at least 1 and --timeout above 0")
-        server = Server(args.server, args.model, _key(args.api_key_env), args.max_concurrency, args.timeout)
+        server = Server(args.server, args.model, api_key(args.api_key_env), args.max_concurrency, args.timeout)
     stats = build(Options(**given, server=server))
     print("\n".join(lines(stats)))
     if args.sets_only:
@@ -165,10 +165,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"written to {args.output}; samples.png shows some pairs, stats.json holds these numbers")
     return 0
 
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise PacoRewardError(f"--api_key_env {variable}: this environment variable is not set; export it")
-    return os.environ[variable]

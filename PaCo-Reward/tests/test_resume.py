@@ -1,0 +1,100 @@
+"""A training that is killed goes on from its last checkpoint; what it leaves can be looked at and loaded."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from training_tools import TIMEOUT, adapter, losses, train_config
+
+STEPS = 8
+
+
+def start(config: dict, folder: Path, log: Path) -> subprocess.Popen:
+    """`paco-reward train` as a user starts it, in one process."""
+    file = folder / f"{Path(config['output_dir']).name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "paco_reward.cli", "train", str(file)]
+    return subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen, log: Path) -> str:
+    assert process.wait(timeout=TIMEOUT) == 0, log.read_text()[-4000:]
+    return log.read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def whole(judge_dir, data_dir, folder) -> Path:
+    """A training that nobody disturbed, with tensorboard and the picture of its loss."""
+    config = settings(judge_dir, data_dir, folder / "whole") | {"report_to": "tensorboard", "plot_loss": True}
+    config["logging_dir"] = str(folder / "board")
+    finish(start(config, folder, folder / "whole.log"), folder / "whole.log")
+    return folder / "whole"
+
+
+def settings(judge_dir: Path, data_dir: Path, output: Path) -> dict:
+    changes = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": False}
+    changes |= {"disable_shuffling": False, "optim": "adamw_torch", "learning_rate": 1e-2, "lora_dropout": 0.1}
+    changes |= {"lr_scheduler_type": "cosine", "per_device_train_batch_size": 4, "first_token_weight": 0.1}
+    return train_config(judge_dir, data_dir, output, **changes)
+
+
+@pytest.mark.slow
+def test_killed_and_given_again_it_ends_where_it_would_have(whole, judge_dir, data_dir, folder):
+    """Weights, optimizer, schedule, order of the data and dropout go on: the adapter is the undisturbed one's."""
+    config, log = settings(judge_dir, data_dir, folder / "killed"), folder / "killed.log"
+    process = start(config, folder, log)
+    deadline = time.monotonic() + TIMEOUT
+    while not (folder / "killed" / "checkpoint-2" / "trainer_state.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "killed" / "adapter_model.safetensors").exists()
+    said = finish(start(config, folder, log), log)
+    assert "step 1/" not in said and f"step {STEPS}/{STEPS}" in said
+    assert losses(folder / "killed") == pytest.approx(losses(whole), abs=1e-6)
+    expected, found = adapter(whole), adapter(folder / "killed")
+    for name, weights in expected.items():
+        np.testing.assert_allclose(found[name], weights, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_curve_can_be_looked_at(whole, folder):
+    assert (whole / "training_loss.png").stat().st_size > 1000
+    assert any((folder / "board").rglob("events.out.tfevents*")) or any(whole.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.slow
+def test_the_adapter_folder_alone_loads_as_the_model_card_says(whole, judge_dir, scorer, tiny):
+    """Base from transformers, PeftModel.from_pretrained on the folder: no code of ours."""
+    from peft import PeftModel
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+    from paco_judge.client import Pair
+    from paco_judge.questions import theme_question
+    from paco_reward.scorer import JudgeScorer
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(judge_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, str(whole))
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 9), theme_question("a paper boat")) for i in range(3)]
+    inputs = scorer.inputs(pairs)
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits[:, -1]
+    yes, no = (AutoProcessor.from_pretrained(judge_dir).tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No"))
+    found = torch.softmax(logits[:, [yes, no]], -1)[:, 0].tolist()
+    ours = [verdict.p_yes for verdict in JudgeScorer.from_pretrained(judge_dir, whole).score(pairs)]
+    assert found == pytest.approx(ours, abs=1e-6)
+    assert np.abs(np.subtract(found, [verdict.p_yes for verdict in scorer.score(pairs)])).max() > 1e-4
