@@ -74,8 +74,10 @@ def test_hub_problems(config, monkeypatch, error):
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     message = problem(config | {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"})
-    assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "model_name_or_path=/path/to/Qwen2.5-VL-7B-Instruct" in message
+    assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "name the folder: /path/to/Qwen2.5-VL-7B-Instruct" in message
     assert ("on the hub; check the name" in message) == (error == "RepositoryNotFoundError")
+    with pytest.raises(PacoRewardError, match="adapter some/lora"):
+        preflight.check_adapter("some/lora")
 
 
 def test_dataset_problems(config, data, tmp_path):

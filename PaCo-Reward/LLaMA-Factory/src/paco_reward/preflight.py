@@ -91,34 +91,48 @@ def check_model(name: str | None) -> str:
         return f"{path} (local folder)"
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise PacoRewardError(f"model folder {name} does not exist; check model_name_or_path")
-    return _check_hub(name)
+    return _check_hub(name, "model", ("config.json",), ("model.safetensors", "model.safetensors.index.json"))
 
 
-def _check_hub(name: str) -> str:
-    """Whether the hub (or its local cache) has the model; asks once and does not retry for minutes."""
+def check_adapter(name: str) -> str:
+    """A local adapter folder, or a name that the hub serves.
+
+    Raises:
+        PacoRewardError: no such folder, one without an adapter, or a name that cannot be fetched.
+    """
+    path = Path(name).expanduser()
+    if (path / "adapter_config.json").is_file():
+        return f"{path} (local folder)"
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise PacoRewardError(f"adapter folder {name} has no adapter_config.json; train one with `paco-reward train`")
+    return _check_hub(name, "adapter", ("adapter_config.json",), ("adapter_model.safetensors",))
+
+
+def _check_hub(name: str, what: str, *needed: tuple[str, ...]) -> str:
+    """Whether the hub, or its local cache, has one of each group of needed files; asks once, without retries."""
     import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    local = f"or download it where the hub is reachable and pass model_name_or_path=/path/to/{name.split('/')[-1]}"
+    local = f"or download it where the hub is reachable and name the folder: /path/to/{name.split('/')[-1]}"
     try:
         if all(
             any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
-            for files in (("config.json",), ("model.safetensors", "model.safetensors.index.json"))
+            for files in needed
         ):
             return f"{name} (local cache)"
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+        get_hf_file_metadata(hf_hub_url(name, needed[0][0]), timeout=10)
     except GatedRepoError as error:
         raise PacoRewardError(
-            f"model {name} needs its licence accepted: log in with `hf auth login`, {local}"
+            f"{what} {name} needs its licence accepted: log in with `hf auth login`, {local}"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise PacoRewardError(
-            f"model {name} is neither a local folder nor on the hub; check the name, {local}"
+            f"{what} {name} is neither a local folder nor on the hub; check the name, {local}"
         ) from error
     except (httpx.HTTPError, OSError) as error:
         raise PacoRewardError(
-            f"model {name} cannot be fetched: the model hub is not reachable and it is not in the local cache; "
+            f"{what} {name} cannot be fetched: the model hub is not reachable and it is not in the local cache; "
             f"set HF_ENDPOINT to a mirror you can reach, {local}"
         ) from error
     return f"{name} (hub)"

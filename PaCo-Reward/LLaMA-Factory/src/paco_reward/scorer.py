@@ -21,7 +21,7 @@ from paco_judge.verdict import Verdict, p_yes_from_logits
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.overlay import option_ids
-from paco_reward.preflight import check_model
+from paco_reward.preflight import check_adapter, check_model
 
 
 class JudgeScorer:
@@ -50,7 +50,7 @@ class JudgeScorer:
 
         Args:
             model: a folder or hub name of a Qwen2.5-VL model.
-            adapter: folder of a peft adapter to put on it.
+            adapter: folder or hub name of a peft adapter to put on it.
             device: default: the first GPU, else the CPU.
             dtype: default: as stored on a GPU, float32 on a CPU.
             batch_size: pairs per forward pass.
@@ -131,15 +131,12 @@ def quiet() -> None:
 
 
 def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:
-    """Put a peft adapter folder on a loaded model.
+    """Put a peft adapter (folder or hub name) on a loaded model.
 
     Raises:
-        PacoRewardError: the folder does not hold an adapter.
+        PacoRewardError: the folder does not hold an adapter, or the hub does not have it.
     """
     from peft import PeftModel
 
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise PacoRewardError(
-            f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`"
-        )
+    check_adapter(str(adapter))
     return PeftModel.from_pretrained(model, str(adapter))
