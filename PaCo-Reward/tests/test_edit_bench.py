@@ -139,7 +139,7 @@ def test_a_killed_run_continues_with_the_command_as_typed(data, judged, tmp_path
     assert [row["index"] for row in rows] == list(range(20))
     for row, other in zip(rows, whole):
         assert row["scores"] == pytest.approx(other["scores"], abs=1e-5)
-    assert "20/20 rows" in output and (tmp_path / "typed_summary.txt").read_text() in output
+    assert "20/20 items" in output and (tmp_path / "typed_summary.txt").read_text() in output
 
 
 def test_two_runs_do_not_write_one_file(judged, tmp_path, capsys):
