@@ -46,7 +46,10 @@ def vllm_engine(
         raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {REMEDY}") from error
     if current_platform.is_unspecified():
         raise BenchError(f"the vLLM of {sys.executable} finds no device that it was built for; {REMEDY}")
-    on_cpu = {"dtype": "float32", "enforce_eager": True} if current_platform.is_cpu() else {}
+    on_cpu = {}
+    if current_platform.is_cpu():
+        on_cpu = {"dtype": "float32", "enforce_eager": True}
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import all of it again
     print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
     try:
         text = AutoConfig.from_pretrained(model).get_text_config()
