@@ -31,7 +31,7 @@ rank_tools = load("rank_tools", HERE / "rank_tools.py")
 world = pairing_tools.world
 bench, ranked = rank_tools.bench, rank_tools.ranked
 examples, data, toy_judge, judged = edit_tools.examples, edit_tools.data, edit_tools.toy_judge, edit_tools.judged
-fake_judge = edit_tools.fake_judge
+fake_judge, answering_judge = edit_tools.fake_judge, edit_tools.answering_judge
 
 
 @pytest.fixture(scope="session")

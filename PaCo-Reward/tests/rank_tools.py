@@ -13,7 +13,6 @@ from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "evaluation" / "Consistency_Rank"
-TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_data import BenchError, find_bench
 from rank_metrics import METRICS, predicted_order, rank_metrics
-from rank_tools import TOY_JUDGE, BrightnessJudge, outcome, results, typed
+from rank_tools import BrightnessJudge, outcome, results, typed
 
 from paco_eval.tables import as_latex
 from paco_judge.verdict import Verdict
@@ -226,9 +226,9 @@ def typed_arguments(model, bench, results_dir):
     return [*base, "--engine", "transformers", "--batch_size", "1"]
 
 
-def test_the_commands_as_typed_and_killed(bench, tmp_path):
+def test_the_commands_as_typed_and_killed(answering_judge, bench, tmp_path):
     """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
-    arguments = typed_arguments(TOY_JUDGE, bench, tmp_path / "typed")
+    arguments = typed_arguments(answering_judge, bench, tmp_path / "typed")
     file = tmp_path / "typed" / "judge-v3.jsonl"
     first = typed("eval_vllm.py", *arguments)
     deadline = time.monotonic() + 280

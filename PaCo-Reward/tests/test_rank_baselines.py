@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from rank_tools import FOLDER, TOY_JUDGE, BrightnessJudge, outcome, typed
+from rank_tools import FOLDER, BrightnessJudge, outcome, typed
 from safetensors.torch import save_file
 
 from paco_eval import baselines
@@ -199,10 +199,10 @@ def test_baselines_stand_beside_judges_in_the_table(evaluated, ranked, tmp_path)
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["histogram", "judge-v3", "pixel"]
 
 
-def test_a_vlm_is_asked_as_eval_vllm_asks(bench, tmp_path):
+def test_a_vlm_is_asked_as_eval_vllm_asks(answering_judge, bench, tmp_path):
     arguments = ["--dataset_dir", bench.parent, "--engine", "transformers", "--batch_size", "16"]
     for script, option, folder in (("eval.py", "--scorer", "a"), ("eval_vllm.py", "--model", "b")):
-        run = typed(script, option, TOY_JUDGE, *arguments, "--results_dir", tmp_path / folder)
+        run = typed(script, option, answering_judge, *arguments, "--results_dir", tmp_path / folder)
         status, output = outcome(run)
         assert status == 0, output[-2000:]
     ours, theirs = (json.loads((tmp_path / x / "judge-v3.jsonl").read_text().splitlines()[0]) for x in "ab")

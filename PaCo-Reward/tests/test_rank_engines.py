@@ -9,7 +9,7 @@ import sys
 import pytest
 from edit_tools import FOLDER as EDIT_FOLDER
 from edit_tools import save_jsonl
-from rank_tools import HERE, TOY_JUDGE, outcome, typed
+from rank_tools import HERE, outcome, typed
 
 REPO = HERE.parent.parent
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
@@ -17,12 +17,12 @@ needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environme
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(answering_judge, tmp_path):
     """The URL of the toy judge, served by vLLM through launch.sh."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {"VLLM_MODEL_PATHS": str(TOY_JUDGE), "VLLM_MODEL_NAMES": "toy", "VLLM_PORT": str(port)}
+    variables = {"VLLM_MODEL_PATHS": str(answering_judge), "VLLM_MODEL_NAMES": "toy", "VLLM_PORT": str(port)}
     variables |= {"VLLM_ENGINE": "vllm", "VLLM_PYTHON": str(VLLM_PYTHON), "PYTHON": sys.executable}
     variables |= {"VLLM_LABEL": f"rank-engines-{port}", "VLLM_START_TIMEOUT": "1500"}
 
@@ -64,12 +64,12 @@ def assert_alike(tables, count):
 @needs_vllm
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_three_engines_agree(bench, examples, tmp_path, server):
+def test_three_engines_agree(answering_judge, bench, examples, tmp_path, server):
     """ConsistencyRank candidate by candidate, and EditReward-Bench edit by edit."""
     edits = save_jsonl(examples, tmp_path / "edits")
     judges = {
-        "vllm": (VLLM_PYTHON, ["--model", TOY_JUDGE]),
-        "transformers": (sys.executable, ["--model", TOY_JUDGE, "--engine", "transformers"]),
+        "vllm": (VLLM_PYTHON, ["--model", answering_judge]),
+        "transformers": (sys.executable, ["--model", answering_judge, "--engine", "transformers"]),
         "server": (sys.executable, ["--model", "toy", "--server", server]),
     }
     found, edited = {}, {}
@@ -91,9 +91,9 @@ def test_three_engines_agree(bench, examples, tmp_path, server):
 
 @needs_vllm
 @pytest.mark.long
-def test_vllms_environment_names_what_it_lacks(bench, tmp_path):
+def test_vllms_environment_names_what_it_lacks(answering_judge, bench, tmp_path):
     """It has no paco-reward: --engine transformers there is one clear line."""
-    arguments = ["--model", TOY_JUDGE, "--dataset_dir", bench.parent, "--results_dir", tmp_path, "--engine"]
+    arguments = ["--model", answering_judge, "--dataset_dir", bench.parent, "--results_dir", tmp_path, "--engine"]
     status, output = outcome(typed("eval_vllm.py", *arguments, "transformers", python=VLLM_PYTHON))
     assert status == 2 and "--engine transformers needs paco-reward" in output and ".venv/bin/python" in output
     assert "Traceback" not in output

@@ -11,10 +11,11 @@ from paco_judge.questions import build_messages
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 TOP_LOGPROBS = 20
+UNANSWERED = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens"
 MAX_MODEL_LEN = 8192
 # vLLM reads these when it is imported; what the user has set stays. Sizes of its own choice on a CPU take all memory.
 SETTINGS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -87,5 +88,5 @@ def chat(pair: Pair) -> list[dict[str, Any]]:
 def _verdict(logprobs: dict) -> Verdict:
     p_yes = p_yes_from_top_logprobs({entry.decoded_token: entry.logprob for entry in logprobs.values()})
     if p_yes is None:
-        return Verdict(None, f"neither Yes nor No is among the top {TOP_LOGPROBS} tokens")
+        return Verdict(None, UNANSWERED)
     return Verdict(p_yes)
