@@ -1,7 +1,7 @@
 """One event loop thread, one connection pool and one cache for all judge clients of a process."""
 
 import asyncio
-import atexit
+import concurrent.futures.thread  # noqa: F401 (its exit hook has to be registered before ours)
 import json
 import logging
 import math
@@ -205,8 +205,17 @@ def runtime() -> Runtime:
     with _lock:
         if _runtime is None or not _runtime.alive():
             _runtime = Runtime()
-            atexit.register(_runtime.close)
+            _end_with_the_process(_runtime)
         return _runtime
+
+
+def _end_with_the_process(runtime: Runtime) -> None:
+    """Abandon what is under way when the interpreter ends.
+
+    Before threads are joined, which is earlier than ``atexit``: a worker thread that waits for scores would keep the
+    process alive until its deadline. The executors' own hook, registered before ours, runs after it.
+    """
+    threading._register_atexit(runtime.close)
 
 
 def _forget_lock() -> None:
