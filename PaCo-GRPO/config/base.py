@@ -57,7 +57,8 @@ def _sample() -> ConfigDict:
     sample.num_noise_steps = placeholder(int)  # draw this many of noise_steps each epoch; None = all
     sample.noise_level = 0.7
     sample.cps = False  # Flow-CPS instead of Flow-SDE
-    sample.guidance_scale = 3.5
+    sample.guidance_scale = 3.5  # embedded guidance, or the scale of true CFG
+    sample.negative_prompt = placeholder(str)  # turns true CFG on (Qwen-Image-Edit); " " is enough
     sample.same_latent = False  # one initial noise per prompt
     sample.merge_lora = False  # noiseless steps with the LoRA merged into the base: faster, equal to rounding in its precision
     sample.global_std = False  # divide advantages by the std over everything

@@ -34,6 +34,42 @@ def t2is() -> ConfigDict:
     return config
 
 
+def _editing() -> ConfigDict:
+    """What the two editors share: train at 384 px, evaluate at 512 px, one reward."""
+    config = base.get_config()
+    config.dataset = "dataset/ShareGPT-4o-Image"
+    config.prompt_fn = "geneval_image"
+    config.item_size = "aspect"
+    config.train.resolution = 384
+    config.test.resolution = 512
+    config.train.reward_fn = base.open_dict(consistency_for_editing=1.0)
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_for_editing={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"}
+    )
+    return config
+
+
+def kontext_editing() -> ConfigDict:
+    """Image editing with FLUX.1-Kontext-dev."""
+    config = _editing()
+    config.pretrained.model = "black-forest-labs/FLUX.1-Kontext-dev"
+    config.sample.num_steps = 8
+    config.sample.noise_level = 0.9
+    config.sample.guidance_scale = 2.5
+    return config
+
+
+def qwen_editing() -> ConfigDict:
+    """Image editing with Qwen-Image-Edit, sampled with true CFG."""
+    config = _editing()
+    config.pretrained.model = "Qwen/Qwen-Image-Edit"
+    config.sample.noise_steps = (1, 2, 3, 4)
+    config.sample.noise_level = 1.0
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = " "
+    return config
+
+
 def toy_t2is() -> ConfigDict:
     """The toy world of ../quickstart on a CPU: train at 64 px, evaluate at 128 px, judge over HTTP."""
     config = base.get_config()
@@ -77,7 +113,62 @@ def toy_t2is() -> ConfigDict:
     return config
 
 
-CONFIGS = {"t2is": t2is, "toy_t2is": toy_t2is}
+def _toy_editing(config: ConfigDict) -> ConfigDict:
+    """``config`` at the size of the toy world on a CPU; its rewards need no server."""
+    config.dataset = "../quickstart/out/world/edits"
+    config.save_dir = "../quickstart/out/runs"
+    config.mixed_precision = "no"
+    config.num_epochs = 200  # more than the minutes below allow
+    config.max_train_minutes = 5.0
+    config.eval_freq = 20
+    config.num_checkpoint_limit = 2
+
+    config.sample.num_steps = 6
+    config.sample.noise_steps = (1,)
+    config.sample.batch_size = 32
+    config.sample.unique_sample_num_per_epoch = 8
+    config.sample.same_latent = True
+    config.sample.merge_lora = True  # float32 here, so equal to rounding
+    config.train.resolution = 32
+    config.train.batch_size = 32
+    config.train.learning_rate = 2e-3
+    config.train.gradient_step_per_epoch = 1
+    config.train.ema_update_interval = 1
+    config.train.lora_rank = 8
+    config.train.lora_alpha = 16
+    config.train.reward_fn = base.open_dict(jpeg_compressibility=1.0)
+    config.train.reward_fn_kwargs = base.open_dict()
+
+    config.test.resolution = 64
+    config.test.batch_size = 32
+    config.test.num_steps = 10
+    config.test.num_images = 64
+    return config
+
+
+def toy_kontext() -> ConfigDict:
+    """kontext_editing with toy weights, on a CPU."""
+    config = _toy_editing(kontext_editing())
+    config.pretrained.model = "../quickstart/models/flux_kontext"
+    config.max_sequence_length = 32
+    return config
+
+
+def toy_qwen_edit() -> ConfigDict:
+    """qwen_editing with toy weights, on a CPU."""
+    config = _toy_editing(qwen_editing())
+    config.pretrained.model = "../quickstart/models/qwen_image_edit"
+    return config
+
+
+CONFIGS = {
+    "t2is": t2is,
+    "kontext_editing": kontext_editing,
+    "qwen_editing": qwen_editing,
+    "toy_t2is": toy_t2is,
+    "toy_kontext": toy_kontext,
+    "toy_qwen_edit": toy_qwen_edit,
+}
 
 
 def get_config(name: str = "") -> ConfigDict:

@@ -2,7 +2,8 @@
 
 python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] --adapter DIR --prompt TEXT [--prompt TEXT …]
     --adapter DIR        folder of a checkpoint's adapter/ (PEFT) or diffusers/; leave it out for the base model
-    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl
+    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
+    --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
@@ -22,23 +23,54 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
+    parser.add_argument("--image", action="append", default=[], type=Path)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--output", type=Path, default=Path("generated"))
     return parser.parse_known_args(arguments)
 
 
-def read_items(prompts: list[str], file: Path | None) -> list:
-    """Items of prompts given one by one and in a file."""
+def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
+    """Items of prompts given one by one and in a file, with the images they edit."""
     from paco_grpo.types import Item
 
     rows: list[dict] = [{"prompt": prompt} for prompt in prompts]
     if file is not None:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows += [json.loads(line) if file.suffix == ".jsonl" else {"prompt": line} for line in lines]
-    return [
-        Item(number, row["prompt"], row.get("height"), row.get("width"), metadata=row)
-        for number, row in enumerate(rows)
-    ]
+    if len(images) > 1 and len(images) != len(rows):
+        raise ValueError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
+    items = []
+    for number, row in enumerate(rows):
+        path = images[number if len(images) > 1 else 0] if images else None
+        if path is None and row.get("image"):
+            path = file.parent / row["image"]
+        image = read_image(path) if path is not None else None
+        items.append(Item(number, row["prompt"], row.get("height"), row.get("width"), metadata=row, image=image))
+    return items
+
+
+def read_image(path: Path):
+    """An RGB image, upright."""
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def check_images(items: list, model: str) -> None:
+    """Editors need an image for every prompt, the others take none.
+
+    Raises:
+        ValueError: It is otherwise.
+    """
+    from paco_grpo.policies import policy_class
+
+    edits = policy_class(model).edits_images
+    wrong = [item for item in items if (item.image is None) == edits]
+    if wrong and edits:
+        raise ValueError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
+    if wrong:
+        raise ValueError(f"{model} draws from text alone: leave out --image, or choose an editing model")
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
     from paco_grpo.policies import PolicyLoadError, load_policy
     from paco_grpo.policies.adapters import add_lora
-    from paco_grpo.training.collect import batches_by_size, size_of
+    from paco_grpo.training.collect import at_size, batches_by_key, size_of
     from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
     from paco_grpo.training.evaluation import contact_sheet, draw
 
@@ -58,26 +90,29 @@ def main(arguments: list[str]) -> int:
         source, overrides = parse_command_line(rest)
         config = load_config(source, ROOT / "config" / "base.py")
         apply_overrides(config, overrides)
-        items = read_items(own.prompt, own.prompts_file)
+        items = read_items(own.prompt, own.prompts_file, own.image)
         if not items:
             raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")
+        check_images(items, config.pretrained.model)
         policy = load_policy(
             config.pretrained.model,
             dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
             device="cuda" if torch.cuda.is_available() else "cpu",
             max_sequence_length=config.max_sequence_length,
             guidance_scale=config.sample.guidance_scale,
+            negative_prompt=config.sample.negative_prompt,
         )
         if own.adapter:
             add_lora(policy, lora_path=own.adapter)
-    except (ConfigError, PolicyLoadError, OSError) as error:
+    except (ConfigError, PolicyLoadError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
     sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in wanted]
     own.output.mkdir(parents=True, exist_ok=True)
     images: dict[int, object] = {}
-    for batch in batches_by_size(sizes, config.test.batch_size):
+    keys = [policy.batch_key(at_size(item, size)) for (item, _), size in zip(wanted, sizes, strict=True)]
+    for batch in batches_by_key(keys, config.test.batch_size):
         chosen = [wanted[i] for i in batch]
         drawn = draw(
             policy, [item for item, _ in chosen], [seed for _, seed in chosen], *sizes[batch[0]], config.test.num_steps

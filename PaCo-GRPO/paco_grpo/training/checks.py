@@ -195,7 +195,10 @@ def _size_multiple(folder: Path) -> int | None:
     file = folder / "vae" / "config.json"
     if not file.is_file():
         return None
-    return 2 * 2 ** (len(json.loads(file.read_text()).get("block_out_channels", [0] * 4)) - 1)
+    vae = json.loads(file.read_text())
+    if "temperal_downsample" in vae:  # diffusers' spelling, in the VAE of Qwen-Image
+        return 2 * 2 ** len(vae["temperal_downsample"])
+    return 2 * 2 ** (len(vae.get("block_out_channels", [0] * 4)) - 1)
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,19 +30,20 @@ class Rollouts:
 
     conditioning: Conditioning  # one row per unique item
     records: list[RolloutRecord]  # conditioning = ItemRows
+    keys: list[Hashable]  # per record: records of one key may share a forward (Policy.batch_key)
     samples: list[np.ndarray]  # per record: local sample numbers of its rows
 
     def micro_batches(self, wanted: Sequence[int], size: int) -> Iterator[tuple[np.ndarray, RolloutRecord]]:
         """Local samples ``wanted`` in the given order, as (local sample numbers, record) of at most ``size``.
 
-        A micro-batch has one image size: samples of other sizes are gathered beside it, order kept within each.
+        A micro-batch has one image size (and size of reference): other samples are gathered beside it, order kept
+        within each.
         """
         place = {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
-        by_shape: dict[tuple, list[int]] = {}
+        by_key: dict[Hashable, list[int]] = {}
         for sample in wanted:
-            record = self.records[place[int(sample)][0]]
-            by_shape.setdefault((record.height, record.width), []).append(int(sample))
-        for group in by_shape.values():
+            by_key.setdefault(self.keys[place[int(sample)][0]], []).append(int(sample))
+        for group in by_key.values():
             for start in range(0, len(group), size):
                 chosen = group[start : start + size]
                 yield np.array(chosen), self._join([place[sample] for sample in chosen])
@@ -58,16 +59,23 @@ class Rollouts:
 
 
 def size_of(item: Item, resolution: int, mode: str, policy: Policy) -> tuple[int, int]:
-    """Pixels at which ``item`` is drawn, as the model can draw it."""
+    """Pixels at which ``item`` is drawn, as the model can draw it; an edit without a size has its image's shape."""
+    if policy.edits_images and (mode == "aspect" or item.height is None):
+        return policy.size_like(item, resolution)
     size = item_size(item, resolution, mode)
     return policy.round_size(*size) if mode == "exact" else round_to_multiple(size, policy.size_multiple)
 
 
-def batches_by_size(sizes: Sequence[tuple[int, int]], batch_size: int) -> list[list[int]]:
-    """Indices into ``sizes`` in batches of equal size, sizes in order of first appearance."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, size in enumerate(sizes):
-        groups.setdefault(size, []).append(index)
+def at_size(item: Item, size: tuple[int, int]) -> Item:
+    """``item`` with the height and width at which it is drawn, as ``Policy.encode`` and ``batch_key`` want it."""
+    return dataclasses.replace(item, height=size[0], width=size[1])
+
+
+def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Indices into ``keys`` in batches of equal key, keys in order of first appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
     return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
 
 
@@ -110,10 +118,12 @@ def collect(
         None when ``on_batch`` asked to stop.
     """
     item_ids = samples.item_ids[positions]
-    unique, rows = np.unique(item_ids, return_inverse=True)
-    conditioning = policy.encode([items[i] for i in unique])
-    records, numbers = [], []
-    for batch in batches_by_size(sizes, batch_size):
+    unique, first, rows = np.unique(item_ids, return_index=True, return_inverse=True)
+    sized = [at_size(items[item], sizes[sample]) for item, sample in zip(unique, first, strict=True)]
+    conditioning = policy.encode(sized)
+    keys = [policy.batch_key(sized[row]) for row in rows]
+    records, record_keys, numbers = [], [], []
+    for batch in batches_by_key(keys, batch_size):
         height, width = sizes[batch[0]]
         batch_rows = torch.from_numpy(rows[batch])
         record = rollout(
@@ -134,7 +144,8 @@ def collect(
         images = policy.decode(record.clean_latents, height, width)
         queue.submit(images, [items[i] for i in item_ids[batch]], batch)
         records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
+        record_keys.append(keys[batch[0]])
         numbers.append(np.array(batch))
         if on_batch(images):
             return None
-    return Rollouts(conditioning, records, numbers)
+    return Rollouts(conditioning, records, record_keys, numbers)

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.collect import batches_by_size, size_of
+from paco_grpo.training.collect import at_size, batches_by_key, size_of
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Item
@@ -110,7 +110,8 @@ def _draw(
     should_stop: Callable[[], bool],
 ) -> bool:
     sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in images]
-    batches = batches_by_size(sizes, config.test.batch_size)
+    keys = [policy.batch_key(at_size(item, size)) for (item, _), size in zip(images, sizes, strict=True)]
+    batches = batches_by_key(keys, config.test.batch_size)
     thumbnails: list[tuple[int, Image.Image]] = []
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
@@ -139,10 +140,10 @@ def draw(
     policy: Policy, items: Sequence[Item], seeds: Sequence[int], height: int, width: int, num_steps: int,
     merge_lora: bool = False,
 ) -> list[Image.Image]:
-    """Images of ``items``, each from its seed, by deterministic Euler sampling."""
+    """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode(items),
+        policy.encode([at_size(item, (height, width)) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,

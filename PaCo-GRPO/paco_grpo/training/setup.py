@@ -21,10 +21,10 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from paco_grpo.advantages import aggregation
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.objectives import get_objective
-from paco_grpo.policies import Policy, load_policy
+from paco_grpo.policies import Policy, load_policy, policy_class
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
 from paco_grpo.training import checkpoint as ckpt
@@ -96,6 +96,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
     folder = _run_folder(config, configuration_name, accelerator)
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
+    _check_images(config, {"train": train_items, "test": test_items})
     plan = make_plan(config, accelerator.num_processes)
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
@@ -167,6 +168,21 @@ def _run_folder(config: ConfigDict, configuration_name: str, accelerator: Accele
     return folder
 
 
+def _check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
+    """An editor needs a reference image in every item; known before its weights are read."""
+    edits_images = policy_class(config.pretrained.model).edits_images
+    for split, items in splits.items():
+        lacking = [item for item in items if item.image is None]
+        if edits_images and lacking:
+            raise DataError(
+                f"config.pretrained.model={config.pretrained.model} edits images, but {len(lacking)} of {len(items)} "
+                f"{split} items have none (the first is item {lacking[0].item_id}); choose a prompt set with reference "
+                "images (config.dataset, config.prompt_fn)"
+            )
+        if not edits_images and len(lacking) < len(items):
+            logger.warning("the %s items have reference images, which this model does not look at", split)
+
+
 def _rewards(config: ConfigDict, device: torch.device) -> tuple[dict[str, Reward], dict[str, Reward]]:
     train_kwargs, test_kwargs = (config[group].reward_fn_kwargs.to_dict() for group in ("train", "test"))
     train_fn = config.train.reward_fn.to_dict()
@@ -214,6 +230,7 @@ def _policy(
         device=accelerator.device,
         max_sequence_length=config.max_sequence_length,
         guidance_scale=config.sample.guidance_scale,
+        negative_prompt=config.sample.negative_prompt,
     )
     for group in ("train", "test"):
         if config[group].resolution % policy.size_multiple:

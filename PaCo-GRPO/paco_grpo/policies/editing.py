@@ -1,0 +1,132 @@
+"""What the two editors share: the size, latents and grouping of reference images."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from paco_grpo.policies.cache import TensorCache
+from paco_grpo.policies.pipeline import _CACHE_BYTES, PipelinePolicy
+from paco_grpo.types import Conditioning, Item
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ReferenceConditioning(Conditioning):
+    """Packed latents of each sample's reference image, padded to the longest."""
+
+    reference: torch.Tensor  # (B, M, C) in the policy's dtype; what lies behind a row's own tokens is never used
+    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each reference's tokens
+
+    def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
+        """Reference tokens (B, rows·columns, C), rows and columns.
+
+        Raises:
+            ValueError: The references differ in size, so they cannot share a forward.
+        """
+        grids = {tuple(grid) for grid in self.reference_grid.tolist()}
+        if len(grids) > 1:
+            raise ValueError(
+                f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
+            )
+        ((rows, columns),) = grids
+        return self.reference[:, : rows * columns], rows, columns
+
+
+class EditingPolicy(PipelinePolicy):
+    """A pipeline that changes a reference image.
+
+    A reference is encoded at the area of the image that is drawn, with its own shape: training small costs little, and
+    where both have one shape their tokens lie on one grid. (The pipelines alone always take about a megapixel.)
+    """
+
+    edits_images = True
+
+    def __init__(self, pipeline, **options) -> None:
+        """See :meth:`PipelinePolicy.__init__`."""
+        super().__init__(pipeline, **options)
+        self._references = TensorCache(_CACHE_BYTES)
+        self._logged: set[tuple] = set()
+
+    @abstractmethod
+    def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
+        """Height and width of about ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
+
+    def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
+        """See :meth:`Policy.size_like`; rounded by :meth:`fit_area`."""
+        shape = (item.height, item.width) if item.height and item.width else (item.image.height, item.image.width)
+        size = self.fit_area(resolution**2, shape[1] / shape[0])
+        self._say("item", shape, "drawn", size)
+        return size
+
+    def reference_size(self, item: Item) -> tuple[int, int]:
+        """Height and width at which the reference image of ``item`` is encoded.
+
+        The item's own size where both have the same shape (to two tokens), else the area of the item's size in the
+        shape of the image; an item without a size has its image taken at the image's own area.
+        """
+        image = item.image
+        if item.height is None or item.width is None:
+            return self.fit_area(image.width * image.height, image.width / image.height)
+        scale = math.sqrt(item.height * item.width / (image.height * image.width))
+        near = max(abs(item.height - scale * image.height), abs(item.width - scale * image.width))
+        if near < 2 * self.size_multiple:
+            return item.height, item.width
+        return self.fit_area(item.height * item.width, image.width / image.height)
+
+    def batch_key(self, item: Item) -> Hashable:
+        """See :meth:`Policy.batch_key`: the size drawn and the size of the reference."""
+        return item.height, item.width, *self.reference_size(item)
+
+    def _reference_image(self, item: Item) -> Image.Image:
+        """The reference of ``item`` as the encoders see it, RGB."""
+        size = self.reference_size(item)
+        self._say("reference image", (item.image.height, item.image.width), "read", size)
+        return self.pipeline.image_processor.resize(item.image.convert("RGB"), *size)
+
+    def _reference_key(self, item: Item) -> Hashable:
+        """Content and size of the reference: two files with the same picture are one."""
+        if item.image is None:
+            raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
+        image = item.image
+        return hashlib.blake2b(image.tobytes(), digest_size=16).digest(), image.mode, image.size, self.reference_size(item)
+
+    def _encode_references(self, items: Sequence[Item]) -> dict[str, torch.Tensor]:
+        """The fields of :class:`ReferenceConditioning` for ``items``; each picture goes through the VAE once, alone."""
+        tokens = [self._references.get(self._reference_key(item), lambda i=item: (self._latents(i),))[0] for item in items]
+        grids = [self._grid(*self.reference_size(item)) for item in items]
+        return {
+            "reference": pad_sequence(tokens, batch_first=True).to(self.device),
+            "reference_grid": torch.tensor(grids).to(self.device),
+        }
+
+    def _latents(self, item: Item) -> torch.Tensor:
+        size = self.reference_size(item)
+        rows, columns = self._grid(*size)
+        pixels = self.pipeline.image_processor.preprocess(self._reference_image(item), *size)
+        vae = self.pipeline.vae
+        latents = self.pipeline._encode_vae_image(image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None)
+        packed = self.pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
+        return packed[0].to(self.dtype)
+
+    def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels (1, 3, H, W) in the shape that the VAE takes."""
+        return pixels
+
+    def _say(self, thing: str, given: tuple[int, int], done: str, size: tuple[int, int]) -> None:
+        """One log line for each change of size, however many images it concerns."""
+        if given != size and (thing, given, size) not in self._logged:
+            self._logged.add((thing, given, size))
+            logger.info("%s of %dx%d is %s at %dx%d (multiple of %d)", thing, *given, done, *size, self.size_multiple)
