@@ -57,6 +57,16 @@ _AT_LEAST: dict[str, float] = {
     "test.batch_size": 1,
     "test.num_steps": 1,
     "test.num_images": 1,
+    "health.probe_images": 0,
+    "health.max_velocity_change": 0,
+    "health.max_contrast_change": 1,
+    "health.max_detail_change": 1,
+    "health.max_brightness_change": 0,
+    "health.min_distinctness": 0,
+    "health.max_gradient_spike": 1,
+    "health.max_clip_share": 0,
+    "health.max_zero_std_share": 0,
+    "health.max_reward_divergence": 0,
 }
 
 

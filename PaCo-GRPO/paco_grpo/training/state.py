@@ -47,8 +47,10 @@ def save(run: Run, progress: Progress, rng: ckpt.RngState, name: str | None = No
     _together(run, writer, writer.begin if is_main else None)
     _together(run, writer, lambda: _write(run, progress, rng, writer.folder))
     _together(run, writer, writer.commit if is_main else None)
-    if name is None and is_main:
-        ckpt.prune(root, run.config.num_checkpoint_limit)
+    if name is None:
+        run.journal.forget_before(progress.epoch)
+        if is_main:
+            ckpt.prune(root, run.config.num_checkpoint_limit)
     logger.info("saved %s", writer.final)
     return writer.final
 
