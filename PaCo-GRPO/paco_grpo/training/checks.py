@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from paco_grpo.data.prompts import KINDS
+from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
+from paco_grpo.policies import policy_class
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
 from paco_grpo.training.tracking import TRACKERS
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
 
 _CHOICES: dict[str, Iterable[str]] = {
     "prompt_fn": KINDS,
@@ -209,6 +214,25 @@ def _size_multiple(folder: Path) -> int | None:
     if "temperal_downsample" in vae:  # diffusers' spelling, in the VAE of Qwen-Image
         return 2 * 2 ** len(vae["temperal_downsample"])
     return 2 * 2 ** (len(vae.get("block_out_channels", [0] * 4)) - 1)
+
+
+def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
+    """An editor needs a reference image in every item; known before its weights are read.
+
+    Raises:
+        DataError: An item has none.
+    """
+    edits_images = policy_class(config.pretrained.model).edits_images
+    for split, items in splits.items():
+        lacking = [item for item in items if item.image is None]
+        if edits_images and lacking:
+            raise DataError(
+                f"config.pretrained.model={config.pretrained.model} edits images, but {len(lacking)} of {len(items)} "
+                f"{split} items have none (the first is item {lacking[0].item_id}); choose a prompt set with reference "
+                "images (config.dataset, config.prompt_fn)"
+            )
+        if not edits_images and len(lacking) < len(items):
+            logger.warning("the %s items have reference images, which this model does not look at", split)
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:

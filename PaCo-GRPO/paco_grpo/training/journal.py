@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -93,13 +93,13 @@ class JournaledReward:
 
     Args:
         reward: callable(images, items) -> scores (n,), NaN = missing (and asked for again).
-        identity: Name and arguments: scores of one reward are not those of another, nor of another judge.
+        identity: Name and arguments in words: scores of one reward are not those of another, nor of another judge.
         journal: Where scores are looked up and written down.
     """
 
-    def __init__(self, reward: Reward, identity: Any, journal: ScoreJournal) -> None:
+    def __init__(self, reward: Reward, identity: str, journal: ScoreJournal) -> None:
         self.reward, self.journal = reward, journal
-        self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        self._identity = hashlib.sha256(identity.encode()).hexdigest()[:8]
 
     def check(self) -> None:
         """Ask the reward whether it can work."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from ml_collections import ConfigDict
@@ -21,31 +23,32 @@ class RewardSets:
     watched: Mapping[str, Reward]  # of the test alone, on training samples (train.watch_test_rewards)
 
 
+def test_reward_kwargs(config: ConfigDict) -> dict[str, dict[str, Any]]:
+    """Name → arguments of the rewards of the test; what it does not say is as in training."""
+    train, test = (config[group].reward_fn_kwargs.to_dict() for group in ("train", "test"))
+    names = config.test.reward_fn.to_dict() or config.train.reward_fn.to_dict()
+    return {name: test.get(name, train.get(name, {})) for name in names}
+
+
 def build_reward_sets(config: ConfigDict, device: torch.device, journal: ScoreJournal) -> RewardSets:
     """Build all rewards of ``config`` and ask each whether it can work (is the judge there?).
 
     Raises:
         RewardError, JudgeError: One message that names the reward.
     """
-    train_kwargs, test_kwargs = (config[group].reward_fn_kwargs.to_dict() for group in ("train", "test"))
-    train_fn = config.train.reward_fn.to_dict()
-    test_fn = config.test.reward_fn.to_dict() or train_fn
+    built: dict[str, Reward] = {}
 
-    def build(name: str, kwargs: Mapping) -> dict[str, Reward]:
-        (built,) = build_rewards({name: 1.0}, {name: kwargs}, device).values()
-        return {short_name(name): JournaledReward(built, [name, dict(kwargs)], journal)}
+    def build(name: str, kwargs: Mapping) -> Reward:
+        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
+        if identity not in built:  # the same scorer for training and test: loaded once
+            (reward,) = build_rewards({name: 1.0}, {name: kwargs}, device).values()
+            built[identity] = JournaledReward(reward, identity, journal)
+        return built[identity]
 
-    train: dict[str, Reward] = {}
-    for name in train_fn:
-        train |= build(name, train_kwargs.get(name, {}))
-    test: dict[str, Reward] = {}
-    for name in test_fn:
-        kwargs = test_kwargs.get(name, train_kwargs.get(name, {}))
-        if name in train_fn and kwargs == train_kwargs.get(name, {}):
-            test[short_name(name)] = train[short_name(name)]  # the same scorer: loaded once
-        else:
-            test |= build(name, kwargs)
-    for reward in {id(reward): reward for reward in [*train.values(), *test.values()]}.values():
+    kwargs = config.train.reward_fn_kwargs.to_dict()
+    train = {short_name(name): build(name, kwargs.get(name, {})) for name in config.train.reward_fn}
+    test = {short_name(name): build(name, its) for name, its in test_reward_kwargs(config).items()}
+    for reward in built.values():
         reward.check()
     only_test = {name: reward for name, reward in test.items() if name not in train}
     return RewardSets(train, test, only_test if config.train.watch_test_rewards else {})

@@ -21,16 +21,17 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from paco_grpo.advantages import aggregation
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.objectives import get_objective
-from paco_grpo.policies import Policy, load_policy, policy_class
+from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.checks import check_config, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
+from paco_grpo.training.generator import load_generator
 from paco_grpo.training.journal import ScoreJournal
 from paco_grpo.training.observe import BaseProbe
 from paco_grpo.training.plan import Plan, make_plan
@@ -102,7 +103,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
     folder = _run_folder(config, configuration_name, accelerator)
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
-    _check_images(config, {"train": train_items, "test": test_items})
+    check_images(config, {"train": train_items, "test": test_items})
     plan = make_plan(config, accelerator.num_processes)
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
@@ -178,21 +179,6 @@ def _run_folder(config: ConfigDict, configuration_name: str, accelerator: Accele
     return folder
 
 
-def _check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
-    """An editor needs a reference image in every item; known before its weights are read."""
-    edits_images = policy_class(config.pretrained.model).edits_images
-    for split, items in splits.items():
-        lacking = [item for item in items if item.image is None]
-        if edits_images and lacking:
-            raise DataError(
-                f"config.pretrained.model={config.pretrained.model} edits images, but {len(lacking)} of {len(items)} "
-                f"{split} items have none (the first is item {lacking[0].item_id}); choose a prompt set with reference "
-                "images (config.dataset, config.prompt_fn)"
-            )
-        if not edits_images and len(lacking) < len(items):
-            logger.warning("the %s items have reference images, which this model does not look at", split)
-
-
 def _aggregate_fn(config: ConfigDict, weights: Mapping[str, float]):
     spec, kwargs = config.train.aggregate_fn, config.train.aggregate_fn_kwargs.to_dict()
     if not kwargs:
@@ -217,14 +203,7 @@ def _policy(
     config: ConfigDict, accelerator: Accelerator
 ) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
-    policy = load_policy(
-        config.pretrained.model,
-        dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
-        device=accelerator.device,
-        max_sequence_length=config.max_sequence_length,
-        guidance_scale=config.sample.guidance_scale,
-        negative_prompt=config.sample.negative_prompt,
-    )
+    policy = load_generator(config, accelerator.device)
     for group in ("train", "test"):
         if config[group].resolution % policy.size_multiple:
             raise ConfigError(

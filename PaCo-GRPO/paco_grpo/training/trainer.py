@@ -265,6 +265,8 @@ class Trainer:
             return
         metrics["time/eval_s"] = time.perf_counter() - started
         self._write("eval", metrics)
+        if self.saved_epoch == epoch and self.accelerator.is_main_process:  # saved first: now it can say how it scores
+            state.write_cards(self.run, epoch, self.run.folder / "checkpoints" / ckpt.checkpoint_name(epoch))
         self._compare_rewards()
         if self.run.tracker is not None:
             self.run.log_sheet(folder / "sheet.png", epoch)
