@@ -74,17 +74,15 @@ class EditingPolicy(PipelinePolicy):
     def reference_size(self, item: Item) -> tuple[int, int]:
         """Height and width at which the reference image of ``item`` is encoded.
 
-        The item's own size where both have the same shape (to two tokens), else the area of the item's size in the
-        shape of the image; an item without a size has its image taken at the image's own area.
+        The area of the item's size in the shape of the image, rounded; but the item's own size where that distorts the
+        image no more than the rounding does. An item without a size has its image taken at the image's own area.
         """
-        image = item.image
-        if item.height is None or item.width is None:
-            return self.fit_area(image.width * image.height, image.width / image.height)
-        scale = math.sqrt(item.height * item.width / (image.height * image.width))
-        near = max(abs(item.height - scale * image.height), abs(item.width - scale * image.width))
-        if near < 2 * self.size_multiple:
-            return item.height, item.width
-        return self.fit_area(item.height * item.width, image.width / image.height)
+        aspect = item.image.width / item.image.height
+        own = item.height, item.width
+        if None in own:
+            return self.fit_area(item.image.width * item.image.height, aspect)
+        fitted = self.fit_area(own[0] * own[1], aspect)
+        return min(own, fitted, key=lambda size: abs(math.log(size[1] / size[0] / aspect)))
 
     def batch_key(self, item: Item) -> Hashable:
         """See :meth:`Policy.batch_key`: the size drawn and the size of the reference."""
