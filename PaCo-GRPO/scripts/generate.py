@@ -82,9 +82,8 @@ def main(arguments: list[str]) -> int:
 
     from paco_grpo.policies import PolicyLoadError, load_policy
     from paco_grpo.policies.adapters import add_lora
-    from paco_grpo.training.collect import at_size, batches_by_key, size_of
     from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
-    from paco_grpo.training.evaluation import contact_sheet, draw
+    from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
 
     try:
         source, overrides = parse_command_line(rest)
@@ -108,14 +107,12 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
-    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in wanted]
     own.output.mkdir(parents=True, exist_ok=True)
     images: dict[int, object] = {}
-    keys = [policy.batch_key(at_size(item, size)) for (item, _), size in zip(wanted, sizes, strict=True)]
-    for batch in batches_by_key(keys, config.test.batch_size):
+    for batch, size in drawing_batches(policy, [item for item, _ in wanted], config):
         chosen = [wanted[i] for i in batch]
         drawn = draw(
-            policy, [item for item, _ in chosen], [seed for _, seed in chosen], *sizes[batch[0]], config.test.num_steps
+            policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps
         )
         for i, image in zip(batch, drawn, strict=True):
             image.save(own.output / f"{wanted[i][0].item_id:05d}_seed{wanted[i][1]}.png")

@@ -18,7 +18,7 @@ from paco_grpo.policies.adapters import blend_old_adapter, old_adapter_decay
 from paco_grpo.sampling.schedule import draw_noise_steps
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training import state
-from paco_grpo.training.collect import Rollouts, collect, size_of
+from paco_grpo.training.collect import Rollouts, collect
 from paco_grpo.training.evaluation import evaluate
 from paco_grpo.training.processes import StopSignal, any_process
 from paco_grpo.training.reporting import epoch_line, epoch_metrics, evaluation_line
@@ -129,9 +129,6 @@ class Trainer:
         """None: sampling was cut short because a reward has failed; waiting for the rewards then says so."""
         sample, items = self.config.sample, self.run.train_items
         train = self.config.train
-        sizes = [
-            size_of(items[i], train.resolution, self.config.item_size, self.policy) for i in samples.item_ids[positions]
-        ]
         # Processes can have different numbers of batches, so only a lone process may stop between batches.
         alone = self.accelerator.num_processes == 1
         with self.policy.old() if train.loss_type == "nft" else contextlib.nullcontext():
@@ -140,8 +137,9 @@ class Trainer:
                 items,
                 samples,
                 positions,
-                sizes,
                 queue,
+                resolution=train.resolution,
+                item_size=self.config.item_size,
                 batch_size=self.run.plan.sample_batch_size,
                 num_steps=sample.num_steps,
                 noise_steps=draw_noise_steps(

@@ -10,8 +10,15 @@ from tiny_policies import NAMES, disturb, items, load
 
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.objectives.nft import _FRESH, nft_terms
-from paco_grpo.policies.adapters import add_lora, add_old_adapter, save_diffusers, save_peft, trainable_parameters, unwrap
-from paco_grpo.sampling.rollout import record_transition, recompute_old, rollout, step_noise
+from paco_grpo.policies.adapters import (
+    add_lora,
+    add_old_adapter,
+    save_diffusers,
+    save_peft,
+    trainable_parameters,
+    unwrap,
+)
+from paco_grpo.sampling.rollout import recompute_old, record_transition, rollout, step_noise
 from paco_grpo.training.ema import EMA
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from edit_prompts import ensure_geneval_image
 from tiny_policies import NAMES
 from tiny_run import rows_of, tiny_config, tiny_edit_config
 
@@ -26,7 +25,6 @@ def config_for(name, folder, model, **changes):
     options = SMALL | changes
     if name == "flux":
         return tiny_config(model, folder, **options)
-    ensure_geneval_image()
     return tiny_edit_config(CONFIGURATIONS[name], model, folder, **options)
 
 
