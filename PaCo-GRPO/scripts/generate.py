@@ -111,9 +111,7 @@ def main(arguments: list[str]) -> int:
     images: dict[int, object] = {}
     for batch, size in drawing_batches(policy, [item for item, _ in wanted], config):
         chosen = [wanted[i] for i in batch]
-        drawn = draw(
-            policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps
-        )
+        drawn = draw(policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps)
         for i, image in zip(batch, drawn, strict=True):
             image.save(own.output / f"{wanted[i][0].item_id:05d}_seed{wanted[i][1]}.png")
             images[i] = image

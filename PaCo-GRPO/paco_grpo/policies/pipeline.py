@@ -136,7 +136,9 @@ class PipelinePolicy(Policy):
         if key not in self._sigmas:
             config = self._scheduler.config
             if config.get("shift_terminal") and num_steps < 2:
-                raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2")
+                raise ValueError(
+                    f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2"
+                )
             mu = calculate_shift(
                 rows * columns,
                 config.get("base_image_seq_len", 256),

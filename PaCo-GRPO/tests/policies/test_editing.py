@@ -45,7 +45,9 @@ def test_reference_size(tiny_folder, name, caplog):
     policy = load(name, tiny_folder(name))
     # the size that is drawn where the shapes agree (to rounding), its area in the image's shape where they do not
     assert policy.reference_size(edit(600, 400, (64, 96))) == (64, 96)
-    assert policy.reference_size(edit(400, 400, (64, 96))) == {"flux_kontext": (72, 72), "qwen_image_edit": (64, 64)}[name]
+    assert (
+        policy.reference_size(edit(400, 400, (64, 96))) == {"flux_kontext": (72, 72), "qwen_image_edit": (64, 64)}[name]
+    )
     assert policy.reference_size(edit(128, 64)) == (64, 128)  # no size: the image's own
     for shape in ((150, 100), (100, 150), (640, 480), (1000, 563), (77, 77)):  # a size that came from the image's shape
         item = edit(*shape)
@@ -97,7 +99,9 @@ def test_everything_is_encoded_once(tiny_folder, name, monkeypatch):
     assert calls == {"text": 2 if name == "flux_kontext" else 4, "vae": 2}
     second = policy.encode([*items(name, "a", "b"), *items(name, "a")])
     assert calls == {"text": 2 if name == "flux_kontext" else 4, "vae": 2}
-    assert torch.equal(first.prompt_embeds, second.prompt_embeds[:2]) and torch.equal(first.reference, second.reference[:2])
+    assert torch.equal(first.prompt_embeds, second.prompt_embeds[:2]) and torch.equal(
+        first.reference, second.reference[:2]
+    )
     policy.encode(items(name, "a", size=(64, 64), reference=(32, 32)))
     assert calls["vae"] == 3  # the same picture at another size
     policy.encode(items(name, "c"))

@@ -160,7 +160,9 @@ def test_first_ratio_is_exactly_one(tiny_folder, name):
 
 
 def training_config(loss_type):
-    train = SimpleNamespace(loss_type=loss_type, clip_range=0.2, adv_clip_max=5.0, beta=0.1, nft_beta=0.7, timesteps=None)
+    train = SimpleNamespace(
+        loss_type=loss_type, clip_range=0.2, adv_clip_max=5.0, beta=0.1, nft_beta=0.7, timesteps=None
+    )
     return SimpleNamespace(train=train)
 
 

@@ -15,7 +15,7 @@ from paco_grpo.training.trainer import Trainer
 AGGREGATIONS = ("None", "log_tame_aggregate_fn", "weighted_advantage_sum_aggregate_fn")
 CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 SMALL = {
-    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "sample__num_steps": 2, "num_epochs": 1, "save_freq": 0,
+    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2, "num_epochs": 1, "save_freq": 0,
     "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4, "max_sequence_length": 16,
     "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}', "train__reward_fn_kwargs": "{}",
 }  # fmt: skip
@@ -47,7 +47,9 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type, aggregate):
     (row,) = rows_of(config, "train")
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
     if loss_type != "nft":
-        assert row["train/ratio_deviation"] == 0  # float32, first update, micro-batches of 3 of batches of 4
+        # float32, first update. (With micro-batches of another size than the rollout's, the last bit of a matrix product
+        # may differ, and a ratio be off by 1e-7.)
+        assert row["train/ratio_deviation"] == 0
     moved = [n for n, p in run.parameters.items() if not torch.equal(p, before[n])]
     assert len(moved) > len(before) // 3
     assert (run.folder / "eval" / "epoch_0001" / "00000.png").is_file()
