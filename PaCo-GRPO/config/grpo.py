@@ -114,7 +114,10 @@ def toy_t2is() -> ConfigDict:
 
 
 def _toy_editing(config: ConfigDict) -> ConfigDict:
-    """``config`` at the size of the toy world on a CPU; its rewards need no server."""
+    """``config`` for the editing task of ../quickstart's world on a CPU: train at 64 px, evaluate at 128 px.
+
+    Trained on the oracle: the toy judge has not learned to judge edits.
+    """
     config.dataset = "../quickstart/out/world/edits"
     config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
@@ -129,17 +132,19 @@ def _toy_editing(config: ConfigDict) -> ConfigDict:
     config.sample.unique_sample_num_per_epoch = 8
     config.sample.same_latent = True
     config.sample.merge_lora = True  # float32 here, so equal to rounding
-    config.train.resolution = 32
+    config.train.resolution = 64
     config.train.batch_size = 32
     config.train.learning_rate = 2e-3
     config.train.gradient_step_per_epoch = 1
     config.train.ema_update_interval = 1
     config.train.lora_rank = 8
     config.train.lora_alpha = 16
-    config.train.reward_fn = base.open_dict(jpeg_compressibility=1.0)
+    config.train.reward_fn = base.open_dict()
+    for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
+        config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
     config.train.reward_fn_kwargs = base.open_dict()
 
-    config.test.resolution = 64
+    config.test.resolution = 128
     config.test.batch_size = 32
     config.test.num_steps = 10
     config.test.num_images = 64
