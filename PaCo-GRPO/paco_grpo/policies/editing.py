@@ -42,7 +42,7 @@ class ReferenceConditioning(Conditioning):
     """Packed latents of each sample's reference image, padded to the longest."""
 
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; what lies behind a row's own tokens is never used
-    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each reference's tokens
+    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each; on the CPU, so that reading it is no waiting
 
     def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
         """Reference tokens (B, rows·columns, C), rows and columns.
@@ -127,7 +127,7 @@ class EditingPolicy(PipelinePolicy):
         grids = [self._grid(*reference.size) for reference in references]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
-            "reference_grid": torch.tensor(grids).to(self.device),
+            "reference_grid": torch.tensor(grids),
         }
 
     def _encode_one(self, reference: Reference) -> torch.Tensor:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_policies import NAMES, disturb, items, load
+from tiny_policies import EDITORS, NAMES, disturb, items, load
 
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.objectives.nft import _FRESH, nft_terms
@@ -112,6 +112,7 @@ def test_plain_diffusers_gives_the_same_image(tiny_folder, name, tmp_path, monke
     assert np.abs(theirs - base).max() > 3
 
 
+@pytest.mark.parametrize("name", EDITORS)  # FLUX: test_adapters.py
 @pytest.mark.parametrize("save", [save_peft, save_diffusers])
 def test_round_trip(tiny_folder, name, tmp_path, save):
     policy = with_lora(name, tiny_folder, rank=4, alpha=10)
@@ -145,6 +146,23 @@ def test_average_and_reference_and_old_weights(tiny_folder, name):
     assert torch.equal(record_of(policy, name).clean_latents, now)
     different = [base, last, now, averaged]
     assert all((a - b).abs().max() > 1e-4 for i, a in enumerate(different) for b in different[:i])
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny_folder, name):
+    policy = with_lora(name, tiny_folder)
+    conditioning = policy.encode(items(name, *PROMPTS[:2]))
+
+    def gradient():
+        velocity = policy.velocity(policy.initial_latents([1, 2], 32, 32), torch.tensor([0.5, 0.7]), conditioning, 32, 32)
+        found = torch.autograd.grad(
+            velocity.square().mean(), trainable_parameters(policy), allow_unused=True, materialize_grads=True
+        )
+        return torch.cat([g.flatten() for g in found])
+
+    before = gradient()
+    policy.transformer.enable_gradient_checkpointing()
+    torch.testing.assert_close(gradient(), before, rtol=1e-5, atol=1e-7)
+    assert before.abs().max() > 0
 
 
 def test_first_ratio_is_exactly_one(tiny_folder, name):
