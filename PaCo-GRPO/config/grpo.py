@@ -70,21 +70,18 @@ def qwen_editing() -> ConfigDict:
     return config
 
 
-def toy_t2is() -> ConfigDict:
-    """The toy world of ../quickstart on a CPU: train at 64 px, evaluate at 128 px, judge over HTTP."""
-    config = base.get_config()
-    config.dataset = "../quickstart/out/world/prompts"
+def _toy(config: ConfigDict) -> ConfigDict:
+    """``config`` at the size of the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
-    config.pretrained.model = "../quickstart/models/flux"
     config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
-    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
     config.num_epochs = 200  # more than the minutes below allow
     config.max_train_minutes = 5.0
     config.eval_freq = 20
     config.num_checkpoint_limit = 2
 
     config.sample.num_steps = 6  # fewer than at test: an epoch then takes less time
+    config.sample.noise_steps = (1,)
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
     config.sample.same_latent = True  # a group then differs by the noise that is trained on, and by nothing else
@@ -97,16 +94,25 @@ def toy_t2is() -> ConfigDict:
     config.train.ema_update_interval = 1
     config.train.lora_rank = 8
     config.train.lora_alpha = 16
-    config.train.reward_fn = base.open_dict(consistency_score=1.0)
-    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
-    config.train.reward_fn_kwargs = base.open_dict(
-        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
-    )
 
     config.test.resolution = 128
     config.test.batch_size = 32
     config.test.num_steps = 10
     config.test.num_images = 128
+    return config
+
+
+def toy_t2is() -> ConfigDict:
+    """t2is in the toy world, judge over HTTP."""
+    config = _toy(base.get_config())
+    config.dataset = "../quickstart/out/world/prompts"
+    config.pretrained.model = "../quickstart/models/flux"
+    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
+    config.train.reward_fn = base.open_dict(consistency_score=1.0)
+    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
+    )
     config.test.reward_fn = base.open_dict(consistency_score=1.0)
     for name in ("consistency", "alignment", "view", "valid", "distinct"):
         config.test.reward_fn[f"paco_toy.oracle:oracle_{name}"] = 1.0
@@ -114,35 +120,13 @@ def toy_t2is() -> ConfigDict:
 
 
 def _toy_editing(config: ConfigDict) -> ConfigDict:
-    """``config`` at the size of the toy world on a CPU; its rewards need no server."""
+    """``config`` for the editing task of the toy world; trained on the oracle, the toy judge cannot judge edits."""
+    config = _toy(config)
     config.dataset = "../quickstart/out/world/edits"
-    config.save_dir = "../quickstart/out/runs"
-    config.mixed_precision = "no"
-    config.num_epochs = 200  # more than the minutes below allow
-    config.max_train_minutes = 5.0
-    config.eval_freq = 20
-    config.num_checkpoint_limit = 2
-
-    config.sample.num_steps = 6
-    config.sample.noise_steps = (1,)
-    config.sample.batch_size = 32
-    config.sample.unique_sample_num_per_epoch = 8
-    config.sample.same_latent = True
-    config.sample.merge_lora = True  # float32 here, so equal to rounding
-    config.train.resolution = 32
-    config.train.batch_size = 32
-    config.train.learning_rate = 2e-3
-    config.train.gradient_step_per_epoch = 1
-    config.train.ema_update_interval = 1
-    config.train.lora_rank = 8
-    config.train.lora_alpha = 16
-    config.train.reward_fn = base.open_dict(jpeg_compressibility=1.0)
+    config.train.reward_fn = base.open_dict()
+    for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
+        config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
     config.train.reward_fn_kwargs = base.open_dict()
-
-    config.test.resolution = 64
-    config.test.batch_size = 32
-    config.test.num_steps = 10
-    config.test.num_images = 64
     return config
 
 

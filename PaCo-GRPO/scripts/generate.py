@@ -1,16 +1,19 @@
 """Make images with a trained adapter, at any resolution, with the same sampler as the evaluation.
 
 python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] --adapter DIR --prompt TEXT [--prompt TEXT …]
-    --adapter DIR        folder of a checkpoint's adapter/ (PEFT) or diffusers/; leave it out for the base model
+    --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
     --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
     --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
+    --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if not the
+                         configuration's
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
 
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -26,6 +29,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", action="append", default=[], type=Path)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--output", type=Path, default=Path("generated"))
+    parser.add_argument("--judge")
+    parser.add_argument("--judge-model")
     return parser.parse_known_args(arguments)
 
 
@@ -73,6 +78,32 @@ def check_images(items: list, model: str) -> None:
         raise ValueError(f"{model} draws from text alone: leave out --image, or choose an editing model")
 
 
+def judge_reward(config, edits_images: bool, url: str | None, model: str | None):
+    """The judge of ``config`` for this kind of model, but at ``url``; None without one.
+
+    Raises:
+        JudgeError: No judge answers there.
+    """
+    if url is None:
+        return None
+    from paco_grpo.rewards.registry import build_rewards
+
+    name = "consistency_for_editing" if edits_images else "consistency_score"
+    kwargs = config.train.reward_fn_kwargs.to_dict().get(name, {}) | {"base_url": url}
+    (reward,) = build_rewards({name: 1.0}, {name: kwargs | ({"model": model} if model else {})}).values()
+    reward.check()
+    return reward
+
+
+def write_scores(scores: list, wanted: list, names: list[str], output: Path) -> list[str]:
+    """Write scores.jsonl and return the sheet's captions; a missing score is null and a dash."""
+    with (output / "scores.jsonl").open("w", encoding="utf-8") as file:
+        for name, (item, seed), score in zip(names, wanted, scores, strict=True):
+            known = None if math.isnan(score) else float(score)
+            file.write(json.dumps({"file": name, "prompt": item.prompt, "seed": seed, "judge": known}) + "\n")
+    return ["judge –" if math.isnan(score) else f"judge {score:.3f}" for score in scores]
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     own, rest = parse(arguments)
@@ -80,11 +111,11 @@ def main(arguments: list[str]) -> int:
 
     import torch
 
-    from paco_grpo.policies import PolicyLoadError, load_policy
-    from paco_grpo.policies.adapters import add_lora
-    from paco_grpo.training.collect import at_size, batches_by_key, size_of
+    from paco_grpo.policies import PolicyLoadError, policy_class
     from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
-    from paco_grpo.training.evaluation import contact_sheet, draw
+    from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
+    from paco_grpo.training.generator import load_adapter, load_generator
+    from paco_judge.client import JudgeError
 
     try:
         source, overrides = parse_command_line(rest)
@@ -94,33 +125,28 @@ def main(arguments: list[str]) -> int:
         if not items:
             raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")
         check_images(items, config.pretrained.model)
-        policy = load_policy(
-            config.pretrained.model,
-            dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            max_sequence_length=config.max_sequence_length,
-            guidance_scale=config.sample.guidance_scale,
-            negative_prompt=config.sample.negative_prompt,
-        )
+        edits_images = policy_class(config.pretrained.model).edits_images
+        judge = judge_reward(config, edits_images, own.judge, own.judge_model)
+        policy = load_generator(config, "cuda" if torch.cuda.is_available() else "cpu")
         if own.adapter:
-            add_lora(policy, lora_path=own.adapter)
-    except (ConfigError, PolicyLoadError, OSError, ValueError) as error:
+            load_adapter(policy, own.adapter)
+    except (ConfigError, PolicyLoadError, JudgeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
-    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in wanted]
     own.output.mkdir(parents=True, exist_ok=True)
-    images: dict[int, object] = {}
-    keys = [policy.batch_key(at_size(item, size)) for (item, _), size in zip(wanted, sizes, strict=True)]
-    for batch in batches_by_key(keys, config.test.batch_size):
+    names = [f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
+    images: list = [None] * len(wanted)
+    for batch, size in drawing_batches(policy, [item for item, _ in wanted], config):
         chosen = [wanted[i] for i in batch]
-        drawn = draw(
-            policy, [item for item, _ in chosen], [seed for _, seed in chosen], *sizes[batch[0]], config.test.num_steps
-        )
+        drawn = draw(policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps)
         for i, image in zip(batch, drawn, strict=True):
-            image.save(own.output / f"{wanted[i][0].item_id:05d}_seed{wanted[i][1]}.png")
+            image.save(own.output / names[i])
             images[i] = image
-    contact_sheet([images[i] for i in sorted(images)]).save(own.output / "sheet.png")
+    captions = []
+    if judge is not None:
+        captions = write_scores(judge(images, [item for item, _ in wanted]).tolist(), wanted, names, own.output)
+    contact_sheet(images, captions).save(own.output / "sheet.png")
     print(f"{len(images)} images and sheet.png in {own.output}")
     return 0
 

@@ -30,7 +30,7 @@ def build_tiny_flux(
     vae_channels: tuple[int, ...] = (4, 8, 8),
     latent_channels: int = 4,
     guidance_embeds: bool = True,
-    pipeline_class: type[FluxPipeline] | type[FluxKontextPipeline] = FluxPipeline,
+    pipeline_class: type[FluxPipeline | FluxKontextPipeline] = FluxPipeline,
 ) -> Path:
     """Write a ``FluxPipeline`` (or ``FluxKontextPipeline``) folder and return it.
 

@@ -1,7 +1,11 @@
-"""The three generators with tiny random weights behind one face, for tests that every policy must pass."""
+"""The three generators with tiny random weights behind one face, for tests that every policy must pass.
+
+python tests/tiny_policies.py NAME FOLDER    writes the pipeline folder of flux, flux_kontext or qwen_image_edit
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,3 +58,7 @@ def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
     with torch.no_grad():
         for parameter in trainable_parameters(policy):
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+if __name__ == "__main__":
+    print(build(sys.argv[1], Path(sys.argv[2])))

@@ -1,11 +1,7 @@
-"""A Qwen-Image-Edit pipeline folder with tiny random weights: the real classes, nothing downloaded.
-
-python tests/tiny_qwen_edit.py FOLDER    writes one, for trying toy_qwen_edit without a model
-"""
+"""A Qwen-Image-Edit pipeline folder with tiny random weights: the real classes, nothing downloaded."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -111,7 +107,3 @@ def _text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenerati
         initializer_range=0.2,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
-
-
-if __name__ == "__main__":
-    print(build_tiny_qwen_edit(sys.argv[1]))

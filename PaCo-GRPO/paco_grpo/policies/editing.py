@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -23,12 +24,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A reference image as the encoders see it."""
+
+    image: Image.Image  # RGB
+    key: Hashable  # of its content and size: two files with the same picture are one
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.image.height, self.image.width
+
+
 @dataclass
 class ReferenceConditioning(Conditioning):
     """Packed latents of each sample's reference image, padded to the longest."""
 
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; what lies behind a row's own tokens is never used
-    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each reference's tokens
+    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each; on the CPU, so that reading it is no waiting
 
     def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
         """Reference tokens (B, rows·columns, C), rows and columns.
@@ -57,7 +71,7 @@ class EditingPolicy(PipelinePolicy):
     def __init__(self, pipeline, **options) -> None:
         """See :meth:`PipelinePolicy.__init__`."""
         super().__init__(pipeline, **options)
-        self._references = TensorCache(_CACHE_BYTES)
+        self._latents = TensorCache(_CACHE_BYTES)
         self._logged: set[tuple] = set()
 
     @abstractmethod
@@ -66,7 +80,10 @@ class EditingPolicy(PipelinePolicy):
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
         """See :meth:`Policy.size_like`; rounded by :meth:`fit_area`."""
-        shape = (item.height, item.width) if item.height and item.width else (item.image.height, item.image.width)
+        shape = item.height, item.width
+        if None in shape:
+            image = item.image
+            shape = image.height, image.width
         size = self.fit_area(resolution**2, shape[1] / shape[0])
         self._say("item", shape, "drawn", size)
         return size
@@ -74,50 +91,53 @@ class EditingPolicy(PipelinePolicy):
     def reference_size(self, item: Item) -> tuple[int, int]:
         """Height and width at which the reference image of ``item`` is encoded.
 
-        The item's own size where both have the same shape (to two tokens), else the area of the item's size in the
-        shape of the image; an item without a size has its image taken at the image's own area.
+        The area of the item's size in the shape of the image, rounded; but the item's own size where that distorts the
+        image no more than the rounding does. An item without a size has its image taken at the image's own area.
         """
-        image = item.image
-        if item.height is None or item.width is None:
-            return self.fit_area(image.width * image.height, image.width / image.height)
-        scale = math.sqrt(item.height * item.width / (image.height * image.width))
-        near = max(abs(item.height - scale * image.height), abs(item.width - scale * image.width))
-        if near < 2 * self.size_multiple:
-            return item.height, item.width
-        return self.fit_area(item.height * item.width, image.width / image.height)
+        image, own = item.image, (item.height, item.width)
+        aspect = image.width / image.height
+        if None in own:
+            return self.fit_area(image.width * image.height, aspect)
+        fitted = self.fit_area(own[0] * own[1], aspect)
+        return min(own, fitted, key=lambda size: abs(math.log(size[1] / size[0] / aspect)))
 
     def batch_key(self, item: Item) -> Hashable:
         """See :meth:`Policy.batch_key`: the size drawn and the size of the reference."""
         return item.height, item.width, *self.reference_size(item)
 
-    def _reference_image(self, item: Item) -> Image.Image:
-        """The reference of ``item`` as the encoders see it, RGB."""
-        size = self.reference_size(item)
-        self._say("reference image", (item.image.height, item.image.width), "read", size)
-        return self.pipeline.image_processor.resize(item.image.convert("RGB"), *size)
+    def _read(self, item: Item) -> Reference:
+        """The reference of ``item``.
 
-    def _reference_key(self, item: Item) -> Hashable:
-        """Content and size of the reference: two files with the same picture are one."""
-        if item.image is None:
-            raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
+        Raises:
+            ValueError: It has none.
+        """
         image = item.image
-        return hashlib.blake2b(image.tobytes(), digest_size=16).digest(), image.mode, image.size, self.reference_size(item)
+        if image is None:
+            raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
+        size = self.reference_size(dataclasses.replace(item, image=image))
+        self._say("reference image", (image.height, image.width), "read", size)
+        resized = self.pipeline.image_processor.resize(image.convert("RGB"), *size)
+        return Reference(resized, (hashlib.blake2b(resized.tobytes(), digest_size=16).digest(), size))
 
-    def _encode_references(self, items: Sequence[Item]) -> dict[str, torch.Tensor]:
-        """The fields of :class:`ReferenceConditioning` for ``items``; each picture goes through the VAE once, alone."""
-        tokens = [self._references.get(self._reference_key(item), lambda i=item: (self._latents(i),))[0] for item in items]
-        grids = [self._grid(*self.reference_size(item)) for item in items]
+    def _encode_references(self, references: Sequence[Reference]) -> dict[str, torch.Tensor]:
+        """The fields of :class:`ReferenceConditioning`; each picture goes through the VAE once, alone."""
+        tokens = [
+            self._latents.get(reference.key, lambda r=reference: (self._encode_one(r),))[0] for reference in references
+        ]
+        grids = [self._grid(*reference.size) for reference in references]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
-            "reference_grid": torch.tensor(grids).to(self.device),
+            "reference_grid": torch.tensor(grids),
         }
 
-    def _latents(self, item: Item) -> torch.Tensor:
-        size = self.reference_size(item)
-        rows, columns = self._grid(*size)
-        pixels = self.pipeline.image_processor.preprocess(self._reference_image(item), *size)
+    def _encode_one(self, reference: Reference) -> torch.Tensor:
+        """Packed latents (M, C) of a reference."""
+        rows, columns = self._grid(*reference.size)
+        pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
         vae = self.pipeline.vae
-        latents = self.pipeline._encode_vae_image(image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None)
+        latents = self.pipeline._encode_vae_image(
+            image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
+        )
         packed = self.pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed[0].to(self.dtype)
 

@@ -37,7 +37,7 @@ class FluxKontextPolicy(EditingPolicy, FluxPolicy):
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> KontextConditioning:
         """See :meth:`Policy.encode`; text and reference image apart, so a text shared by two images is encoded once."""
-        references = self._encode_references(items)
+        references = self._encode_references([self._read(item) for item in items])
         text = super().encode(items)
         return KontextConditioning(
             prompt_embeds=text.prompt_embeds, pooled_prompt_embeds=text.pooled_prompt_embeds, **references

@@ -88,16 +88,7 @@ class PipelinePolicy(Policy):
             _place(encoder, self.device, dtype)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        max_sequence_length: int = 512,
-        guidance_scale: float = 3.5,
-        negative_prompt: str | None = None,
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
         """Load with the pipeline class's ``from_pretrained``; see :meth:`Policy.from_pretrained`."""
         try:
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype)
@@ -106,14 +97,7 @@ class PipelinePolicy(Policy):
                 f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {error}. "
                 "The folder may be incomplete or damaged: download or build it again."
             ) from error
-        return cls(
-            pipeline,
-            dtype=dtype,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            guidance_scale=guidance_scale,
-            negative_prompt=negative_prompt,
-        )
+        return cls(pipeline, dtype=dtype, **options)
 
     @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
@@ -136,7 +120,9 @@ class PipelinePolicy(Policy):
         if key not in self._sigmas:
             config = self._scheduler.config
             if config.get("shift_terminal") and num_steps < 2:
-                raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2")
+                raise ValueError(
+                    f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2"
+                )
             mu = calculate_shift(
                 rows * columns,
                 config.get("base_image_seq_len", 256),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.policies.editing import EditingPolicy, ReferenceConditioning
+from paco_grpo.policies.editing import EditingPolicy, Reference, ReferenceConditioning
 from paco_grpo.policies.pipeline import lora_targets_with
 from paco_grpo.types import Item
 
@@ -79,17 +79,23 @@ class QwenImageEditPolicy(EditingPolicy):
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
         """See :meth:`Policy.encode`; each (image, text) goes through the text encoder once, alone."""
-        references = self._encode_references(items)
-        embeds, mask = self._encode_texts(items, [item.prompt for item in items])
-        negative = self._encode_texts(items, [self.negative_prompt] * len(items)) if self.guided else (None, None)
+        references = [self._read(item) for item in items]
+        embeds, mask = self._encode_texts(references, [item.prompt for item in items])
+        negative = self._encode_texts(references, [self.negative_prompt] * len(items)) if self.guided else (None, None)
         return QwenEditConditioning(
-            prompt_embeds=embeds, prompt_mask=mask, negative_embeds=negative[0], negative_mask=negative[1], **references
+            prompt_embeds=embeds,
+            prompt_mask=mask,
+            negative_embeds=negative[0],
+            negative_mask=negative[1],
+            **self._encode_references(references),
         )
 
-    def _encode_texts(self, items: Sequence[Item], texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _encode_texts(
+        self, references: Sequence[Reference], texts: Sequence[str]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = [
-            self._texts.get((text, self._reference_key(item)), lambda t=text, i=item: (self._encode_text(t, i),))[0]
-            for item, text in zip(items, texts, strict=True)
+            self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
+            for reference, text in zip(references, texts, strict=True)
         ]
         embeds = pad_sequence(rows, batch_first=True).to(self.device)
         lengths = torch.tensor([len(row) for row in rows])
@@ -97,11 +103,11 @@ class QwenImageEditPolicy(EditingPolicy):
             return embeds, None
         return embeds, (torch.arange(embeds.shape[1]) < lengths[:, None]).to(self.device)
 
-    def _encode_text(self, text: str, item: Item) -> torch.Tensor:
+    def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
         """Features (L, D) of the instruction and the image; the pipeline drops those of its fixed beginning."""
         encoder = self.pipeline.text_encoder
         embeds, _ = self.pipeline.encode_prompt(
-            prompt=self._shortened(text), image=self._reference_image(item), device=encoder.device
+            prompt=self._shortened(text), image=reference.image, device=encoder.device
         )
         return embeds[0].to(self.dtype)
 

@@ -217,21 +217,21 @@ def _size_multiple(folder: Path) -> int | None:
 
 
 def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
-    """An editor needs a reference image in every item; known before its weights are read.
+    """An editor needs items with reference images; known before its weights are read.
 
     Raises:
-        DataError: An item has none.
+        DataError: They have none.
     """
     edits_images = policy_class(config.pretrained.model).edits_images
     for split, items in splits.items():
-        lacking = [item for item in items if item.image is None]
-        if edits_images and lacking:
+        has_images = items[0].image is not None  # a kind of prompt set has them everywhere or nowhere
+        if edits_images and not has_images:
             raise DataError(
-                f"config.pretrained.model={config.pretrained.model} edits images, but {len(lacking)} of {len(items)} "
-                f"{split} items have none (the first is item {lacking[0].item_id}); choose a prompt set with reference "
-                "images (config.dataset, config.prompt_fn)"
+                f"config.pretrained.model={config.pretrained.model} edits images, but the {split} items of "
+                f"config.dataset={config.dataset} have none: config.prompt_fn={config.prompt_fn!r} reads text alone, use "
+                "'geneval_image' or 'arrow_editing'"
             )
-        if not edits_images and len(lacking) < len(items):
+        if has_images and not edits_images:
             logger.warning("the %s items have reference images, which this model does not look at", split)
 
 

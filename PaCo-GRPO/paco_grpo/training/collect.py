@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paco_grpo.data.prompts import item_size, round_to_multiple
+from paco_grpo.data import prompts
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import rollout
@@ -62,13 +62,15 @@ def size_of(item: Item, resolution: int, mode: str, policy: Policy) -> tuple[int
     """Pixels at which ``item`` is drawn, as the model can draw it; an edit without a size has its image's shape."""
     if policy.edits_images and (mode == "aspect" or item.height is None):
         return policy.size_like(item, resolution)
-    size = item_size(item, resolution, mode)
-    return policy.round_size(*size) if mode == "exact" else round_to_multiple(size, policy.size_multiple)
+    size = prompts.item_size(item, resolution, mode)
+    return policy.round_size(*size) if mode == "exact" else prompts.round_to_multiple(size, policy.size_multiple)
 
 
-def at_size(item: Item, size: tuple[int, int]) -> Item:
-    """``item`` with the height and width at which it is drawn, as ``Policy.encode`` and ``batch_key`` want it."""
-    return dataclasses.replace(item, height=size[0], width=size[1])
+def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
+    """``item`` with the size at which it is drawn, as ``Policy.encode`` and ``batch_key`` want it, and its image read."""
+    held = dataclasses.replace(item)
+    height, width = size_of(held, resolution, mode, policy)
+    return dataclasses.replace(held, height=height, width=width)
 
 
 def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
@@ -84,9 +86,10 @@ def collect(
     items: Sequence[Item],
     samples: EpochSamples,
     positions: np.ndarray,
-    sizes: Sequence[tuple[int, int]],
     queue: ScoringQueue,
     *,
+    resolution: int,
+    item_size: str,
     batch_size: int,
     num_steps: int,
     noise_steps: Sequence[int],
@@ -103,8 +106,9 @@ def collect(
         items: The prompt set.
         samples: The epoch over all processes.
         positions: Global positions of this process's samples; local sample i is ``positions[i]``.
-        sizes: Height and width of each local sample.
         queue: Receives images; row i of its result is local sample i.
+        resolution: See ``size_of``.
+        item_size: See ``size_of``.
         batch_size: Images per forward.
         num_steps: T.
         noise_steps: Of this epoch.
@@ -118,13 +122,13 @@ def collect(
         None when ``on_batch`` asked to stop.
     """
     item_ids = samples.item_ids[positions]
-    unique, first, rows = np.unique(item_ids, return_index=True, return_inverse=True)
-    sized = [at_size(items[item], sizes[sample]) for item, sample in zip(unique, first, strict=True)]
-    conditioning = policy.encode(sized)
-    keys = [policy.batch_key(sized[row]) for row in rows]
+    unique, rows = np.unique(item_ids, return_inverse=True)
+    drawn = [at_size(items[i], resolution, item_size, policy) for i in unique]
+    conditioning = policy.encode(drawn)
+    keys = [policy.batch_key(item) for item in drawn]
     records, record_keys, numbers = [], [], []
-    for batch in batches_by_key(keys, batch_size):
-        height, width = sizes[batch[0]]
+    for batch in batches_by_key([keys[row] for row in rows], batch_size):
+        height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
         batch_rows = torch.from_numpy(rows[batch])
         record = rollout(
             policy,
@@ -144,7 +148,7 @@ def collect(
         images = policy.decode(record.clean_latents, height, width)
         queue.submit(images, [items[i] for i in item_ids[batch]], batch)
         records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
-        record_keys.append(keys[batch[0]])
+        record_keys.append(keys[rows[batch[0]]])
         numbers.append(np.array(batch))
         if on_batch(images):
             return None

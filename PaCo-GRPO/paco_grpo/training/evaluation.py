@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from PIL import Image, ImageDraw
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.collect import at_size, batches_by_key, size_of
+from paco_grpo.training.collect import at_size, batches_by_key
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Item
@@ -121,9 +122,7 @@ def _draw(
     accelerator: Accelerator,
     should_stop: Callable[[], bool],
 ) -> bool:
-    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in images]
-    keys = [policy.batch_key(at_size(item, size)) for (item, _), size in zip(images, sizes, strict=True)]
-    batches = batches_by_key(keys, config.test.batch_size)
+    batches = drawing_batches(policy, [item for item, _ in images], config)
     thumbnails: list[tuple[int, Image.Image]] = []
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
@@ -131,9 +130,9 @@ def _draw(
             return False
         if turn >= len(batches):
             continue
-        batch = batches[turn]
+        batch, size = batches[turn]
         batch_items = [images[i][0] for i in batch]
-        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *sizes[batch[0]], config.test.num_steps,
+        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *size, config.test.num_steps,
                      config.sample.merge_lora and config.use_lora)  # fmt: skip
         queue.submit(drawn, batch_items, batch)
         for i, image in zip(batch, drawn, strict=True):
@@ -145,6 +144,18 @@ def _draw(
     if accelerator.is_main_process:
         contact_sheet([image for _, image in sorted(everyone, key=lambda entry: entry[0])]).save(folder / "sheet.png")
     return True
+
+
+def drawing_batches(
+    policy: Policy, items: Sequence[Item], config: ConfigDict
+) -> list[tuple[list[int], tuple[int, int]]]:
+    """Indices into ``items`` in batches that share a forward at test resolution, each with its height and width."""
+    sizes, keys = [], []
+    for item in items:  # one reference image in memory at a time
+        sized = at_size(item, config.test.resolution, config.item_size, policy)
+        sizes.append((sized.height, sized.width))
+        keys.append(policy.batch_key(sized))
+    return [(batch, sizes[batch[0]]) for batch in batches_by_key(keys, config.test.batch_size)]
 
 
 @torch.no_grad()
@@ -160,7 +171,7 @@ def draw(
     """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode([at_size(item, (height, width)) for item in items]),
+        policy.encode([dataclasses.replace(item, height=height, width=width) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,

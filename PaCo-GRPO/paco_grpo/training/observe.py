@@ -14,7 +14,7 @@ from PIL import Image
 
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
-from paco_grpo.training.collect import Rollouts, at_size, size_of
+from paco_grpo.training.collect import Rollouts, at_size
 from paco_grpo.training.processes import gather_rows
 from paco_grpo.types import Conditioning, Item
 
@@ -132,8 +132,9 @@ class BaseProbe:
         return metrics | ({"health/kl_base": float(np.mean(divergences))} if divergences else {})
 
     def _prepare(self, item: Item, number: int) -> _State:
-        size = size_of(item, self.config.train.resolution, self.config.item_size, self.policy)
-        conditioning = self.policy.encode([at_size(item, size)])
+        drawn = at_size(item, self.config.train.resolution, self.config.item_size, self.policy)
+        size = drawn.height, drawn.width
+        conditioning = self.policy.encode([drawn])
         sigmas = self.policy.sigmas(self.config.sample.num_steps, *size)
         word = np.random.SeedSequence([_PROBE_STREAM, self.config.seed, number]).generate_state(1, np.uint64)[0]
         latents = self.policy.initial_latents([int(word >> np.uint64(1))], *size)

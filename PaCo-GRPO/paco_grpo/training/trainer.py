@@ -18,7 +18,7 @@ from paco_grpo.policies.adapters import blend_old_adapter, old_adapter_decay
 from paco_grpo.sampling.schedule import draw_noise_steps
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training import health, state
-from paco_grpo.training.collect import Rollouts, collect, size_of
+from paco_grpo.training.collect import Rollouts, collect
 from paco_grpo.training.evaluation import evaluate
 from paco_grpo.training.observe import SampleObserver
 from paco_grpo.training.processes import StopSignal, Turns, any_process
@@ -135,9 +135,6 @@ class Trainer:
         """None: sampling was cut short because a reward has failed; waiting for the rewards then says so."""
         sample, items = self.config.sample, self.run.train_items
         train = self.config.train
-        sizes = [
-            size_of(items[i], train.resolution, self.config.item_size, self.policy) for i in samples.item_ids[positions]
-        ]
         turns = Turns(self.accelerator, lambda: self._signalled() or queue.failed())
 
         def on_batch(images: list) -> bool:
@@ -150,8 +147,9 @@ class Trainer:
                 items,
                 samples,
                 positions,
-                sizes,
                 queue,
+                resolution=train.resolution,
+                item_size=self.config.item_size,
                 batch_size=self.run.plan.sample_batch_size,
                 num_steps=sample.num_steps,
                 noise_steps=draw_noise_steps(

@@ -64,13 +64,18 @@ def theirs(pipe, policy, item, seed, monkeypatch, output_type):
 def mixed_items(name):
     """Two sizes, each twice; one reference in another shape than its image, and one that is grey."""
     chosen = items(name, "make the star blue", "a") + items(name, "and now for something longer", size=(32, 64))
-    chosen += [Item(3, "b", 32, 64, image=picture(7, 30, 60)), Item(4, "c", 32, 32, image=picture(8, 96, 32).convert("L"))]
+    chosen += [
+        Item(3, "b", 32, 64, image=picture(7, 30, 60)),
+        Item(4, "c", 32, 32, image=picture(8, 96, 32).convert("L")),
+    ]
     return chosen
 
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_same_image_as_the_diffusers_pipeline(tiny_folder, monkeypatch, name):
-    options = {"negative_prompt": NEGATIVE, "guidance_scale": 3.0} if name == "qwen_image_edit" else {"guidance_scale": 2.5}
+    options = (
+        {"negative_prompt": NEGATIVE, "guidance_scale": 3.0} if name == "qwen_image_edit" else {"guidance_scale": 2.5}
+    )
     policy = load(name, tiny_folder(name), max_sequence_length=40, **options)
     chosen, seeds = mixed_items(name), [5, 2**31 + 7, 11, 12, 13]
     latents, images, forwards = ours(policy, chosen, seeds)
