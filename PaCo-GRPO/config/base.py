@@ -47,6 +47,7 @@ def get_config() -> ConfigDict:
     config.sample = _sample()
     config.train = _train()
     config.test = _test()
+    config.health = _health()
     return config
 
 
@@ -57,7 +58,8 @@ def _sample() -> ConfigDict:
     sample.num_noise_steps = placeholder(int)  # draw this many of noise_steps each epoch; None = all
     sample.noise_level = 0.7
     sample.cps = False  # Flow-CPS instead of Flow-SDE
-    sample.guidance_scale = 3.5
+    sample.guidance_scale = 3.5  # embedded guidance, or the scale of true CFG
+    sample.negative_prompt = placeholder(str)  # turns true CFG on (Qwen-Image-Edit); " " is enough
     sample.same_latent = False  # one initial noise per prompt
     sample.merge_lora = False  # noiseless steps with the LoRA merged into the base: faster, equal to rounding in its precision
     sample.global_std = False  # divide advantages by the std over everything
@@ -98,11 +100,29 @@ def _train() -> ConfigDict:
     train.lora_path = placeholder(str)  # PEFT adapter to start from
     train.rank_grpo = False  # within-group ranks in place of rewards
     train.max_missing_reward_fraction = 0.1
+    train.stop_on_collapse = False  # save and stop at a sign of collapse (config.health); False = warn
+    train.watch_test_rewards = False  # also score every epoch's samples by the rewards that only the test has
     train.reward_fn = open_dict()  # {name or package.module:factory: weight}
     train.reward_fn_kwargs = open_dict()  # {name: {keyword: value}}
     train.aggregate_fn = placeholder(object)  # name, package.module:function or a function; None = weighted sum
     train.aggregate_fn_kwargs = open_dict()
     return train
+
+
+def _health() -> ConfigDict:
+    """Limits beyond which an epoch is warned of; what each means is in paco_grpo/training/health.py."""
+    health = ConfigDict()
+    health.probe_images = 4  # test items on which the distance to the base model is measured, one forward each; 0 = off
+    health.max_velocity_change = 0.5  # of the base model's velocity
+    health.max_contrast_change = 2.0  # factor up or down against the first epoch: images' contrast, latents' spread
+    health.max_detail_change = 3.0  # factor up or down
+    health.max_brightness_change = 0.25  # of 1
+    health.min_distinctness = 0.25  # within groups, share of the first epoch's
+    health.max_gradient_spike = 20.0  # times the median norm
+    health.max_clip_share = 0.95  # in the optimizer steps after an epoch's first
+    health.max_zero_std_share = 0.8  # of groups
+    health.max_reward_divergence = 3.0  # standard errors
+    return health
 
 
 def _test() -> ConfigDict:

@@ -34,21 +34,54 @@ def t2is() -> ConfigDict:
     return config
 
 
-def toy_t2is() -> ConfigDict:
-    """The toy world of ../quickstart on a CPU: train at 64 px, evaluate at 128 px, judge over HTTP."""
+def _editing() -> ConfigDict:
+    """What the two editors share: train at 384 px, evaluate at 512 px, one reward."""
     config = base.get_config()
-    config.dataset = "../quickstart/out/world/prompts"
+    config.dataset = "dataset/ShareGPT-4o-Image"
+    config.prompt_fn = "geneval_image"
     config.item_size = "aspect"
-    config.pretrained.model = "../quickstart/models/flux"
+    config.train.resolution = 384
+    config.test.resolution = 512
+    config.train.reward_fn = base.open_dict(consistency_for_editing=1.0)
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_for_editing={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"}
+    )
+    return config
+
+
+def kontext_editing() -> ConfigDict:
+    """Image editing with FLUX.1-Kontext-dev."""
+    config = _editing()
+    config.pretrained.model = "black-forest-labs/FLUX.1-Kontext-dev"
+    config.sample.num_steps = 8
+    config.sample.noise_level = 0.9
+    config.sample.guidance_scale = 2.5
+    return config
+
+
+def qwen_editing() -> ConfigDict:
+    """Image editing with Qwen-Image-Edit, sampled with true CFG."""
+    config = _editing()
+    config.pretrained.model = "Qwen/Qwen-Image-Edit"
+    config.sample.noise_steps = (1, 2, 3, 4)
+    config.sample.noise_level = 1.0
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = " "
+    return config
+
+
+def _toy(config: ConfigDict) -> ConfigDict:
+    """``config`` at the size of the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
+    config.item_size = "aspect"
     config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
-    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
     config.num_epochs = 200  # more than the minutes below allow
     config.max_train_minutes = 5.0
     config.eval_freq = 20
     config.num_checkpoint_limit = 2
 
     config.sample.num_steps = 6  # fewer than at test: an epoch then takes less time
+    config.sample.noise_steps = (1,)
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
     config.sample.same_latent = True  # a group then differs by the noise that is trained on, and by nothing else
@@ -61,23 +94,65 @@ def toy_t2is() -> ConfigDict:
     config.train.ema_update_interval = 1
     config.train.lora_rank = 8
     config.train.lora_alpha = 16
-    config.train.reward_fn = base.open_dict(consistency_score=1.0)
-    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
-    config.train.reward_fn_kwargs = base.open_dict(
-        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
-    )
 
     config.test.resolution = 128
     config.test.batch_size = 32
     config.test.num_steps = 10
     config.test.num_images = 128
+    return config
+
+
+def toy_t2is() -> ConfigDict:
+    """t2is in the toy world, judge over HTTP."""
+    config = _toy(base.get_config())
+    config.dataset = "../quickstart/out/world/prompts"
+    config.pretrained.model = "../quickstart/models/flux"
+    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
+    config.train.reward_fn = base.open_dict(consistency_score=1.0)
+    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
+    config.train.reward_fn_kwargs = base.open_dict(
+        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
+    )
     config.test.reward_fn = base.open_dict(consistency_score=1.0)
     for name in ("consistency", "alignment", "view", "valid", "distinct"):
         config.test.reward_fn[f"paco_toy.oracle:oracle_{name}"] = 1.0
     return config
 
 
-CONFIGS = {"t2is": t2is, "toy_t2is": toy_t2is}
+def _toy_editing(config: ConfigDict) -> ConfigDict:
+    """``config`` for the editing task of the toy world; trained on the oracle, the toy judge cannot judge edits."""
+    config = _toy(config)
+    config.dataset = "../quickstart/out/world/edits"
+    config.train.reward_fn = base.open_dict()
+    for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
+        config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
+    config.train.reward_fn_kwargs = base.open_dict()
+    return config
+
+
+def toy_kontext() -> ConfigDict:
+    """kontext_editing with toy weights, on a CPU."""
+    config = _toy_editing(kontext_editing())
+    config.pretrained.model = "../quickstart/models/flux_kontext"
+    config.max_sequence_length = 32
+    return config
+
+
+def toy_qwen_edit() -> ConfigDict:
+    """qwen_editing with toy weights, on a CPU."""
+    config = _toy_editing(qwen_editing())
+    config.pretrained.model = "../quickstart/models/qwen_image_edit"
+    return config
+
+
+CONFIGS = {
+    "t2is": t2is,
+    "kontext_editing": kontext_editing,
+    "qwen_editing": qwen_editing,
+    "toy_t2is": toy_t2is,
+    "toy_kontext": toy_kontext,
+    "toy_qwen_edit": toy_qwen_edit,
+}
 
 
 def get_config(name: str = "") -> ConfigDict:

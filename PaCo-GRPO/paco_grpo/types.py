@@ -17,6 +17,25 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+class _ReadAnew:
+    """A field that may be given as a function: it is then called at each reading.
+
+    A prompt set of 46,000 reference images fits into no memory, and PIL keeps an opened image's pixels once read.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return None  # the field's default
+        value = instance.__dict__[self._slot]
+        return value() if callable(value) else value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._slot] = value
+
+
 @dataclass(frozen=True)
 class Item:
     """One entry of a prompt set.
@@ -27,7 +46,8 @@ class Item:
         height: Requested height in pixels, None = the configured resolution.
         width: Requested width in pixels, None = the configured resolution.
         metadata: The row it was read from.
-        image: Reference image of an editing item, else None.
+        image: Reference image of an editing item (RGB), else None. May be given as a function without arguments, which
+            is called whenever ``image`` is read: take it once and keep it while it is needed.
     """
 
     item_id: int
@@ -35,7 +55,7 @@ class Item:
     height: int | None = None
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    image: Image.Image | None = None
+    image: Image.Image | None = _ReadAnew()  # type: ignore[assignment]
 
 
 @dataclass

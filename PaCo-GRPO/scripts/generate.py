@@ -1,15 +1,19 @@
 """Make images with a trained adapter, at any resolution, with the same sampler as the evaluation.
 
 python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] --adapter DIR --prompt TEXT [--prompt TEXT …]
-    --adapter DIR        folder of a checkpoint's adapter/ (PEFT) or diffusers/; leave it out for the base model
-    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl
+    --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
+    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
+    --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
+    --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if not the
+                         configuration's
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
 
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -22,23 +26,82 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
+    parser.add_argument("--image", action="append", default=[], type=Path)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--output", type=Path, default=Path("generated"))
+    parser.add_argument("--judge")
+    parser.add_argument("--judge-model")
     return parser.parse_known_args(arguments)
 
 
-def read_items(prompts: list[str], file: Path | None) -> list:
-    """Items of prompts given one by one and in a file."""
+def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
+    """Items of prompts given one by one and in a file, with the images they edit."""
     from paco_grpo.types import Item
 
     rows: list[dict] = [{"prompt": prompt} for prompt in prompts]
     if file is not None:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows += [json.loads(line) if file.suffix == ".jsonl" else {"prompt": line} for line in lines]
-    return [
-        Item(number, row["prompt"], row.get("height"), row.get("width"), metadata=row)
-        for number, row in enumerate(rows)
-    ]
+    if len(images) > 1 and len(images) != len(rows):
+        raise ValueError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
+    items = []
+    for number, row in enumerate(rows):
+        path = images[number if len(images) > 1 else 0] if images else None
+        if path is None and row.get("image"):
+            path = file.parent / row["image"]
+        image = read_image(path) if path is not None else None
+        items.append(Item(number, row["prompt"], row.get("height"), row.get("width"), metadata=row, image=image))
+    return items
+
+
+def read_image(path: Path):
+    """An RGB image, upright."""
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def check_images(items: list, model: str) -> None:
+    """Editors need an image for every prompt, the others take none.
+
+    Raises:
+        ValueError: It is otherwise.
+    """
+    from paco_grpo.policies import policy_class
+
+    edits = policy_class(model).edits_images
+    wrong = [item for item in items if (item.image is None) == edits]
+    if wrong and edits:
+        raise ValueError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
+    if wrong:
+        raise ValueError(f"{model} draws from text alone: leave out --image, or choose an editing model")
+
+
+def judge_reward(config, edits_images: bool, url: str | None, model: str | None):
+    """The judge of ``config`` for this kind of model, but at ``url``; None without one.
+
+    Raises:
+        JudgeError: No judge answers there.
+    """
+    if url is None:
+        return None
+    from paco_grpo.rewards.registry import build_rewards
+
+    name = "consistency_for_editing" if edits_images else "consistency_score"
+    kwargs = config.train.reward_fn_kwargs.to_dict().get(name, {}) | {"base_url": url}
+    (reward,) = build_rewards({name: 1.0}, {name: kwargs | ({"model": model} if model else {})}).values()
+    reward.check()
+    return reward
+
+
+def write_scores(scores: list, wanted: list, names: list[str], output: Path) -> list[str]:
+    """Write scores.jsonl and return the sheet's captions; a missing score is null and a dash."""
+    with (output / "scores.jsonl").open("w", encoding="utf-8") as file:
+        for name, (item, seed), score in zip(names, wanted, scores, strict=True):
+            known = None if math.isnan(score) else float(score)
+            file.write(json.dumps({"file": name, "prompt": item.prompt, "seed": seed, "judge": known}) + "\n")
+    return ["judge –" if math.isnan(score) else f"judge {score:.3f}" for score in scores]
 
 
 def main(arguments: list[str]) -> int:
@@ -48,44 +111,42 @@ def main(arguments: list[str]) -> int:
 
     import torch
 
-    from paco_grpo.policies import PolicyLoadError, load_policy
-    from paco_grpo.policies.adapters import add_lora
-    from paco_grpo.training.collect import batches_by_size, size_of
+    from paco_grpo.policies import PolicyLoadError, policy_class
     from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
-    from paco_grpo.training.evaluation import contact_sheet, draw
+    from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
+    from paco_grpo.training.generator import load_adapter, load_generator
+    from paco_judge.client import JudgeError
 
     try:
         source, overrides = parse_command_line(rest)
         config = load_config(source, ROOT / "config" / "base.py")
         apply_overrides(config, overrides)
-        items = read_items(own.prompt, own.prompts_file)
+        items = read_items(own.prompt, own.prompts_file, own.image)
         if not items:
             raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")
-        policy = load_policy(
-            config.pretrained.model,
-            dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            max_sequence_length=config.max_sequence_length,
-            guidance_scale=config.sample.guidance_scale,
-        )
+        check_images(items, config.pretrained.model)
+        edits_images = policy_class(config.pretrained.model).edits_images
+        judge = judge_reward(config, edits_images, own.judge, own.judge_model)
+        policy = load_generator(config, "cuda" if torch.cuda.is_available() else "cpu")
         if own.adapter:
-            add_lora(policy, lora_path=own.adapter)
-    except (ConfigError, PolicyLoadError, OSError) as error:
+            load_adapter(policy, own.adapter)
+    except (ConfigError, PolicyLoadError, JudgeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
-    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in wanted]
     own.output.mkdir(parents=True, exist_ok=True)
-    images: dict[int, object] = {}
-    for batch in batches_by_size(sizes, config.test.batch_size):
+    names = [f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
+    images: list = [None] * len(wanted)
+    for batch, size in drawing_batches(policy, [item for item, _ in wanted], config):
         chosen = [wanted[i] for i in batch]
-        drawn = draw(
-            policy, [item for item, _ in chosen], [seed for _, seed in chosen], *sizes[batch[0]], config.test.num_steps
-        )
+        drawn = draw(policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps)
         for i, image in zip(batch, drawn, strict=True):
-            image.save(own.output / f"{wanted[i][0].item_id:05d}_seed{wanted[i][1]}.png")
+            image.save(own.output / names[i])
             images[i] = image
-    contact_sheet([images[i] for i in sorted(images)]).save(own.output / "sheet.png")
+    captions = []
+    if judge is not None:
+        captions = write_scores(judge(images, [item for item, _ in wanted]).tolist(), wanted, names, own.output)
+    contact_sheet(images, captions).save(own.output / "sheet.png")
     print(f"{len(images)} images and sheet.png in {own.output}")
     return 0
 

@@ -1,5 +1,6 @@
-"""Shared by all PaCo-GRPO tests: one thread, and one tiny random FLUX pipeline folder."""
+"""Shared by all PaCo-GRPO tests: one thread, and tiny random pipeline folders."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -19,8 +20,14 @@ settings.load_profile("paco_grpo")
 
 
 @pytest.fixture(scope="session")
-def tiny_flux_dir(tmp_path_factory) -> Path:
-    """Folder of a tiny random FLUX pipeline (see tiny_flux.py); read only."""
-    from tiny_flux import build_tiny_flux
+def tiny_folder(tmp_path_factory):
+    """Policy name (see tiny_policies.py) → folder of its tiny random pipeline, built on first use; read only."""
+    from tiny_policies import build
 
-    return build_tiny_flux(tmp_path_factory.mktemp("tiny_flux"))
+    return functools.cache(lambda name: build(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def tiny_flux_dir(tiny_folder) -> Path:
+    """Folder of the tiny random FLUX pipeline; read only."""
+    return tiny_folder("flux")

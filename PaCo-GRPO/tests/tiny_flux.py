@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -24,8 +30,9 @@ def build_tiny_flux(
     vae_channels: tuple[int, ...] = (4, 8, 8),
     latent_channels: int = 4,
     guidance_embeds: bool = True,
+    pipeline_class: type[FluxPipeline | FluxKontextPipeline] = FluxPipeline,
 ) -> Path:
-    """Write a ``FluxPipeline`` folder and return it.
+    """Write a ``FluxPipeline`` (or ``FluxKontextPipeline``) folder and return it.
 
     Images are multiples of ``2 ** len(vae_channels)`` pixels (8 by default). ``width`` is a multiple of 16.
     """
@@ -54,7 +61,7 @@ def build_tiny_flux(
         scaling_factor=0.8,
         shift_factor=0.1,
     )
-    pipeline = FluxPipeline(
+    pipeline = pipeline_class(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
         ),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
+from tiny_policies import picture
 
 from paco_grpo.training.configuration import apply_overrides, load_config
 from paco_grpo.training.setup import build_run
@@ -70,11 +71,22 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3) -> Path:
     return folder
 
 
-def overrides_for(flux: Path, folder: Path, **changes: str) -> dict[str, str]:
+def write_edits(folder: Path, train: int = 4, test: int = 3) -> Path:
+    """A geneval_image prompt set; the pictures have two shapes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", train), ("test", test)):
+        for i in range(count):
+            picture(i, 32, 64 if i % 2 else 32).save(folder / f"{split}{i}.png")
+        rows = [{"prompt": f"{i}{split} make it red", "image": f"{split}{i}.png"} for i in range(count)]
+        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str) -> dict[str, str]:
     """Option → text; ``changes`` use ``__`` for dots."""
     if not (folder / "prompts").is_dir():
-        write_prompts(folder / "prompts")
-    places = {"pretrained.model": str(flux), "dataset": str(folder / "prompts"), "save_dir": str(folder / "runs")}
+        write(folder / "prompts")
+    places = {"pretrained.model": str(model), "dataset": str(folder / "prompts"), "save_dir": str(folder / "runs")}
     return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
 
 
@@ -82,6 +94,13 @@ def tiny_config(flux: Path, folder: Path, **changes: str) -> ConfigDict:
     """toy_t2is, made tiny."""
     config = load_config(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", BASE)
     apply_overrides(config, overrides_for(flux, folder, **changes).items())
+    return config
+
+
+def tiny_edit_config(name: str, model: Path, folder: Path, **changes: str) -> ConfigDict:
+    """toy_kontext or toy_qwen_edit, made tiny."""
+    config = load_config(f"{ROOT / 'config' / 'grpo.py'}:{name}", BASE)
+    apply_overrides(config, overrides_for(model, folder, write_edits, **changes).items())
     return config
 
 
@@ -108,6 +127,15 @@ def brightness(scale: float = 1.0):
     def score(images, items):
         arrays = [np.asarray(image, dtype=np.float64) / 255 for image in images]
         return np.array([scale * (a[..., 0].mean() - a[..., 2].mean()) * 100 for a in arrays])
+
+    return score
+
+
+def redness():
+    """Mean red, in [0, 1]."""
+
+    def score(images, items):
+        return np.array([np.asarray(image, dtype=np.float64)[..., 0].mean() / 255 for image in images])
 
     return score
 

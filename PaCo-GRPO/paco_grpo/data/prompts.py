@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paco_grpo.data.editing import load_arrow_editing, load_geneval_image
+from paco_grpo.data.files import DataError, existing, given_size, json_lines, prompt_of
 from paco_grpo.types import Item
 from paco_judge.grid import PromptLayoutError, split_prompt
-
-
-class DataError(ValueError):
-    """A prompt set that cannot be used; the message names file, line and field."""
 
 
 def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
@@ -22,7 +19,9 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
     Args:
         dataset: Folder of the prompt set.
         split: ``train`` or ``test``.
-        kind: ``geneval`` (``{split}_metadata.jsonl``) or ``general_ocr`` (``{split}.txt``, one prompt a line).
+        kind: ``geneval`` (``{split}_metadata.jsonl``), ``general_ocr`` or ``text`` (``{split}.txt``, one prompt a line),
+            ``geneval_image`` (``{split}_metadata.jsonl`` with ``image``, a path from the dataset's folder) or
+            ``arrow_editing`` (``{split}.arrow`` or ``{split}.parquet`` with ``prompt`` and ``image``).
 
     Returns:
         Items with ``item_id`` = position in the file.
@@ -36,7 +35,7 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
     if not folder.is_dir():
         raise DataError(
             f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}). "
-            "Put train_metadata.jsonl and test_metadata.jsonl there, or name another folder with --config.dataset=FOLDER"
+            "Put its train and test files there, or name another folder with --config.dataset=FOLDER"
         )
     items = KINDS[kind](folder, split)
     if not items:
@@ -45,33 +44,14 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
 
 
 def _geneval(folder: Path, split: str) -> list[Item]:
-    path = _existing(folder / f"{split}_metadata.jsonl")
-    items = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a line must be a JSON object with a field 'prompt', got {type(row).__name__}")
-        items.append(_geneval_item(row, len(items), where))
-    return items
+    rows = json_lines(existing(folder / f"{split}_metadata.jsonl"))
+    return [_geneval_item(row, item_id, where) for item_id, (where, row) in enumerate(rows)]
 
 
 def _geneval_item(row: Mapping[str, Any], item_id: int, where: str) -> Item:
-    prompt = row.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
+    prompt = prompt_of(row, where)
     name = f"{where} (item {row.get('idx', item_id)!r})"
-    sides = {side: row.get(side) for side in ("height", "width")}
-    for side, value in sides.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise DataError(f"{name}: field {side!r} must be a positive integer, got {value!r}")
-    if (sides["height"] is None) != (sides["width"] is None):
-        raise DataError(f"{name}: fields 'height' and 'width' must be given together")
+    height, width = given_size(row, name)
     _check_criteria(row.get("criteria"), name)
     try:
         grid = split_prompt(prompt)
@@ -80,7 +60,7 @@ def _geneval_item(row: Mapping[str, Any], item_id: int, where: str) -> Item:
     layout = row.get("layout")
     if layout is not None and str(layout).lower().replace("⨉", "x").replace(" ", "") != f"{grid.rows}x{grid.cols}":
         raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
-    return Item(item_id=item_id, prompt=prompt, height=sides["height"], width=sides["width"], metadata=dict(row))
+    return Item(item_id=item_id, prompt=prompt, height=height, width=width, metadata=dict(row))
 
 
 def _check_criteria(criteria: Any, name: str) -> None:
@@ -95,20 +75,17 @@ def _check_criteria(criteria: Any, name: str) -> None:
 
 
 def _text(folder: Path, split: str) -> list[Item]:
-    path = _existing(folder / f"{split}.txt")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, lines))]
+    lines = existing(folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
+    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, map(str.strip, lines)))]
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(
-            f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
-        )
-    return path
-
-
-KINDS: dict[str, Callable[[Path, str], list[Item]]] = {"geneval": _geneval, "general_ocr": _text}
+KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
+    "geneval": _geneval,
+    "general_ocr": _text,
+    "text": _text,
+    "geneval_image": load_geneval_image,
+    "arrow_editing": load_arrow_editing,
+}
 
 
 def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:

@@ -27,6 +27,8 @@ _FRESH = 1 << 20
 def nft_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum over samples of weight · mean over steps of the NFT loss + KL weight · mean((v − v_ref)²).
 
+    v is the conditional velocity: with true CFG, guidance is part of sampling and not of what is learned.
+
     The fresh noise of a sample comes from its own seed and the step, so its loss does not depend on its batch and a
     resumed run draws the same. The reference forward happens only if the KL weight is not 0.
 
@@ -57,13 +59,13 @@ def nft_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.
         noisy = (1 - t.view(-1, 1, 1)) * clean + t.view(-1, 1, 1) * noise
         arguments = (noisy, t, record.conditioning, record.height, record.width)
         with torch.no_grad(), policy.old():
-            old = policy.velocity(*arguments)
-        velocity = policy.velocity(*arguments)
+            old = policy.conditional_velocity(*arguments)
+        velocity = policy.conditional_velocity(*arguments)
         loss = nft_terms(clean, noisy, t, velocity, old, preference, train.nft_beta) * train.adv_clip_max
         values = {"policy_loss": loss, "preference_mean": preference, "old_distance": _mean_square(velocity - old)}
         if train.beta != 0:
             with torch.no_grad(), policy.reference():
-                reference = policy.velocity(*arguments)
+                reference = policy.conditional_velocity(*arguments)
             kl = _mean_square(velocity - reference)
             loss = loss + train.beta * kl
             values["kl"] = kl

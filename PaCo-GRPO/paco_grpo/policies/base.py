@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -34,12 +34,16 @@ class Policy(ABC):
     Attributes:
         transformer: The trainable part. The trainer may replace it by a wrapped one (DDP, FSDP).
         lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (method §6).
+        edits_images: Whether an item needs a reference image.
+        has_true_cfg: Whether a negative prompt means something to it.
         size_multiple: Heights and widths must be multiples of this many pixels.
         device: Where the transformer computes.
         dtype: Computing precision of the transformer; latents stay float32.
     """
 
     lora_targets: ClassVar[tuple[str, ...]] = ()
+    edits_images: ClassVar[bool] = False
+    has_true_cfg: ClassVar[bool] = False
 
     transformer: nn.Module
     size_multiple: int
@@ -56,6 +60,7 @@ class Policy(ABC):
         device: torch.device | str = "cpu",
         max_sequence_length: int = 512,
         guidance_scale: float = 3.5,
+        negative_prompt: str | None = None,
     ) -> Self:
         """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.
 
@@ -67,7 +72,8 @@ class Policy(ABC):
     def encode(self, items: Sequence[Item]) -> Conditioning:
         """Conditioning of ``items``, one row each, on ``device``.
 
-        A text is encoded once, on its own, and remembered: the result does not depend on the other items.
+        A text (and reference image) is encoded once, on its own, and remembered: the features do not depend on the
+        other items. ``height`` and ``width`` of an item are the size at which it will be drawn.
         """
 
     @abstractmethod
@@ -94,6 +100,12 @@ class Policy(ABC):
         Returns:
             (B, N, C) float32.
         """
+
+    def conditional_velocity(
+        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, height: int, width: int
+    ) -> torch.Tensor:
+        """``velocity`` without true CFG (DiffusionNFT trains this one); the same where the model has none."""
+        return self.velocity(latents, sigma, conditioning, height, width)
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
@@ -132,6 +144,18 @@ class Policy(ABC):
         from paco_grpo.policies.adapters import merged
 
         return merged(self)
+
+    def batch_key(self, item: Item) -> Hashable:
+        """Samples may share a forward if their items' keys are equal; ``item`` has the size at which it is drawn."""
+        return item.height, item.width
+
+    def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
+        """Height and width at which an edit is drawn: the shape of ``item``, or else of its image, at ``resolution``².
+
+        Raises:
+            NotImplementedError: The policy edits no images.
+        """
+        raise NotImplementedError(f"{type(self).__name__} edits no images")
 
     def round_size(self, height: int, width: int) -> tuple[int, int]:
         """Largest multiples of ``size_multiple`` not above the request, as diffusers' pipelines round; logged.

@@ -15,6 +15,8 @@ from paco_grpo.policies.base import Policy, PolicyLoadError
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {
     "FluxPipeline": "paco_grpo.policies.flux:FluxPolicy",
+    "FluxKontextPipeline": "paco_grpo.policies.flux_kontext:FluxKontextPolicy",
+    "QwenImageEditPipeline": "paco_grpo.policies.qwen_image_edit:QwenImageEditPolicy",
 }
 
 
@@ -25,6 +27,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     max_sequence_length: int = 512,
     guidance_scale: float = 3.5,
+    negative_prompt: str | None = None,
 ) -> Policy:
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
@@ -32,11 +35,41 @@ def load_policy(
         model_path: Diffusers pipeline folder, or a hub name such as ``black-forest-labs/FLUX.1-dev``.
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
-        max_sequence_length: Text tokens, 1 to 512.
+        max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
+        negative_prompt: Turns true CFG on (Qwen-Image-Edit).
 
     Raises:
-        PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights.
+        PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights,
+            or a negative prompt for a model without true CFG.
+    """
+    found = policy_class(model_path)
+    if negative_prompt is not None and not found.has_true_cfg:
+        raise PolicyLoadError(
+            f"config.sample.negative_prompt={negative_prompt!r} is given, but the guidance of {model_path} is embedded, "
+            "not true CFG: leave it at None"
+        )
+    try:
+        return found.from_pretrained(
+            model_path,
+            dtype=dtype,
+            device=device,
+            max_sequence_length=max_sequence_length,
+            guidance_scale=guidance_scale,
+            negative_prompt=negative_prompt,
+        )
+    except httpx.HTTPError as error:
+        raise PolicyLoadError(
+            f"the download of {model_path} broke off ({type(error).__name__}: {error}). "
+            "Check the network and run again: it goes on where it stopped."
+        ) from error
+
+
+def policy_class(model_path: str | Path) -> type[Policy]:
+    """The class of the generator at ``model_path``, whose weights are not read.
+
+    Raises:
+        PolicyLoadError: As :func:`pipeline_class_name`, or no policy is registered for the pipeline class.
     """
     class_name = pipeline_class_name(model_path)
     if class_name not in POLICIES:
@@ -47,20 +80,7 @@ def load_policy(
             "Choose such a model, or add a policy file and register it in paco_grpo/policies/loading.py."
         )
     module, name = POLICIES[class_name].split(":")
-    policy_class: type[Policy] = getattr(importlib.import_module(module), name)
-    try:
-        return policy_class.from_pretrained(
-            model_path,
-            dtype=dtype,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            guidance_scale=guidance_scale,
-        )
-    except httpx.HTTPError as error:
-        raise PolicyLoadError(
-            f"the download of {model_path} broke off ({type(error).__name__}: {error}). "
-            "Check the network and run again: it goes on where it stopped."
-        ) from error
+    return getattr(importlib.import_module(module), name)
 
 
 def pipeline_class_name(model_path: str | Path) -> str:

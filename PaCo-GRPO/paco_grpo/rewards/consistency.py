@@ -2,57 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING
 
-import numpy as np
-from PIL import Image
-
-from paco_grpo.types import Item
+from paco_grpo.rewards.judging import JudgeReward, judge_client
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.grid import pairs, split_image, split_prompt
-from paco_judge.questions import theme_no_duplicates_question, theme_question
-from paco_judge.verdict import mean_score
+from paco_judge.questions import criteria_questions, theme_no_duplicates_question, theme_question
+from paco_judge.verdict import mean_over_dimensions, mean_score
 
-_QUESTIONS = {"theme": theme_question, "theme_no_duplicates": theme_no_duplicates_question}
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from paco_grpo.types import Item
+    from paco_judge.verdict import Verdict
+
+_OF_THEME = {"theme": theme_question, "theme_no_duplicates": theme_no_duplicates_question}
+QUESTIONS = (*_OF_THEME, "criteria")
 
 
-class ConsistencyScore:
+class ConsistencyScore(JudgeReward):
     """Mean P(Yes) over all unordered pairs of sub-figures of each image; NaN if one pair has no score."""
 
     def __init__(self, client: JudgeClient, question: str) -> None:
-        self.client = client
-        self.ask = _QUESTIONS[question]
+        super().__init__(client)
+        self.question = question
 
-    def check(self) -> None:
-        """Ask the server which models it has.
-
-        Raises:
-            JudgeError: It does not answer or lacks the model; the message lists what it has and how to launch it.
-        """
-        self.client.check()
-
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [0, 1], NaN = missing.
+    def asked(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
+        """Every pair with the theme question, or with one question for each criterion of the item.
 
         Raises:
-            ValueError: An item's prompt has a single panel, so there is nothing to compare.
+            ValueError: An item's prompt has a single panel, or the item no criteria to ask about.
         """
-        asked: list[Pair] = []
-        counts: list[int] = []
-        for image, item in zip(images, items, strict=True):
-            grid = split_prompt(item.prompt)
-            if grid.rows * grid.cols < 2:
-                raise ValueError(
-                    f"consistency_score compares sub-figures, but item {item.item_id} has one: {item.prompt!r}"
-                )
-            cells = split_image(image, grid.rows, grid.cols)
-            question = self.ask(grid.theme)
-            of_image = [Pair(cells[i], cells[j], question) for i, j in pairs(len(cells))]
-            asked.extend(of_image)
-            counts.append(len(of_image))
-        verdicts = iter(self.client.score_blocking(asked))
-        means = [mean_score([next(verdicts) for _ in range(count)]) for count in counts]
-        return np.array([np.nan if mean is None else mean for mean in means], dtype=np.float64)
+        grid = split_prompt(item.prompt)
+        if grid.rows * grid.cols < 2:
+            raise ValueError(
+                f"consistency_score compares sub-figures, but item {item.item_id} has one: {item.prompt!r}"
+            )
+        cells = split_image(image, grid.rows, grid.cols)
+        couples = [(cells[i], cells[j]) for i, j in pairs(len(cells))]
+        if self.question in _OF_THEME:
+            text = _OF_THEME[self.question](grid.theme)
+            return [Pair(a, b, text) for a, b in couples], mean_score
+        try:
+            by_dimension = criteria_questions(item.metadata.get("criteria") or {})
+        except ValueError as error:
+            raise ValueError(f"consistency_score, item {item.item_id}: {error}") from error
+        texts = [text for named in by_dimension.values() for text in named]
+        sizes = {dimension: len(named) for dimension, named in by_dimension.items()}
+        return [Pair(a, b, text) for a, b in couples for text in texts], lambda v: _criteria_score(v, sizes)
+
+
+def _criteria_score(verdicts: list[Verdict], sizes: dict[str, int]) -> float | None:
+    """Mean within a dimension, then over dimensions, then over pairs (method §1); None if one verdict is missing."""
+    scores = iter([verdict.p_yes for verdict in verdicts])
+    count = len(verdicts) // sum(sizes.values())
+    of_pairs = [mean_over_dimensions({d: list(islice(scores, n)) for d, n in sizes.items()}) for _ in range(count)]
+    return None if None in of_pairs else sum(of_pairs) / count
 
 
 def consistency_score(
@@ -69,15 +76,14 @@ def consistency_score(
         base_url: Of the server (``bash vllm_server/launch.sh``).
         model: Served name.
         api_key: If the server wants one.
-        question: ``theme``, or ``theme_no_duplicates`` (near-duplicates count as No).
+        question: ``theme``, ``theme_no_duplicates`` (near-duplicates count as No), or ``criteria`` (one question for
+            each criterion of the item).
         max_concurrency: Requests in flight; None = the client's default.
         deadline_s: Seconds until a pair counts as missing; None = the client's default.
 
     Raises:
         ValueError: Unknown ``question``.
     """
-    if question not in _QUESTIONS:
-        raise ValueError(f"consistency_score: question={question!r} is not known. Known: {', '.join(_QUESTIONS)}")
-    optional = {"api_key": api_key, "max_concurrency": max_concurrency, "deadline_s": deadline_s}
-    given = {name: value for name, value in optional.items() if value is not None}
-    return ConsistencyScore(JudgeClient(base_url=base_url, model=model, **given), question)
+    if question not in QUESTIONS:
+        raise ValueError(f"consistency_score: question={question!r} is not known. Known: {', '.join(QUESTIONS)}")
+    return ConsistencyScore(judge_client(base_url, model, api_key, max_concurrency, deadline_s), question)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
-from paco_grpo.types import Item
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from paco_grpo.types import Item
 
 _SCALE_KB = 500.0  # DDPO divides by it so that rewards are of order 1 at 512 px
 

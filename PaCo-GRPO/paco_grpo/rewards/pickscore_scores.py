@@ -5,69 +5,21 @@ Run this file to download its weights: ``python paco_grpo/rewards/pickscore_scor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from paco_grpo.types import Item
+from paco_grpo.rewards.clip_text_image import ClipTextImage
 
 if TYPE_CHECKING:
-    from PIL import Image
+    import torch
 
 MODEL, PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 _SCALE = 26.0  # about the largest score in practice, so that rewards are of order 1
 
 
-class PickScore:
-    """logit_scale · cos(image, prompt) / 26; loads the model at the first call."""
-
-    def __init__(self, model: str, processor: str, device: torch.device | str, batch_size: int) -> None:
-        self.name, self.processor_name, self.device, self.batch_size = (
-            model,
-            processor,
-            torch.device(device),
-            batch_size,
-        )
-        self._model = None
-        self._texts: dict[str, torch.Tensor] = {}
-
-    def load(self) -> None:
-        """Load the model (downloads it when it is not in the cache)."""
-        if self._model is None:
-            from transformers import CLIPModel, CLIPProcessor
-
-            self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-            self._model = CLIPModel.from_pretrained(self.name).eval().to(self.device)
-
-    @torch.no_grad()
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64."""
-        self.load()
-        scores = []
-        for start in range(0, len(images), self.batch_size):
-            batch = [image.convert("RGB") for image in images[start : start + self.batch_size]]
-            pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device)
-            vision = self._model.vision_model(pixel_values=pixels).pooler_output
-            features = torch.nn.functional.normalize(self._model.visual_projection(vision), dim=-1)
-            texts = torch.stack([self._text(item.prompt) for item in items[start : start + self.batch_size]])
-            scores.append((self._model.logit_scale.exp() * (features * texts).sum(dim=-1)).double().cpu().numpy())
-        return np.concatenate(scores) / _SCALE
-
-    def _text(self, prompt: str) -> torch.Tensor:
-        if prompt not in self._texts:
-            tokens = self._processor(text=[prompt], truncation=True, max_length=77, return_tensors="pt").to(self.device)
-            output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-            features = self._model.text_projection(output.pooler_output)[0]
-            self._texts[prompt] = torch.nn.functional.normalize(features, dim=-1)
-        return self._texts[prompt]
-
-
 def pickscore(
     model: str = MODEL, processor: str = PROCESSOR, device: torch.device | str = "cpu", batch_size: int = 8
-) -> PickScore:
-    """PickScore of the whole image with the whole prompt.
+) -> ClipTextImage:
+    """PickScore of the whole image with the whole prompt: logit_scale · cos / 26.
 
     Args:
         model: Hub name or folder of the CLIP model.
@@ -75,9 +27,10 @@ def pickscore(
         device: Where it computes.
         batch_size: Images per forward.
     """
-    return PickScore(model, processor, device, batch_size)
+    return ClipTextImage(model, processor, _SCALE, device, batch_size)
 
 
 if __name__ == "__main__":
-    pickscore().load()
-    print(f"{MODEL} is in the cache")
+    from paco_grpo.rewards.download import download
+
+    download(MODEL, pickscore().load)

@@ -3,6 +3,9 @@
 A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``, a missing score is NaN. A factory that
 has a parameter ``device`` is given the process's device. A callable may have a method ``check()`` that is asked once
 before anything expensive (a server that must answer, weights that must be there).
+
+Any of them runs in another process when ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
+called there, by ``paco_grpo.rewards.service``, and not here.
 """
 
 from __future__ import annotations
@@ -15,25 +18,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.types import Item
+from paco_grpo.rewards.errors import RewardError
 
+# A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
 if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-Reward = Callable[["Sequence[Image.Image]", Sequence[Item]], np.ndarray]
+    from paco_grpo.types import Item
+
+Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
 
 REWARDS: dict[str, str] = {
+    "clipscore": "paco_grpo.rewards.clipscore:clipscore",
+    "consistency_for_editing": "paco_grpo.rewards.editing:consistency_for_editing",
     "consistency_score": "paco_grpo.rewards.consistency:consistency_score",
+    "edit_score": "paco_grpo.rewards.edit_score:edit_score",
+    "grid_layout": "paco_grpo.rewards.grid_layout:grid_layout",
+    "imagereward": "paco_grpo.rewards.imagereward:imagereward",
     "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
+    "ocr": "paco_grpo.rewards.ocr:ocr",
     "pickscore": "paco_grpo.rewards.pickscore_scores:pickscore",
+    "subfig_clipI": "paco_grpo.rewards.subfig_clipI:subfig_clipI",
     "subfig_clipT": "paco_grpo.rewards.subfig_clipT:subfig_clipT",
+    "subfig_dreamsim": "paco_grpo.rewards.subfig_dreamsim:subfig_dreamsim",
 }
-
-
-class RewardError(RuntimeError):
-    """A reward that cannot be built or does not keep to the interface; the message names it."""
+REMOTE_ARGUMENTS = ("server", "api_key", "deadline_s", "request_size")
 
 
 def short_name(name: str) -> str:
@@ -111,6 +122,8 @@ def find_factory(name: str) -> Callable[..., Reward]:
 def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> Reward:
     factory = find_factory(name)
     parameters = inspect.signature(factory).parameters
+    if "server" in kwargs and "server" not in parameters:
+        return _remote(name, kwargs, parameters)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for keyword in kwargs:
         if keyword not in parameters and not takes_any:
@@ -124,7 +137,28 @@ def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> 
     try:
         return factory(**given)
     except ImportError as error:
-        raise RewardError(f"reward {name!r} needs a package that is not installed: {error}") from error
+        raise RewardError(
+            f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in an "
+            f"environment of its own (`bash scripts/reward_service.sh {name}`) and name that with server="
+        ) from error
+
+
+def _remote(name: str, kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Reward:
+    for keyword in kwargs:
+        if keyword in REMOTE_ARGUMENTS:
+            continue
+        if keyword in parameters:
+            raise RewardError(
+                f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
+                f"start the service with --kwargs '{{\"{keyword}\": …}}'"
+            )
+        raise RewardError(
+            f"reward {name!r} with server=… has no argument {keyword!r}.{_nearest(keyword, REMOTE_ARGUMENTS)} "
+            f"It takes: {', '.join(REMOTE_ARGUMENTS)}"
+        )
+    from paco_grpo.rewards.remote import RemoteReward
+
+    return RemoteReward(name, **kwargs)
 
 
 def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:

@@ -94,10 +94,39 @@ class CheckpointWriter:
             shutil.rmtree(aside)
         else:
             self.folder.rename(self.final)
+        _sync_folder(self.final.parent)
 
     def discard(self) -> None:
         """Remove what was written so far (main process)."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def set_aside_after(folder: Path, epoch: int) -> list[Path]:
+    """Rename what a run that goes on after ``epoch`` will write again, so that 'latest' never means the old course.
+
+    Args:
+        folder: Of checkpoints or evaluations, named by epoch.
+        epoch: The last one that stays.
+
+    Returns:
+        The new paths ``replaced_epoch_NNNN``.
+    """
+    moved = []
+    for path in sorted(folder.glob("epoch_*")):
+        if int(path.name.removeprefix("epoch_")) > epoch:
+            target = path.with_name(f"replaced_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
+    return moved
 
 
 def prune(root: Path, limit: int) -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from paco_grpo.data.prompts import KINDS
+from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
+from paco_grpo.policies import policy_class
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
 from paco_grpo.training.tracking import TRACKERS
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
 
 _CHOICES: dict[str, Iterable[str]] = {
     "prompt_fn": KINDS,
@@ -57,6 +62,16 @@ _AT_LEAST: dict[str, float] = {
     "test.batch_size": 1,
     "test.num_steps": 1,
     "test.num_images": 1,
+    "health.probe_images": 0,
+    "health.max_velocity_change": 0,
+    "health.max_contrast_change": 1,
+    "health.max_detail_change": 1,
+    "health.max_brightness_change": 0,
+    "health.min_distinctness": 0,
+    "health.max_gradient_spike": 1,
+    "health.max_clip_share": 0,
+    "health.max_zero_std_share": 0,
+    "health.max_reward_divergence": 0,
 }
 
 
@@ -195,7 +210,29 @@ def _size_multiple(folder: Path) -> int | None:
     file = folder / "vae" / "config.json"
     if not file.is_file():
         return None
-    return 2 * 2 ** (len(json.loads(file.read_text()).get("block_out_channels", [0] * 4)) - 1)
+    vae = json.loads(file.read_text())
+    if "temperal_downsample" in vae:  # diffusers' spelling, in the VAE of Qwen-Image
+        return 2 * 2 ** len(vae["temperal_downsample"])
+    return 2 * 2 ** (len(vae.get("block_out_channels", [0] * 4)) - 1)
+
+
+def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
+    """An editor needs items with reference images; known before its weights are read.
+
+    Raises:
+        DataError: They have none.
+    """
+    edits_images = policy_class(config.pretrained.model).edits_images
+    for split, items in splits.items():
+        has_images = items[0].image is not None  # a kind of prompt set has them everywhere or nowhere
+        if edits_images and not has_images:
+            raise DataError(
+                f"config.pretrained.model={config.pretrained.model} edits images, but the {split} items of "
+                f"config.dataset={config.dataset} have none: config.prompt_fn={config.prompt_fn!r} reads text alone, use "
+                "'geneval_image' or 'arrow_editing'"
+            )
+        if has_images and not edits_images:
+            logger.warning("the %s items have reference images, which this model does not look at", split)
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:

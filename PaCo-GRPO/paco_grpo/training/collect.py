@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from paco_grpo.data.prompts import item_size, round_to_multiple
+from paco_grpo.data import prompts
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import rollout
@@ -30,19 +30,20 @@ class Rollouts:
 
     conditioning: Conditioning  # one row per unique item
     records: list[RolloutRecord]  # conditioning = ItemRows
+    keys: list[Hashable]  # per record: records of one key may share a forward (Policy.batch_key)
     samples: list[np.ndarray]  # per record: local sample numbers of its rows
 
     def micro_batches(self, wanted: Sequence[int], size: int) -> Iterator[tuple[np.ndarray, RolloutRecord]]:
         """Local samples ``wanted`` in the given order, as (local sample numbers, record) of at most ``size``.
 
-        A micro-batch has one image size: samples of other sizes are gathered beside it, order kept within each.
+        A micro-batch has one image size (and size of reference): other samples are gathered beside it, order kept
+        within each.
         """
         place = {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
-        by_shape: dict[tuple, list[int]] = {}
+        by_key: dict[Hashable, list[int]] = {}
         for sample in wanted:
-            record = self.records[place[int(sample)][0]]
-            by_shape.setdefault((record.height, record.width), []).append(int(sample))
-        for group in by_shape.values():
+            by_key.setdefault(self.keys[place[int(sample)][0]], []).append(int(sample))
+        for group in by_key.values():
             for start in range(0, len(group), size):
                 chosen = group[start : start + size]
                 yield np.array(chosen), self._join([place[sample] for sample in chosen])
@@ -58,16 +59,25 @@ class Rollouts:
 
 
 def size_of(item: Item, resolution: int, mode: str, policy: Policy) -> tuple[int, int]:
-    """Pixels at which ``item`` is drawn, as the model can draw it."""
-    size = item_size(item, resolution, mode)
-    return policy.round_size(*size) if mode == "exact" else round_to_multiple(size, policy.size_multiple)
+    """Pixels at which ``item`` is drawn, as the model can draw it; an edit without a size has its image's shape."""
+    if policy.edits_images and (mode == "aspect" or item.height is None):
+        return policy.size_like(item, resolution)
+    size = prompts.item_size(item, resolution, mode)
+    return policy.round_size(*size) if mode == "exact" else prompts.round_to_multiple(size, policy.size_multiple)
 
 
-def batches_by_size(sizes: Sequence[tuple[int, int]], batch_size: int) -> list[list[int]]:
-    """Indices into ``sizes`` in batches of equal size, sizes in order of first appearance."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, size in enumerate(sizes):
-        groups.setdefault(size, []).append(index)
+def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
+    """``item`` with the size at which it is drawn, as ``Policy.encode`` and ``batch_key`` want it, and its image read."""
+    held = dataclasses.replace(item)
+    height, width = size_of(held, resolution, mode, policy)
+    return dataclasses.replace(held, height=height, width=width)
+
+
+def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Indices into ``keys`` in batches of equal key, keys in order of first appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
     return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
 
 
@@ -76,9 +86,10 @@ def collect(
     items: Sequence[Item],
     samples: EpochSamples,
     positions: np.ndarray,
-    sizes: Sequence[tuple[int, int]],
     queue: ScoringQueue,
     *,
+    resolution: int,
+    item_size: str,
     batch_size: int,
     num_steps: int,
     noise_steps: Sequence[int],
@@ -95,8 +106,9 @@ def collect(
         items: The prompt set.
         samples: The epoch over all processes.
         positions: Global positions of this process's samples; local sample i is ``positions[i]``.
-        sizes: Height and width of each local sample.
         queue: Receives images; row i of its result is local sample i.
+        resolution: See ``size_of``.
+        item_size: See ``size_of``.
         batch_size: Images per forward.
         num_steps: T.
         noise_steps: Of this epoch.
@@ -111,10 +123,12 @@ def collect(
     """
     item_ids = samples.item_ids[positions]
     unique, rows = np.unique(item_ids, return_inverse=True)
-    conditioning = policy.encode([items[i] for i in unique])
-    records, numbers = [], []
-    for batch in batches_by_size(sizes, batch_size):
-        height, width = sizes[batch[0]]
+    drawn = [at_size(items[i], resolution, item_size, policy) for i in unique]
+    conditioning = policy.encode(drawn)
+    keys = [policy.batch_key(item) for item in drawn]
+    records, record_keys, numbers = [], [], []
+    for batch in batches_by_key([keys[row] for row in rows], batch_size):
+        height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
         batch_rows = torch.from_numpy(rows[batch])
         record = rollout(
             policy,
@@ -134,7 +148,8 @@ def collect(
         images = policy.decode(record.clean_latents, height, width)
         queue.submit(images, [items[i] for i in item_ids[batch]], batch)
         records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
+        record_keys.append(keys[rows[batch[0]]])
         numbers.append(np.array(batch))
         if on_batch(images):
             return None
-    return Rollouts(conditioning, records, numbers)
+    return Rollouts(conditioning, records, record_keys, numbers)

@@ -145,7 +145,8 @@ def _nullable(node: ConfigDict, field: str) -> bool:
 
 
 def _convert(text: str, kind: type, nullable: bool, key: str) -> Any:
-    if text.strip().lower() in _NONE and kind is not str or nullable and text.strip().lower() in (*_NONE, ""):
+    word = text.lower() if kind is str else text.strip().lower()  # a text of one space is a text (a negative prompt)
+    if word in _NONE and kind is not str or nullable and word in (*_NONE, ""):
         if not nullable:
             raise ConfigError(f"config.{key} cannot be None")
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from PIL import Image, ImageDraw
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.collect import batches_by_size, size_of
+from paco_grpo.training.collect import at_size, batches_by_key
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Item
@@ -57,7 +58,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Draw and score the evaluation set with the weights the policy holds now.
 
-    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl`` and ``sheet.png``.
+    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl``, ``sheet.png`` and, where
+    items have categories, ``categories.md``.
 
     Args:
         policy: The caller puts the EMA weights in place.
@@ -69,8 +71,8 @@ def evaluate(
         should_stop: Whether this process was asked to stop; asked before each batch.
 
     Returns:
-        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images`` and
-        ``eval/missing_share``; None when a process was asked to stop.
+        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
+        ``eval/missing_share`` and ``category/<category>/<name>_mean``; None when a process was asked to stop.
 
     Raises:
         ScoringError: On every process, when a reward raised.
@@ -93,10 +95,21 @@ def evaluate(
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
+    categories = [item.metadata.get("category") for item, _ in chosen]
+    by_category = summarise_categories(scores, categories, list(rewards))
+    metrics = summarise(scores, list(rewards))
     if accelerator.is_main_process:
         _write_rows(folder / "eval_data.jsonl", chosen, scores, list(rewards), config.test.save_eval_images)
+        if by_category:
+            table = category_table({**by_category, "all": metrics}, list(rewards))
+            (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
-    return summarise(scores, list(rewards))
+    return metrics | {
+        f"category/{category}/{name}_mean": values[f"eval/{name}_mean"]
+        for category, values in by_category.items()
+        for name in rewards
+        if f"eval/{name}_mean" in values
+    }
 
 
 def _draw(
@@ -109,8 +122,7 @@ def _draw(
     accelerator: Accelerator,
     should_stop: Callable[[], bool],
 ) -> bool:
-    sizes = [size_of(item, config.test.resolution, config.item_size, policy) for item, _ in images]
-    batches = batches_by_size(sizes, config.test.batch_size)
+    batches = drawing_batches(policy, [item for item, _ in images], config)
     thumbnails: list[tuple[int, Image.Image]] = []
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
@@ -118,9 +130,9 @@ def _draw(
             return False
         if turn >= len(batches):
             continue
-        batch = batches[turn]
+        batch, size = batches[turn]
         batch_items = [images[i][0] for i in batch]
-        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *sizes[batch[0]], config.test.num_steps,
+        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *size, config.test.num_steps,
                      config.sample.merge_lora and config.use_lora)  # fmt: skip
         queue.submit(drawn, batch_items, batch)
         for i, image in zip(batch, drawn, strict=True):
@@ -134,15 +146,32 @@ def _draw(
     return True
 
 
+def drawing_batches(
+    policy: Policy, items: Sequence[Item], config: ConfigDict
+) -> list[tuple[list[int], tuple[int, int]]]:
+    """Indices into ``items`` in batches that share a forward at test resolution, each with its height and width."""
+    sizes, keys = [], []
+    for item in items:  # one reference image in memory at a time
+        sized = at_size(item, config.test.resolution, config.item_size, policy)
+        sizes.append((sized.height, sized.width))
+        keys.append(policy.batch_key(sized))
+    return [(batch, sizes[batch[0]]) for batch in batches_by_key(keys, config.test.batch_size)]
+
+
 @torch.no_grad()
 def draw(
-    policy: Policy, items: Sequence[Item], seeds: Sequence[int], height: int, width: int, num_steps: int,
+    policy: Policy,
+    items: Sequence[Item],
+    seeds: Sequence[int],
+    height: int,
+    width: int,
+    num_steps: int,
     merge_lora: bool = False,
 ) -> list[Image.Image]:
-    """Images of ``items``, each from its seed, by deterministic Euler sampling."""
+    """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode(items),
+        policy.encode([dataclasses.replace(item, height=height, width=width) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,
@@ -171,17 +200,41 @@ def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
-    """Small copies of ``images`` in rows, numbered as their files."""
+def summarise_categories(
+    scores: np.ndarray, categories: Sequence[str | None], names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Category → ``summarise`` of its images, in alphabetical order; items without a category are in none of them."""
+    return {
+        str(category): summarise(scores[[other == category for other in categories]], names)
+        for category in sorted({category for category in categories if category is not None}, key=str)
+    }
+
+
+def category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
+    """A Markdown table with a row for each category: images, and mean ± standard error of each reward."""
+    lines = [f"| category | images | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for category, values in summaries.items():
+        cells = []
+        for name in names:
+            mean, error = values.get(f"eval/{name}_mean"), values.get(f"eval/{name}_stderr")
+            cells.append("–" if mean is None else f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+        lines.append(f"| {category} | {values['eval/num_images']:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str] = ()) -> Image.Image:
+    """Small copies of ``images`` in rows, numbered as their files, each with its line of ``captions`` if there are any."""
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
-    step = _SHEET_CELL + 4
-    sheet = Image.new("RGB", (columns * step, rows * step), "white")
+    step, line = _SHEET_CELL + 4, 14 if captions else 0
+    sheet = Image.new("RGB", (columns * step, rows * (step + line)), "white")
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
-        left, top = index % columns * step, index // columns * step
+        left, top = index % columns * step, index // columns * (step + line)
         sheet.paste(image if max(image.size) == _SHEET_CELL else _thumbnail(image), (left, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
+        if captions:
+            pen.text((left + 2, top + step), captions[index], fill="black")
     return sheet
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,6 +23,37 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
         return flag
     total = accelerator.reduce(torch.tensor([float(flag)], device=accelerator.device), reduction="sum")
     return bool(total.item() > 0)
+
+
+class Turns:
+    """Lets processes with different numbers of batches stop together: one short message after each batch.
+
+    Args:
+        accelerator: The processes.
+        wants_to_stop: Whether this process was asked to stop.
+    """
+
+    def __init__(self, accelerator: Accelerator, wants_to_stop: Callable[[], bool]) -> None:
+        self.accelerator, self.wants_to_stop = accelerator, wants_to_stop
+
+    def stop_after_batch(self) -> bool:
+        """After each batch of this process: whether any process wants to stop."""
+        return self._ask(busy=True)[0]
+
+    def stop_after_last(self) -> bool:
+        """After the last batch of this process: takes part until all are done; True if one wants to stop."""
+        while True:
+            stop, busy = self._ask(busy=False)
+            if stop or not busy:
+                return stop
+
+    def _ask(self, busy: bool) -> tuple[bool, bool]:
+        flags = (self.wants_to_stop(), busy)
+        if self.accelerator.num_processes == 1:
+            return flags
+        mine = torch.tensor([float(flag) for flag in flags], device=self.accelerator.device)
+        stop, busy = (value > 0 for value in self.accelerator.reduce(mine, reduction="sum").tolist())
+        return stop, busy
 
 
 def gather_rows(accelerator: Accelerator, local: np.ndarray, total: int) -> np.ndarray:

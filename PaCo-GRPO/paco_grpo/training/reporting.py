@@ -15,6 +15,7 @@ def epoch_metrics(
     advantage_stats: Mapping[str, float],
     losses: Mapping[str, float],
     times: Mapping[str, float],
+    health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
     """The numbers of one training epoch by ``group/name``; what is not finite or not there is left out.
@@ -24,6 +25,7 @@ def epoch_metrics(
         advantage_stats: From ``compute_advantages``.
         losses: From the updater.
         times: Phase → seconds.
+        health: ``health/<name>`` → value.
         memory: Also report peak memory (``config.enable_mem_log``).
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
@@ -34,7 +36,7 @@ def epoch_metrics(
             metrics[f"reward/{name}_std"] = float(present.std())
     for name, value in advantage_stats.items():
         metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
-    metrics |= {f"time/{name}_s": value for name, value in times.items()}
+    metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)
     if memory:
         metrics["memory/peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if torch.cuda.is_available():

@@ -24,15 +24,19 @@ from paco_grpo.advantages import aggregation
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.objectives import get_objective
-from paco_grpo.policies import Policy, load_policy
+from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
-from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
+from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.checks import check_config, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
+from paco_grpo.training.generator import load_generator
+from paco_grpo.training.journal import ScoreJournal
+from paco_grpo.training.observe import BaseProbe
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.processes import set_threads
+from paco_grpo.training.reward_sets import build_reward_sets
 from paco_grpo.training.tracking import MetricsFile, Tracker, build_tracker
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -54,6 +58,8 @@ class Run:
     test_items: list[Item]
     train_rewards: Mapping[str, Reward]
     test_rewards: Mapping[str, Reward]
+    watched_rewards: Mapping[str, Reward]
+    journal: ScoreJournal
     train_weights: Mapping[str, float]
     aggregate_fn: Any
     policy: Policy
@@ -61,6 +67,7 @@ class Run:
     sampler: GroupSampler
     updater: Updater
     ema: EMA | None
+    probe: BaseProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
     extra_parameters: Mapping[str, Mapping[str, torch.nn.Parameter]] = field(default_factory=dict)
@@ -96,10 +103,12 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
     folder = _run_folder(config, configuration_name, accelerator)
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
+    check_images(config, {"train": train_items, "test": test_items})
     plan = make_plan(config, accelerator.num_processes)
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
-    train_rewards, test_rewards = _rewards(config, accelerator.device)
+    journal = ScoreJournal(folder / "scores", accelerator.process_index)
+    rewards = build_reward_sets(config, accelerator.device, journal)
     policy, parameters, extra = _policy(config, accelerator)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (config.num_checkpoint_limit + 1))
@@ -111,8 +120,10 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         folder=folder,
         train_items=train_items,
         test_items=test_items,
-        train_rewards=train_rewards,
-        test_rewards=test_rewards,
+        train_rewards=rewards.train,
+        test_rewards=rewards.test,
+        watched_rewards=rewards.watched,
+        journal=journal,
         train_weights=weights,
         aggregate_fn=aggregate_fn,
         policy=policy,
@@ -129,6 +140,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
             after_step=ema.update if ema else lambda step: None,
         ),
         ema=ema,
+        probe=_probe(config, policy, test_items),
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=None,
         extra_parameters=extra,
@@ -167,23 +179,6 @@ def _run_folder(config: ConfigDict, configuration_name: str, accelerator: Accele
     return folder
 
 
-def _rewards(config: ConfigDict, device: torch.device) -> tuple[dict[str, Reward], dict[str, Reward]]:
-    train_kwargs, test_kwargs = (config[group].reward_fn_kwargs.to_dict() for group in ("train", "test"))
-    train_fn = config.train.reward_fn.to_dict()
-    test_fn = config.test.reward_fn.to_dict() or train_fn
-    train = build_rewards(train_fn, {n: k for n, k in train_kwargs.items() if n in train_fn}, device)
-    test: dict[str, Reward] = {}
-    for name, weight in test_fn.items():
-        kwargs = test_kwargs.get(name, train_kwargs.get(name, {}))
-        if name in train_fn and kwargs == train_kwargs.get(name, {}):
-            test[short_name(name)] = train[short_name(name)]  # the same scorer: loaded once
-        else:
-            test |= build_rewards({name: weight}, {name: kwargs}, device)
-    for reward in {id(reward): reward for reward in [*train.values(), *test.values()]}.values():
-        reward.check()
-    return train, test
-
-
 def _aggregate_fn(config: ConfigDict, weights: Mapping[str, float]):
     spec, kwargs = config.train.aggregate_fn, config.train.aggregate_fn_kwargs.to_dict()
     if not kwargs:
@@ -208,13 +203,7 @@ def _policy(
     config: ConfigDict, accelerator: Accelerator
 ) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
-    policy = load_policy(
-        config.pretrained.model,
-        dtype=torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32,
-        device=accelerator.device,
-        max_sequence_length=config.max_sequence_length,
-        guidance_scale=config.sample.guidance_scale,
-    )
+    policy = load_generator(config, accelerator.device)
     for group in ("train", "test"):
         if config[group].resolution % policy.size_multiple:
             raise ConfigError(
@@ -260,6 +249,13 @@ def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torc
             "config.train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]', or set it to False"
         ) from error
     return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
+
+
+def _probe(config: ConfigDict, policy: Policy, items: list[Item]) -> BaseProbe | None:
+    """None where it is off, or where the base model is not there any more (training without LoRA)."""
+    if not config.health.probe_images or not config.use_lora:
+        return None
+    return BaseProbe(policy, items[: config.health.probe_images], config)
 
 
 def _begin(run: Run, threads: int) -> None:

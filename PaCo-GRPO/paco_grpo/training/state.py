@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paco_grpo.policies.adapters import save_diffusers, save_peft
 from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training.model_card import write_model_card
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.setup import Run
 
@@ -47,8 +48,10 @@ def save(run: Run, progress: Progress, rng: ckpt.RngState, name: str | None = No
     _together(run, writer, writer.begin if is_main else None)
     _together(run, writer, lambda: _write(run, progress, rng, writer.folder))
     _together(run, writer, writer.commit if is_main else None)
-    if name is None and is_main:
-        ckpt.prune(root, run.config.num_checkpoint_limit)
+    if name is None:
+        run.journal.forget_before(progress.epoch)
+        if is_main:
+            ckpt.prune(root, run.config.num_checkpoint_limit)
     logger.info("saved %s", writer.final)
     return writer.final
 
@@ -88,6 +91,7 @@ def _write(run: Run, progress: Progress, rng: ckpt.RngState, folder: Path) -> No
         if run.config.use_lora:
             save_peft(run.policy, folder / "adapter")
             save_diffusers(run.policy, folder / "diffusers")
+            write_cards(run, progress.epoch, folder)
         else:
             run.policy.transformer.save_pretrained(folder / "transformer")
     ckpt.save_json(
@@ -99,6 +103,21 @@ def _write(run: Run, progress: Progress, rng: ckpt.RngState, folder: Path) -> No
             "sampler": run.sampler.state_dict(),
         },
     )
+
+
+def write_cards(run: Run, epoch: int, folder: Path) -> None:
+    """The model cards of the adapters in checkpoint ``folder``, with the latest evaluation (main process)."""
+    evaluations = [row for row in run.metrics.rows() if row["phase"] == "eval"]
+    for name in ("adapter", "diffusers"):
+        if (folder / name).is_dir():
+            write_model_card(
+                folder / name,
+                run.config,
+                epoch=epoch,
+                step=run.updater.step,
+                edits_images=run.policy.edits_images,
+                evaluation=evaluations[-1] if evaluations else None,
+            )
 
 
 def _together(run: Run, writer: ckpt.CheckpointWriter, action: Callable[[], None] | None) -> None:

@@ -17,10 +17,11 @@ from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.policies.adapters import blend_old_adapter, old_adapter_decay
 from paco_grpo.sampling.schedule import draw_noise_steps
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training import state
-from paco_grpo.training.collect import Rollouts, collect, size_of
+from paco_grpo.training import health, state
+from paco_grpo.training.collect import Rollouts, collect
 from paco_grpo.training.evaluation import evaluate
-from paco_grpo.training.processes import StopSignal, any_process
+from paco_grpo.training.observe import SampleObserver
+from paco_grpo.training.processes import StopSignal, Turns, any_process
 from paco_grpo.training.reporting import epoch_line, epoch_metrics, evaluation_line
 from paco_grpo.training.scoring import ScoringError, ScoringQueue
 from paco_grpo.training.setup import Run
@@ -83,19 +84,22 @@ class Trainer:
 
     def _epoch(self) -> None:
         started = time.perf_counter()
+        self.run.journal.epoch = self.progress.epoch
         self.rng = ckpt.capture_rng()
         samples = self.run.sampler.samples()
         positions = samples.positions_of(self.accelerator.process_index, self.accelerator.num_processes)
-        queue = ScoringQueue(self.run.train_rewards, self.config.sample.reward_batch_size)
+        rewards = {**self.run.train_rewards, **self.run.watched_rewards}
+        queue, observer = ScoringQueue(rewards, self.config.sample.reward_batch_size), SampleObserver()
         try:
-            rollouts = self._sample(samples, positions, queue)
+            rollouts = self._sample(samples, positions, queue, observer)
             sampled = time.perf_counter()
-            rewards = self._wait_for_rewards(queue, len(positions), len(samples.item_ids))
+            scores = self._wait_for_rewards(queue, len(positions), len(samples.item_ids))
         finally:
             queue.close()
-        self._refuse_if_too_many_missing(rewards)
+        trained = {name: scores[name] for name in self.run.train_rewards}
+        self._refuse_if_too_many_missing(trained)
         result = compute_advantages(
-            rewards,
+            trained,
             samples.item_ids,
             [self.run.train_items[i].prompt for i in samples.item_ids],
             reward_weights=self.run.train_weights,
@@ -106,6 +110,9 @@ class Trainer:
         )
         scored = time.perf_counter()
         losses = self._update(rollouts, positions, result.advantages, result.kept)
+        updated = time.perf_counter()
+        observed = observer.metrics(rollouts, samples.item_ids, self.accelerator)
+        observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1
         self.run.sampler.advance()
         self.rng = ckpt.capture_rng()
@@ -114,34 +121,35 @@ class Trainer:
         times = {
             "sample": sampled - started,
             "reward_wait": queue.wait_seconds,
-            "train": ended - scored,
+            "train": updated - scored,
+            "health": ended - updated,
             "epoch": ended - started,
         }
-        metrics = epoch_metrics(rewards, result.stats, losses, times, self.config.enable_mem_log)
-        self._write("train", metrics)
-        logger.info(
-            "epoch %d/%d: %s; %s", self.progress.epoch, self.config.num_epochs, epoch_line(metrics), self._time_left()
-        )
+        self._finish_epoch(epoch_metrics(scores, result.stats, losses, times, observed, self.config.enable_mem_log))
 
     # --- parts of an epoch ------------------------------------------------------------------------------------------
 
-    def _sample(self, samples: EpochSamples, positions: np.ndarray, queue: ScoringQueue) -> Rollouts | None:
+    def _sample(
+        self, samples: EpochSamples, positions: np.ndarray, queue: ScoringQueue, observer: SampleObserver
+    ) -> Rollouts | None:
         """None: sampling was cut short because a reward has failed; waiting for the rewards then says so."""
         sample, items = self.config.sample, self.run.train_items
         train = self.config.train
-        sizes = [
-            size_of(items[i], train.resolution, self.config.item_size, self.policy) for i in samples.item_ids[positions]
-        ]
-        # Processes can have different numbers of batches, so only a lone process may stop between batches.
-        alone = self.accelerator.num_processes == 1
+        turns = Turns(self.accelerator, lambda: self._signalled() or queue.failed())
+
+        def on_batch(images: list) -> bool:
+            observer.add(images)
+            return turns.stop_after_batch()
+
         with self.policy.old() if train.loss_type == "nft" else contextlib.nullcontext():
             rollouts = collect(
                 self.policy,
                 items,
                 samples,
                 positions,
-                sizes,
                 queue,
+                resolution=train.resolution,
+                item_size=self.config.item_size,
                 batch_size=self.run.plan.sample_batch_size,
                 num_steps=sample.num_steps,
                 noise_steps=draw_noise_steps(
@@ -151,8 +159,10 @@ class Trainer:
                 cps=sample.cps,
                 same_latent=sample.same_latent,
                 merge_lora=sample.merge_lora and self.config.use_lora,
-                on_batch=lambda images: alone and (self._signalled() or queue.failed()),
+                on_batch=on_batch,
             )
+        if rollouts is not None and turns.stop_after_last():
+            rollouts = None
         self._stop_if_asked()
         return rollouts
 
@@ -167,7 +177,7 @@ class Trainer:
             ) from error
         if scores is None:
             self._stop_if_asked()
-        return {name: scores[:, column] for column, name in enumerate(self.run.train_rewards)}
+        return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _refuse_if_too_many_missing(self, rewards: Mapping[str, np.ndarray]) -> None:
         share = float(np.isnan(np.stack(list(rewards.values()))).any(axis=0).mean())
@@ -195,6 +205,29 @@ class Trainer:
             blend_old_adapter(self.policy, old_adapter_decay(self.run.updater.step, self.run.decay_type))
         return losses
 
+    def _finish_epoch(self, metrics: dict[str, float]) -> None:
+        """Write and tell the epoch's numbers, and look for signs of collapse."""
+        findings = []
+        if self.accelerator.is_main_process:
+            rows = [row for row in self.run.metrics.rows() if row["phase"] == "train"]
+            metrics |= health.against_first(metrics, rows[0] if rows else metrics)
+            steps = self.run.plan.gradient_steps * self.config.train.num_inner_epochs
+            findings = health.judge_epoch([*rows, metrics], self.config.health, steps)
+        self._write("train", metrics)
+        logger.info(
+            "epoch %d/%d: %s; %s", self.progress.epoch, self.config.num_epochs, epoch_line(metrics), self._time_left()
+        )
+        for finding in findings:
+            logger.warning("after epoch %d: %s (config.health.%s)", self.progress.epoch, finding.message, finding.sign)
+        collapsed = [finding for finding in findings if finding.collapse]
+        if self.config.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
+            self._save()
+            why = collapsed[0].message if collapsed else "see the message of the main process"
+            raise TrainingStopped(
+                f"config.train.stop_on_collapse: after epoch {self.progress.epoch}, {why}. An earlier checkpoint in "
+                f"{self.run.folder / 'checkpoints'} may be better: --config.resume_from=PATH"
+            )
+
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     def _evaluation_due(self, finished: bool) -> bool:
@@ -207,7 +240,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         started = time.perf_counter()
-        epoch = self.progress.epoch
+        epoch = self.run.journal.epoch = self.progress.epoch
         folder = self.run.folder / "eval" / ckpt.checkpoint_name(epoch)
         try:
             with self.run.ema.applied() if self.run.ema else contextlib.nullcontext():
@@ -230,9 +263,23 @@ class Trainer:
             return
         metrics["time/eval_s"] = time.perf_counter() - started
         self._write("eval", metrics)
+        if self.saved_epoch == epoch and self.accelerator.is_main_process:  # saved first: now it can say how it scores
+            state.write_cards(self.run, epoch, self.run.folder / "checkpoints" / ckpt.checkpoint_name(epoch))
+        self._compare_rewards()
         if self.run.tracker is not None:
             self.run.log_sheet(folder / "sheet.png", epoch)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
+
+    def _compare_rewards(self) -> None:
+        """Trained rewards beside those that only look on, since the first evaluation."""
+        if not self.accelerator.is_main_process:
+            return
+        rows = [row for row in self.run.metrics.rows() if row["phase"] == "eval"]
+        trained = [name for name, weight in self.run.train_weights.items() if weight]
+        if line := health.side_by_side(rows, trained):
+            logger.info("since the first evaluation: %s", line)
+        for finding in health.judge_evaluation(rows, trained, self.config.health):
+            logger.warning("%s (config.health.%s)", finding.message, finding.sign)
 
     # --- going on and stopping --------------------------------------------------------------------------------------
 
@@ -247,10 +294,18 @@ class Trainer:
             self.rng = ckpt.capture_rng()
             if found.parent.parent == self.run.folder:
                 self.saved_epoch = self.progress.epoch
+            self._leave_the_old_course()
             logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
+        self.run.journal.load()
         if self.accelerator.is_main_process:
             self.run.metrics.keep_until(self.progress.epoch if found else -1)
         self.accelerator.wait_for_everyone()
+
+    def _leave_the_old_course(self) -> None:
+        if self.accelerator.is_main_process:
+            for name in ("checkpoints", "eval"):
+                for path in ckpt.set_aside_after(self.run.folder / name, self.progress.epoch):
+                    logger.info("%s is later than the checkpoint gone on from; it is now %s", name, path)
 
     def _finished(self) -> bool:
         limit = self.config.max_train_minutes

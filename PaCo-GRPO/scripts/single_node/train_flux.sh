@@ -5,7 +5,7 @@
 set -euo pipefail
 
 if (($# == 0)) || [[ "$1" == -* ]]; then
-  echo "usage: bash scripts/single_node/train_flux.sh NAME [--config.a.b=value …]" >&2
+  echo "usage: bash scripts/single_node/$(basename "$0") NAME [--config.a.b=value …]" >&2
   exit 2
 fi
 name="$1"

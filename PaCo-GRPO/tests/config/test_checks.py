@@ -62,9 +62,10 @@ def test_all_problems_are_told_at_once():
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_resolution_must_fit_the_local_model(tmp_path):
+@pytest.mark.parametrize("vae", ['{"block_out_channels": [4, 8, 8]}', '{"temperal_downsample": [false, true]}'])
+def test_resolution_must_fit_the_local_model(tmp_path, vae):
     (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text('{"block_out_channels": [4, 8, 8]}')
+    (tmp_path / "vae" / "config.json").write_text(vae)
     config = override(*JPEG, ("pretrained.model", str(tmp_path)), ("train.resolution", "60"))
     with pytest.raises(ConfigError, match="config.train.resolution=60 is not a multiple of 8"):
         check_config(config)

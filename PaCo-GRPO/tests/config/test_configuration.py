@@ -15,8 +15,9 @@ from paco_grpo.training.configuration import (
 
 
 def test_unknown_name_lists_the_known_ones():
+    known = "kontext_editing, qwen_editing, t2is, toy_kontext, toy_qwen_edit, toy_t2is"
     with pytest.raises(
-        ConfigError, match=r"unknown configuration 'toy_t2iss'. Did you mean 'toy_t2is'\? Known: t2is, toy_t2is"
+        ConfigError, match=rf"unknown configuration 'toy_t2iss'. Did you mean 'toy_t2is'\? Known: {known}"
     ):
         load("toy_t2iss")
 

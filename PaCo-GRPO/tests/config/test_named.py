@@ -1,17 +1,19 @@
 """Named configurations hold the values of method §7, and pass the checks that a run begins with."""
 
 import pytest
-from named import NAMES, override
+from named import CONFIG, NAMES, override
 
 from paco_grpo.training.checks import check_config
+from paco_grpo.training.configuration import config_to_yaml, load_config
 from paco_grpo.training.plan import gradient_steps, make_plan
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_named_configuration_passes_its_checks(name, monkeypatch):
     config = override(name=name)
-    if name == "toy_t2is":  # paco_toy need not be installed for PaCo-GRPO's own tests
-        config.test.reward_fn = type(config.test.reward_fn)({"consistency_score": 1.0}, allow_dotted_keys=True)
+    if name.startswith("toy_"):  # paco_toy need not be installed for PaCo-GRPO's own tests
+        for table in (config.train, config.test):
+            table.reward_fn = type(table.reward_fn)({"consistency_score": 1.0}, allow_dotted_keys=True)
     check_config(config)
 
 
@@ -33,6 +35,35 @@ def test_t2is_is_the_published_table():
     assert (train.lora_rank, train.lora_alpha, train.ema_decay, train.ema_update_interval) == (64, 128, 0.9, 8)
     assert (config.seed, config.save_freq, config.eval_freq, config.num_checkpoint_limit) == (42, 10, 10, 5)
     assert (config.mixed_precision, config.max_sequence_length) == ("bf16", 512)
+
+
+@pytest.mark.parametrize("name", ["kontext_editing", "qwen_editing"])
+def test_editing_configurations_are_the_published_table(name):
+    config = override(name=name)
+    kontext = name == "kontext_editing"
+    model = "black-forest-labs/FLUX.1-Kontext-dev" if kontext else "Qwen/Qwen-Image-Edit"
+    assert config.pretrained.model == model
+    assert (config.train.resolution, config.test.resolution) == (384, 512)
+    assert (config.sample.num_steps, config.test.num_steps) == (8 if kontext else 10, 20)
+    assert config.sample.noise_steps == ((1,) if kontext else (1, 2, 3, 4))
+    assert config.train.timesteps is None  # trained steps are the noise steps
+    assert config.sample.noise_level == (0.9 if kontext else 1.0)
+    assert config.sample.guidance_scale == (2.5 if kontext else 4.0)
+    assert config.sample.negative_prompt == (None if kontext else " ")  # true CFG
+    assert not config.sample.global_std
+    assert config.train.reward_fn.to_dict() == {"consistency_for_editing": 1.0}
+    assert (config.sample.num_images_per_prompt, config.sample.unique_sample_num_per_epoch) == (16, 42)
+    assert config.prompt_fn == "geneval_image"
+
+
+def test_a_negative_prompt_may_be_a_space(tmp_path):
+    config = override(("sample.negative_prompt", " "), name="kontext_editing")
+    assert config.sample.negative_prompt == " "
+    assert override(("sample.negative_prompt", "None"), name="qwen_editing").sample.negative_prompt is None
+    assert override(("sample.negative_prompt", ""), name="qwen_editing").sample.negative_prompt is None
+    saved = tmp_path / "config.yaml"
+    saved.write_text(config_to_yaml(config))
+    assert load_config(str(saved), CONFIG / "base.py").sample.negative_prompt == " "
 
 
 def test_what_follows_is_derived_after_overrides():

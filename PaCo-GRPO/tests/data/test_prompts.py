@@ -62,7 +62,7 @@ def test_missing_things_are_named(tmp_path):
         load_prompts(tmp_path, "train")
     with pytest.raises(DataError, match="no item"):
         load_prompts(write(tmp_path), "train")
-    with pytest.raises(DataError, match="Known: geneval, general_ocr"):
+    with pytest.raises(DataError, match="Known: geneval, general_ocr, text, geneval_image, arrow_editing"):
         load_prompts(tmp_path, "train", "geneva")
 
 

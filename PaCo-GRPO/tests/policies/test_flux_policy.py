@@ -86,11 +86,11 @@ def test_each_prompt_is_encoded_once(tiny_flux_dir, monkeypatch):
     assert torch.equal(first.select([2]).prompt_embeds, first.select([0]).prompt_embeds)
 
 
-def test_text_cache_is_bounded(tiny_flux_dir, monkeypatch):
+def test_text_cache_is_bounded(tiny_flux_dir):
     policy = load_policy(tiny_flux_dir, max_sequence_length=LENGTH)
-    monkeypatch.setattr("paco_grpo.policies.flux._TEXT_CACHE_BYTES", 10_000)
+    policy._texts.max_bytes = 10_000
     policy.encode(items(*[f"prompt {i}" for i in range(9)]))
-    assert 0 < policy._text_bytes <= 10_000
+    assert 0 < policy._texts.num_bytes <= 10_000
     assert "prompt 8" in policy._texts and "prompt 0" not in policy._texts
 
 

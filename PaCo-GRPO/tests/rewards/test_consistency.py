@@ -85,8 +85,29 @@ def test_question_variant_changes_the_question():
     judge = StubJudge()
     ConsistencyScore(judge, "theme_no_duplicates")([grid((1, 2, 3, 4))], [Item(0, PROMPT)])
     assert "near-duplicates" in judge.asked[0].question
-    with pytest.raises(ValueError, match="Known: theme, theme_no_duplicates"):
+    with pytest.raises(ValueError, match="Known: theme, theme_no_duplicates, criteria"):
         consistency_score(question="themes")
+
+
+def test_criteria_are_averaged_within_a_dimension_then_over_dimensions_then_over_pairs():
+    criteria = {"Style": {"Line": "Same line.", "empty": None}, "Identity": {"Cat": "One cat", "Hat": "One hat."}}
+    values = {"Same line.": 0.9, "One cat": 0.2, "One hat.": 0.4}
+
+    class Judge(StubJudge):
+        def score_blocking(self, pairs):
+            self.asked.extend(pairs)
+            return [Verdict(next(v for text, v in values.items() if text in p.question) * closeness(p)) for p in pairs]
+
+    grays, judge = (0, 50, 100, 200), Judge()
+    item = Item(0, PROMPT, metadata={"criteria": criteria})
+    (score,) = ConsistencyScore(judge, "criteria")([grid(grays)], [item])
+    of_pairs = [1 - abs(a - b) / 255 for a, b in itertools.combinations(grays, 2)]
+    assert score == pytest.approx(np.mean([np.mean([0.9, np.mean([0.2, 0.4])]) * c for c in of_pairs]))
+    assert len(judge.asked) == 6 * 3
+    with pytest.raises(ValueError, match="item 7: the item has no criteria"):
+        ConsistencyScore(judge, "criteria")([grid(grays)], [Item(7, PROMPT)])
+    (missing,) = ConsistencyScore(StubJudge(missing=[17]), "criteria")([grid(grays)], [item])
+    assert np.isnan(missing)
 
 
 def test_single_panel_is_refused():

@@ -1,12 +1,24 @@
-"""subfig_clipT and pickscore with tiny local weights, against a direct computation; text features are cached."""
+"""Local scorers with tiny weights of the same architectures, against a direct computation; text features are kept."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from paco_grpo.rewards.pickscore_scores import PickScore, pickscore
+from paco_grpo.rewards.clipscore import clipscore
+from paco_grpo.rewards.open_clip_model import open_clip_model
+from paco_grpo.rewards.pickscore_scores import pickscore
+from paco_grpo.rewards.subfig_clipI import subfig_clipI
 from paco_grpo.rewards.subfig_clipT import subfig_clipT
+from paco_grpo.rewards.subfig_dreamsim import DreamSim
+from paco_grpo.rewards.subfig_pairs import SubfigPairs
 from paco_grpo.types import Item
 from paco_judge.grid import split_image
 
@@ -42,20 +54,22 @@ def clip_folder(tmp_path_factory):
     return str(folder)
 
 
-def test_pickscore_is_scaled_cosine(clip_folder):
+@pytest.mark.parametrize(("factory", "scale"), [(pickscore, 26), (clipscore, 30)])
+def test_whole_image_scores_are_scaled_cosines(clip_folder, factory, scale):
     from transformers import CLIPModel, CLIPProcessor
 
-    scores = pickscore(clip_folder, clip_folder, batch_size=2)(IMAGES, ITEMS)
+    scores = factory(clip_folder, clip_folder, batch_size=2)(IMAGES, ITEMS)
     model, processor = CLIPModel.from_pretrained(clip_folder).eval(), CLIPProcessor.from_pretrained(clip_folder)
     for image, item, score in zip(IMAGES, ITEMS, scores, strict=True):
         inputs = processor(text=[item.prompt], images=[image], return_tensors="pt")
         inputs.pop("token_type_ids", None)
         with torch.no_grad():
-            assert score == pytest.approx(model(**inputs).logits_per_image.item() / 26, rel=1e-5)
+            assert score == pytest.approx(model(**inputs).logits_per_image.item() / scale, rel=1e-5)
 
 
-def test_pickscore_encodes_a_prompt_once(clip_folder, monkeypatch):
-    score = PickScore(clip_folder, clip_folder, "cpu", 8)
+def test_a_prompt_is_encoded_once_and_nothing_is_loaded_early(clip_folder, monkeypatch):
+    score = pickscore(clip_folder, clip_folder)
+    assert score._model is None
     score.load()
     calls = []
     forward = score._model.text_model.forward
@@ -65,25 +79,116 @@ def test_pickscore_encodes_a_prompt_once(clip_folder, monkeypatch):
     assert len(calls) == 2
 
 
-def test_subfig_clipT_is_the_mean_over_panels():
+@pytest.fixture(scope="module")
+def tiny_open_clip(tmp_path_factory):
+    """Name and file of weights of a tiny OpenCLIP; the file is safetensors."""
     import open_clip
+    from safetensors.torch import save_file
 
-    torch.manual_seed(0)
-    config = {
+    folder = tmp_path_factory.mktemp("open_clip")
+    sizes = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
         "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
     }
-    open_clip.factory._MODEL_CONFIGS["tiny-test"] = config
-    model, _, preprocess = open_clip.create_model_and_transforms("tiny-test")
-    score = subfig_clipT("tiny-test", pretrained=None, batch_size=2)
-    score._model, score._preprocess, score._tokenize = model.eval(), preprocess, open_clip.get_tokenizer("ViT-H-14")
-    scores = score(IMAGES[:2], ITEMS[:2])
-    for image, got in zip(IMAGES, scores, strict=False):
-        cosines = []
-        for cell, text in zip(split_image(image, 1, 2), ("asleep.", "awake."), strict=True):
-            with torch.no_grad():
-                a = model.encode_image(preprocess(cell)[None])[0].numpy().astype(np.float64)
-                b = model.encode_text(score._tokenize([text]))[0].numpy().astype(np.float64)
-            cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-        assert got == pytest.approx(np.mean(cosines), rel=1e-5)
+    (folder / "tiny-test.json").write_text(json.dumps(sizes))
+    open_clip.add_model_config(folder)
+    torch.manual_seed(0)
+    model = open_clip.create_model("tiny-test")
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "tiny.safetensors")
+    return "tiny-test", str(folder / "tiny.safetensors")
+
+
+@pytest.fixture(scope="module")
+def features(tiny_open_clip):
+    """One image or text at a time → unit feature in float64."""
+    import open_clip
+
+    model, _, preprocess = open_clip.create_model_and_transforms(tiny_open_clip[0], pretrained=tiny_open_clip[1])
+    tokenize = open_clip.get_tokenizer(tiny_open_clip[0])
+    model.eval()
+
+    @torch.no_grad()
+    def of(thing):
+        if isinstance(thing, str):
+            feature = model.encode_text(tokenize([thing]))
+        else:
+            feature = model.encode_image(preprocess(thing)[None])
+        vector = feature[0].numpy().astype(np.float64)
+        return vector / np.linalg.norm(vector)
+
+    return of
+
+
+def test_subfig_clipT_is_the_mean_over_panels(tiny_open_clip, features):
+    scores = subfig_clipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
+    for image, score in zip(IMAGES, scores, strict=True):
+        cells = zip(split_image(image, 1, 2), ("asleep.", "awake."), strict=True)
+        assert score == pytest.approx(np.mean([features(cell) @ features(text) for cell, text in cells]), abs=1e-6)
+
+
+def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
+    prompt = "1x3 grid of a cat. [LEFT]: a. [MIDDLE]: b. [RIGHT]: c."
+    scores = subfig_clipI(*tiny_open_clip, batch_size=4)(IMAGES, [Item(i, prompt) for i in range(3)])
+    for image, score in zip(IMAGES, scores, strict=True):
+        of_cells = [features(cell) for cell in split_image(image, 1, 3)]
+        expected = np.mean([a @ b for a, b in itertools.combinations(of_cells, 2)])
+        assert score == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="subfig_clipI compares sub-figures, but item 4 has one"):
+        subfig_clipI(*tiny_open_clip)(IMAGES[:1], [Item(4, "a cat")])
+
+
+def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_clip, monkeypatch):
+    shared = open_clip_model(*tiny_open_clip, "cpu")
+    assert subfig_clipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))
+    shared.load()
+    shared.texts(["asleep.", "awake."], 8)
+    monkeypatch.setattr(shared._model, "encode_text", None)  # not needed any more
+    assert shared.texts(["awake.", "asleep.", "awake."], 8).shape == (3, 16)
+
+
+class TinyDreamSim(torch.nn.Module):
+    """DreamSim's interface on one linear layer: embeddings without mean, of length 1, as the package normalises them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(3 * 4 * 4, 6)
+
+    def embed(self, pixels):
+        embedding = self.layer(pixels.flatten(1))
+        embedding = embedding - embedding.mean(dim=1, keepdim=True)
+        return embedding / embedding.norm(dim=1, keepdim=True)
+
+    def forward(self, a, b):
+        return 1 - torch.nn.functional.cosine_similarity(self.embed(a), self.embed(b))
+
+
+def test_dreamsim_is_one_minus_the_distance_over_pairs():
+    model, loaded = TinyDreamSim(), []
+
+    def preprocess(image):
+        return torch.from_numpy(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
+
+    reward = SubfigPairs("subfig_dreamsim", DreamSim(lambda: loaded.append(1) or (model, preprocess), "cpu", 3))
+    assert not loaded
+    prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
+    scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
+    for image, score in zip(IMAGES, scores, strict=True):
+        cells = [preprocess(cell) for cell in split_image(image, 2, 2)]
+        with torch.no_grad():
+            distances = [model(a, b).item() for a, b in itertools.combinations(cells, 2)]
+        assert score == pytest.approx(1 - np.mean(distances), abs=1e-6)
+    assert len(loaded) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pickscore_scores", "subfig_clipT"])
+def test_published_download_commands_say_what_to_do_without_a_hub(name, tmp_path):
+    script = Path(pickscore.__code__.co_filename).with_name(f"{name}.py")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 1
+    assert "cannot be had" in ended.stderr and "HF_ENDPOINT" in ended.stderr and "Traceback" not in ended.stderr

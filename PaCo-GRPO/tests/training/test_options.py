@@ -34,10 +34,10 @@ def epoch(run, **changes):
     positions = samples.positions_of(0, 1)
     arguments = {
         "batch_size": run.plan.sample_batch_size, "num_steps": 3, "noise_steps": (1,), "noise_level": 0.7, "cps": False,
-        "same_latent": False, "merge_lora": False, "on_batch": lambda images: False,
+        "same_latent": False, "merge_lora": False, "on_batch": lambda images: False, "resolution": 16, "item_size": "aspect",
     } | changes  # fmt: skip
     queue = ScoringQueue(run.train_rewards)
-    rollouts = collect(run.policy, run.train_items, samples, positions, [(16, 16)] * len(positions), queue, **arguments)
+    rollouts = collect(run.policy, run.train_items, samples, positions, queue, **arguments)
     scores = queue.results(len(positions))
     numbers = np.concatenate(rollouts.samples)
     latents = torch.cat([record.clean_latents for record in rollouts.records])[np.argsort(numbers)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.collect import batches_by_size
+from paco_grpo.training.collect import batches_by_key
 from paco_grpo.training.ema import EMA
 from paco_grpo.training.evaluation import evaluation_set, summarise
 from paco_grpo.training.scoring import ScoringError, ScoringQueue
@@ -84,7 +84,7 @@ def test_scoring_names_the_reward_that_failed_and_can_be_interrupted():
 
 @given(st.lists(st.sampled_from([(8, 8), (8, 16), (16, 16)]), max_size=30), st.integers(1, 7))
 def test_batches_hold_one_size_each_and_are_as_few_as_possible(sizes, batch_size):
-    batches = batches_by_size(sizes, batch_size)
+    batches = batches_by_key(sizes, batch_size)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
     assert all(0 < len(batch) <= batch_size and len({sizes[i] for i in batch}) == 1 for batch in batches)
     assert len(batches) == sum(-(-sizes.count(size) // batch_size) for size in set(sizes))

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import ROOT, overrides_for
+from tiny_run import ROOT, overrides_for, write_edits
 
 TRAIN = ["bash", str(ROOT / "scripts" / "single_node" / "train_flux.sh"), "toy_t2is"]
 
 
 def start(flux: Path, folder: Path, processes: int = 1, **changes) -> subprocess.Popen:
-    options = [f"--config.{key}={value}" for key, value in overrides_for(flux, folder, **changes).items()]
+    return launch(TRAIN, overrides_for(flux, folder, **changes), processes)
+
+
+def launch(command: list[str], overrides: dict[str, str], processes: int = 1) -> subprocess.Popen:
+    options = [f"--config.{key}={value}" for key, value in overrides.items()]
     environment = os.environ | {
         "PYTHON": sys.executable,
         "NUM_PROCESSES": str(processes),
@@ -25,7 +29,7 @@ def start(flux: Path, folder: Path, processes: int = 1, **changes) -> subprocess
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "tests"),
     }
-    return subprocess.Popen([*TRAIN, *options], env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 550) -> tuple[int, str]:
@@ -59,9 +63,25 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, changes, said):
 
 
 @pytest.mark.slow
-def test_configuration_name_is_needed():
-    result = subprocess.run([*TRAIN[:2]], check=False, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr.startswith("usage")) == (2, True)
+@pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])
+def test_configuration_name_is_needed(script):
+    result = subprocess.run(["bash", Path(TRAIN[1]).with_name(script)], check=False, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "name", "policy"),
+    [
+        ("train_flux_kontext.sh", "toy_kontext", "flux_kontext"),
+        ("train_qwenimage_edit.sh", "toy_qwen_edit", "qwen_image_edit"),
+    ],
+)
+def test_editors_train_from_the_command_line(tiny_folder, tmp_path, script, name, policy):
+    overrides = overrides_for(tiny_folder(policy), tmp_path, write_edits, num_epochs=1)
+    status, said = finish(launch(["bash", str(Path(TRAIN[1]).with_name(script)), name], overrides))
+    assert status == 0, said
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001" / "diffusers").is_dir()
 
 
 @pytest.mark.slow

@@ -45,11 +45,16 @@ class JudgeModelMissing(JudgeError):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images and the question asked on them; the order of the images matters."""
+    """Two images and the question asked on them; the order of the images matters. ``image_b`` None: one image alone."""
 
     image_a: Image.Image
-    image_b: Image.Image
+    image_b: Image.Image | None
     question: str
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """The images in the order in which they are shown."""
+        return (self.image_a,) if self.image_b is None else (self.image_a, self.image_b)
 
 
 class JudgeClient:
@@ -155,7 +160,7 @@ class JudgeClient:
         model = await self._resolve()
         store = ImageStore()
         digests = await asyncio.gather(*(self._digests(store, pair) for pair in pairs))
-        wanted: dict[tuple, tuple[bytes, bytes, str]] = {}
+        wanted: dict[tuple, tuple[tuple[bytes, ...], str]] = {}
         keys: list[tuple | UnreadableImage] = []
         for pair, digest in zip(pairs, digests, strict=True):
             if isinstance(digest, UnreadableImage):
@@ -163,13 +168,13 @@ class JudgeClient:
                 continue
             key = (self.base_url, model, self.variants, pair.question, *digest)
             keys.append(key)
-            wanted.setdefault(key, (*digest, pair.question))
+            wanted.setdefault(key, (digest, pair.question))
         answers = await self._ask_all(wanted, store, model, deadline)
         return [Verdict(None, str(key)) if isinstance(key, UnreadableImage) else answers[key] for key in keys]
 
-    async def _digests(self, store: ImageStore, pair: Pair) -> tuple[bytes, bytes] | UnreadableImage:
+    async def _digests(self, store: ImageStore, pair: Pair) -> tuple[bytes, ...] | UnreadableImage:
         try:
-            return await store.digest(pair.image_a), await store.digest(pair.image_b)
+            return tuple([await store.digest(image) for image in pair.images])
         except UnreadableImage as error:
             return error
 
@@ -217,9 +222,9 @@ class JudgeClient:
                 del runtime.under_way[key]
 
     async def _ask(self, parts, bodies: "_Bodies", store: ImageStore, deadline: float) -> Verdict:
-        digest_a, digest_b, question = parts
+        digests, question = parts
         try:
-            body = bodies.build(await store.url(digest_a), await store.url(digest_b), question)
+            body = bodies.build([await store.url(digest) for digest in digests], question)
         except UnreadableImage as error:
             return Verdict(None, str(error))
         runtime = transport.runtime()
@@ -240,23 +245,31 @@ class _Bodies:
     """Request bodies put together from prebuilt strings: only the question and the urls differ between pairs."""
 
     def __init__(self, model: str):
-        request = {
-            "model": model,
-            "messages": build_messages(_SLOT, _SLOT, _SLOT),
-            "max_tokens": 1,
-            "temperature": 0,
-            "logprobs": True,
-            "top_logprobs": 20,
-        }
-        self._head, self._between, before_text, self._tail = json.dumps(request).split(json.dumps(_SLOT)[1:-1])
-        self._before_text = before_text
-        self._texts: dict[str, str] = {}
+        self._model = model
+        self._around: dict[int, list[str]] = {}  # number of images -> what stands before, between and after the slots
+        self._texts: dict[tuple[int, str], str] = {}
 
-    def build(self, image_a_url: str, image_b_url: str, question: str) -> bytes:
-        text = self._texts.get(question)
+    def build(self, image_urls: Sequence[str], question: str) -> bytes:
+        count = len(image_urls)
+        head, *between, before_text, tail = self._pieces(count)
+        text = self._texts.get((count, question))
         if text is None:
-            text = self._texts[question] = self._before_text + json.dumps(question)[1:-1] + self._tail
-        return f"{self._head}{image_a_url}{self._between}{image_b_url}{text}".encode("ascii")
+            text = self._texts[count, question] = before_text + json.dumps(question)[1:-1] + tail
+        shown = "".join(url + piece for url, piece in zip(image_urls, [*between, ""], strict=True))
+        return f"{head}{shown}{text}".encode("ascii")
+
+    def _pieces(self, count: int) -> list[str]:
+        if count not in self._around:
+            request = {
+                "model": self._model,
+                "messages": build_messages(_SLOT, _SLOT if count == 2 else None, _SLOT),
+                "max_tokens": 1,
+                "temperature": 0,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+            self._around[count] = json.dumps(request).split(json.dumps(_SLOT)[1:-1])
+        return self._around[count]
 
 
 def _pick_name(wanted: str, served: list[str], base_url: str) -> str:

@@ -87,21 +87,22 @@ def editing_dimension_questions(dimension: str, instruction: str) -> dict[str, s
     return asked if dimension == "overall" else {dimension: asked[dimension]}
 
 
-def build_messages(image_a_url: str, image_b_url: str, question: str) -> list[dict]:
-    """OpenAI chat messages of one pair: image 1, image 2, text, in this order.
+def grid_layout_question(rows: int, cols: int) -> str:
+    """On one image: is it a grid of this layout? The wording is ours."""
+    return (
+        f"Is this image a {rows}x{cols} grid, that is {rows} row{'s' * (rows > 1)} of {cols} separate "
+        f"picture{'s' * (cols > 1)} of equal size, with nothing missing and nothing merged? {_ANSWER_EDIT}"
+    )
+
+
+def build_messages(image_a_url: str, image_b_url: str | None, question: str) -> list[dict]:
+    """OpenAI chat messages of one pair: image 1, image 2 (None: there is only one), text, in this order.
 
     The urls are what the server accepts: for ours, data URLs such as those of ``paco_judge.client.png_data_url``.
     """
-    return [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image_url", "image_url": {"url": image_a_url}},
-                {"type": "image_url", "image_url": {"url": image_b_url}},
-                {"type": "text", "text": question},
-            ],
-        }
-    ]
+    urls = [image_a_url] if image_b_url is None else [image_a_url, image_b_url]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
 
 
 def _theme_part(theme: str) -> str:

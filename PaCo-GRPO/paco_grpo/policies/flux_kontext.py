@@ -1,0 +1,53 @@
+"""FLUX.1-Kontext: edits a reference image, whose latents join the drawn ones as further tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import FluxKontextPipeline
+
+from paco_grpo.policies.editing import EditingPolicy, ReferenceConditioning
+from paco_grpo.policies.flux import FluxConditioning, FluxPolicy
+from paco_grpo.types import Item
+
+
+@dataclass
+class KontextConditioning(ReferenceConditioning, FluxConditioning):
+    """FLUX's text features and the reference image."""
+
+
+class FluxKontextPolicy(EditingPolicy, FluxPolicy):
+    """FLUX.1-Kontext-dev and everything saved as a ``FluxKontextPipeline``.
+
+    Text, schedule, noise and decoding are FLUX's; only the generated tokens' velocity is used.
+    """
+
+    pipeline_class = FluxKontextPipeline
+    family = "FLUX Kontext"
+
+    def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
+        """As the pipeline fits ``max_area``: both sides rounded, then down to the multiple (at least one)."""
+        sides = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        height, width = (max(side // self.size_multiple, 1) * self.size_multiple for side in sides)
+        return height, width
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> KontextConditioning:
+        """See :meth:`Policy.encode`; text and reference image apart, so a text shared by two images is encoded once."""
+        references = self._encode_references([self._read(item) for item in items])
+        text = super().encode(items)
+        return KontextConditioning(
+            prompt_embeds=text.prompt_embeds, pooled_prompt_embeds=text.pooled_prompt_embeds, **references
+        )
+
+    def _tokens(
+        self, latents: torch.Tensor, conditioning: KontextConditioning, height: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reference, rows, columns = conditioning.reference_tokens()
+        reference_ids = self._image_ids_for(rows, columns).clone()
+        reference_ids[:, 0] = 1  # the pipeline's mark of a reference token; drawn ones have 0
+        ids = torch.cat([self._image_ids_for(*self._grid(height, width)), reference_ids])
+        return torch.cat([latents, reference.to(latents.dtype)], dim=1), ids

@@ -1,0 +1,179 @@
+"""What the FLUX and Qwen-Image families share: a diffusers pipeline whose latents are packed 2x2 into tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from torch import nn
+
+from paco_grpo.policies.adapters import save_diffusers
+from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.cache import TensorCache
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
+
+_ATTENTION_TARGETS = tuple(
+    f"attn.{name}"
+    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+
+
+def lora_targets_with(*feed_forwards: str) -> tuple[str, ...]:
+    """Method §6: every attention projection, and both linear layers of the blocks' ``feed_forwards``."""
+    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in ("net.0.proj", "net.2"))
+
+
+class PipelinePolicy(Policy):
+    """A loaded diffusers pipeline as a policy; nothing about sizes or channels is assumed.
+
+    A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning, velocity and pixels.
+    What was encoded is cached on the CPU (least recently used dropped beyond 1 GiB), so that encoders see each input
+    once and can be moved off the accelerator in between. Schedules are cached per size.
+    """
+
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    family: ClassVar[str]  # for messages
+    text_limit: ClassVar[int] = 512  # most text tokens the pipeline takes
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_sequence_length: int = 512,
+        guidance_scale: float = 3.5,
+        negative_prompt: str | None = None,
+    ) -> None:
+        """Wrap a loaded pipeline: freeze it, put it on ``device``; arguments as in ``from_pretrained``."""
+        if not 1 <= max_sequence_length <= self.text_limit:
+            raise ValueError(
+                f"max_sequence_length = {max_sequence_length} must lie between 1 and {self.text_limit} "
+                f"({self.family}'s limit)"
+            )
+        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+            raise PolicyLoadError(
+                f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but rectified-flow sampling needs "
+                "a FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
+            )
+        self.pipeline = pipeline
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.max_sequence_length = max_sequence_length
+        self.guidance_scale = guidance_scale
+        self.negative_prompt = negative_prompt
+        self.transformer = pipeline.transformer
+        self._transformer_config = pipeline.transformer.config
+        # A scheduler of our own: set_timesteps leaves state behind.
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
+        self.size_multiple = 2 * pipeline.vae_scale_factor
+        self._texts = TensorCache(_CACHE_BYTES)
+        self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
+        for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
+            module.requires_grad_(False).eval()
+        _place(pipeline.transformer, self.device, dtype)
+        # float32 VAE: decoding in bf16 shows in the pixels, and the VAE is small.
+        _place(pipeline.vae, self.device, torch.float32)
+        for encoder in self.text_encoders():
+            _place(encoder, self.device, dtype)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
+        """Load with the pipeline class's ``from_pretrained``; see :meth:`Policy.from_pretrained`."""
+        try:
+            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise PolicyLoadError(
+                f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {error}. "
+                "The folder may be incomplete or damaged: download or build it again."
+            ) from error
+        return cls(pipeline, dtype=dtype, **options)
+
+    @abstractmethod
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """The modules that only ``encode`` needs."""
+
+    @abstractmethod
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
+        """See :meth:`Policy.sigmas`: linspace(1, 1/N, N), shifted by mu from the number of tokens that are drawn.
+
+        Raises:
+            ValueError: The model's schedule does not exist for so few steps.
+        """
+        rows, columns = self._grid(height, width)
+        key = (num_steps, rows, columns)
+        if key not in self._sigmas:
+            config = self._scheduler.config
+            if config.get("shift_terminal") and num_steps < 2:
+                raise ValueError(
+                    f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2"
+                )
+            mu = calculate_shift(
+                rows * columns,
+                config.get("base_image_seq_len", 256),
+                config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5),
+                config.get("max_shift", 1.15),
+            )
+            retrieve_timesteps(self._scheduler, sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+            self._sigmas[key] = self._scheduler.sigmas.to("cpu", torch.float32)
+        return self._sigmas[key]
+
+    def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
+        """See :meth:`Policy.initial_latents`; the same noise as the pipeline with CPU generators of these seeds."""
+        rows, columns = self._grid(height, width)
+        channels = self._transformer_config.in_channels // 4
+        shape = (1, channels, 2 * rows, 2 * columns)
+        noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds])
+        packed = self.pipeline._pack_latents(noise, len(seeds), channels, 2 * rows, 2 * columns)
+        return packed.to(self.device)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
+        """See :meth:`Policy.decode`; all of ``latents`` in one VAE call, so the caller's batch bounds the memory."""
+        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
+        pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
+        return self.pipeline.image_processor.postprocess(pixels, output_type="pil")
+
+    def move_text_encoders(self, device: torch.device | str) -> None:
+        """See :meth:`Policy.move_text_encoders`."""
+        for encoder in self.text_encoders():
+            encoder.to(device)
+
+    def move_vae(self, device: torch.device | str) -> None:
+        """See :meth:`Policy.move_vae`."""
+        self.pipeline.vae.to(device)
+
+    def save_lora(self, directory: str | Path) -> None:
+        """See :meth:`Policy.save_lora`."""
+        save_diffusers(self, directory)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of latent tokens."""
+        if height % self.size_multiple or width % self.size_multiple:
+            raise ValueError(
+                f"image size {height}x{width} is not a multiple of {self.size_multiple} pixels: use round_size first"
+            )
+        return height // self.size_multiple, width // self.size_multiple
+
+
+def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move and cast; the cast only where needed, since diffusers warns at each."""
+    if any(parameter.dtype != dtype for parameter in module.parameters()):
+        nn.Module.to(module, dtype=dtype)
+    module.to(device)

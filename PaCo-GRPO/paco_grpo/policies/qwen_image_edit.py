@@ -1,0 +1,180 @@
+"""Qwen-Image-Edit: the reference image is read by the vision-language text encoder and joins the latents as tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import QwenImageEditPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.editing import EditingPolicy, Reference, ReferenceConditioning
+from paco_grpo.policies.pipeline import lora_targets_with
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
+
+
+@dataclass
+class QwenEditConditioning(ReferenceConditioning):
+    """Features of (reference image, instruction) and, for true CFG, of (reference image, negative prompt).
+
+    Texts are padded to the longest of the call to ``encode`` that made them, and a mask is there if they differ. Both
+    stay as they are when rows are selected, so that rollout and training compute the same numbers.
+    """
+
+    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
+    prompt_mask: torch.Tensor | None  # (B, L) bool, True = token; None = all have L tokens
+    negative_embeds: torch.Tensor | None = None  # (B, L', D)
+    negative_mask: torch.Tensor | None = None  # (B, L') bool
+
+
+class QwenImageEditPolicy(EditingPolicy):
+    """Qwen-Image-Edit and everything saved as a ``QwenImageEditPipeline``.
+
+    True CFG is on where ``negative_prompt`` is set and ``guidance_scale`` > 1; ``velocity`` is then the guided one,
+    rescaled to the norm of the conditional one at every token, as the pipeline does.
+    """
+
+    pipeline_class = QwenImageEditPipeline
+    family = "Qwen-Image-Edit"
+    has_true_cfg = True
+    text_limit = 1024
+    lora_targets = lora_targets_with("img_mlp", "txt_mlp")
+
+    def __init__(self, pipeline: QwenImageEditPipeline, **options) -> None:
+        """See :meth:`PipelinePolicy.__init__`."""
+        if pipeline.transformer.config.guidance_embeds:
+            raise PolicyLoadError(
+                "the transformer is guidance-distilled (guidance_embeds), which diffusers' QwenImageTransformer2DModel "
+                "cannot compute: use Qwen/Qwen-Image-Edit"
+            )
+        super().__init__(pipeline, **options)
+        self.guided = self.negative_prompt is not None and self.guidance_scale > 1
+        if (self.negative_prompt is not None) != (self.guidance_scale > 1):
+            logger.warning(
+                "no true CFG: guidance_scale is %g and negative_prompt is %r, but it needs a scale above 1 and a "
+                "negative prompt (' ' will do)",
+                self.guidance_scale, self.negative_prompt,
+            )  # fmt: skip
+
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """Qwen2.5-VL."""
+        return (self.pipeline.text_encoder,)
+
+    def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
+        """As the pipeline sizes reference images: both sides to the nearest multiple of 32 pixels (at least one)."""
+        width, height, _ = calculate_dimensions(area, aspect)
+        return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
+
+    # --- conditioning -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
+        """See :meth:`Policy.encode`; each (image, text) goes through the text encoder once, alone."""
+        references = [self._read(item) for item in items]
+        embeds, mask = self._encode_texts(references, [item.prompt for item in items])
+        negative = self._encode_texts(references, [self.negative_prompt] * len(items)) if self.guided else (None, None)
+        return QwenEditConditioning(
+            prompt_embeds=embeds,
+            prompt_mask=mask,
+            negative_embeds=negative[0],
+            negative_mask=negative[1],
+            **self._encode_references(references),
+        )
+
+    def _encode_texts(
+        self, references: Sequence[Reference], texts: Sequence[str]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = [
+            self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
+            for reference, text in zip(references, texts, strict=True)
+        ]
+        embeds = pad_sequence(rows, batch_first=True).to(self.device)
+        lengths = torch.tensor([len(row) for row in rows])
+        if (lengths == embeds.shape[1]).all():
+            return embeds, None
+        return embeds, (torch.arange(embeds.shape[1]) < lengths[:, None]).to(self.device)
+
+    def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
+        """Features (L, D) of the instruction and the image; the pipeline drops those of its fixed beginning."""
+        encoder = self.pipeline.text_encoder
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=self._shortened(text), image=reference.image, device=encoder.device
+        )
+        return embeds[0].to(self.dtype)
+
+    def _shortened(self, text: str) -> str:
+        """The pipeline takes any length here; FLUX's cuts at ``max_sequence_length`` tokens, and so do we."""
+        tokenizer = self.pipeline.tokenizer
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        if len(tokens) <= self.max_sequence_length:
+            return text
+        logger.warning(
+            "instruction cut to config.max_sequence_length=%d of its %d tokens: %.80s…",
+            self.max_sequence_length, len(tokens), text,
+        )  # fmt: skip
+        return tokenizer.decode(tokens[: self.max_sequence_length])
+
+    def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.unsqueeze(2)  # a video of one frame
+
+    # --- velocity and pixels ----------------------------------------------------------------------------------------
+
+    def velocity(
+        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: QwenEditConditioning, height: int, width: int
+    ) -> torch.Tensor:
+        """See :meth:`Policy.velocity`: with true CFG, v = u·|v_c|/|u| with u = v_n + scale·(v_c − v_n), per token."""
+        conditional = self.conditional_velocity(latents, sigma, conditioning, height, width)
+        if conditioning.negative_embeds is None:
+            return conditional
+        text = conditioning.negative_embeds, conditioning.negative_mask
+        negative = self._velocity(latents, sigma, conditioning, text, height, width)
+        guided = negative + self.guidance_scale * (conditional - negative)
+        return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def conditional_velocity(
+        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: QwenEditConditioning, height: int, width: int
+    ) -> torch.Tensor:
+        """See :meth:`Policy.conditional_velocity`."""
+        text = conditioning.prompt_embeds, conditioning.prompt_mask
+        return self._velocity(latents, sigma, conditioning, text, height, width)
+
+    def _velocity(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: QwenEditConditioning,
+        text: tuple[torch.Tensor, torch.Tensor | None],
+        height: int,
+        width: int,
+    ) -> torch.Tensor:
+        reference, rows, columns = conditioning.reference_tokens()
+        tokens = torch.cat([latents, reference.to(latents.dtype)], dim=1)
+        shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
+        with self.autocast():
+            velocity = self.transformer(
+                hidden_states=tokens.to(self.dtype),
+                timestep=sigma,  # the transformer multiplies by 1000 itself
+                encoder_hidden_states=text[0],
+                encoder_hidden_states_mask=text[1],
+                img_shapes=[shapes] * latents.shape[0],
+                return_dict=False,
+            )[0]
+        return velocity[:, : latents.shape[1]].float()
+
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """Latents (B, C, 1, h, w) of a one-frame video, standardised per channel, to the frame's pixels."""
+        vae = self.pipeline.vae
+        mean, std = (
+            torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]

@@ -1,0 +1,5 @@
+"""The error of this room."""
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be built or does not keep to the interface; the message names it."""

@@ -1,0 +1,150 @@
+"""Editing sets: instructions with reference images, from files beside a jsonl or from Arrow and Parquet tables."""
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.types import Item
+
+COLORS = ["red", "lime", "blue", "white", "black"]
+
+
+def encoded(color, kind="PNG", size=(12, 8)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def write_jsonl(folder, *rows):
+    (folder / "images").mkdir(exist_ok=True)
+    (folder / "images" / "a.png").write_bytes(encoded("red"))
+    (folder / "images" / "broken.png").write_bytes(b"not an image")
+    (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def table(images, prompts=None, **columns):
+    prompts = prompts or [f"make it {color}" for color in COLORS[: len(images)]]
+    return pa.table({"prompt": prompts, "image": images} | columns)
+
+
+def write_arrow(path, data, batch=2):
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, data.schema) as writer:
+        writer.write_table(data, max_chunksize=batch)
+
+
+def write_parquet(path, data):
+    pq.write_table(data, path, row_group_size=2)
+
+
+def test_geneval_image(tmp_path):
+    row = {"prompt": "make the 2x2 tiles blue", "image": "images/a.png", "height": 64, "width": 32, "category": "color"}
+    (item,) = load_prompts(write_jsonl(tmp_path, row), "train", "geneval_image")
+    assert (item.prompt, item.height, item.width, item.metadata["category"]) == (row["prompt"], 64, 32, "color")
+    assert item.image.mode == "RGB" and item.image.size == (12, 8) and item.image.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"image": "images/a.png"}, "field 'prompt'"),
+        ({"prompt": "x"}, "field 'image' must be a path"),
+        ({"prompt": "x", "image": 3}, "field 'image' must be a path from .*, got 3"),
+        ({"prompt": "x", "image": "images/b.png"}, "field 'image' names 'images/b.png', but .* does not exist"),
+        ({"prompt": "x", "image": "images/broken.png"}, "field 'image' names .* not an image"),
+        ({"prompt": "x", "image": "images/a.png", "height": 3}, "fields 'height' and 'width' must be given together"),
+    ],
+)
+def test_geneval_image_errors_name_file_line_and_field(tmp_path, row, said):
+    good = {"prompt": "x", "image": "images/a.png"}
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: {said}"):
+        load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+@pytest.mark.parametrize("struct", [True, False])
+def test_arrow_editing(tmp_path, suffix, write, struct):
+    images = [encoded(color) for color in COLORS]
+    column = [{"bytes": data, "path": None} for data in images] if struct else images
+    write(tmp_path / f"test.{suffix}", table(column, category=list("abcde"), note=[1, 2, 3, None, 5]))
+    items = load_prompts(tmp_path, "test", "arrow_editing")
+    assert [item.item_id for item in items] == list(range(5))
+    assert [item.prompt for item in items] == [f"make it {color}" for color in COLORS]
+    assert [item.metadata["category"] for item in items] == list("abcde")
+    for item, data in zip(items, images, strict=True):
+        assert np.array_equal(np.asarray(item.image), np.asarray(Image.open(io.BytesIO(data))))
+
+
+@pytest.mark.slow  # importing datasets
+def test_what_datasets_saves_is_read(tmp_path):
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = {"prompt": ["a", "b"], "image": [{"bytes": encoded(c), "path": None} for c in ("red", "blue")]}
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.to_parquet(str(tmp_path / "train.parquet"))
+    saved.save_to_disk(str(tmp_path / "disk"))
+    next((tmp_path / "disk").glob("*.arrow")).rename(tmp_path / "test.arrow")
+    for split in ("train", "test"):
+        items = load_prompts(tmp_path, split, "arrow_editing")
+        assert [item.image.getpixel((0, 0)) for item in items] == [(255, 0, 0), (0, 0, 255)]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (pa.table({"image": [b"x"]}), "column 'prompt' is missing; it has image"),
+        (pa.table({"prompt": ["x"]}), "column 'image' is missing"),
+        (pa.table({"prompt": [1], "image": [b"x"]}), "row 0: field 'prompt' must be a text, got 1"),
+        (pa.table({"prompt": [["x"]], "image": [b"x"]}), "column 'prompt' must hold text"),
+        (pa.table({"prompt": ["x"], "image": ["path.png"]}), "column 'image' must hold bytes .* it is string"),
+        (table([encoded("red"), encoded("red")], ["x", " "]), "row 1: field 'prompt'"),
+        (table([encoded("red"), b"x", encoded("red")]), "row 1: field 'image' is not an image"),
+        (table([encoded("red"), None]), "row 1: field 'image' has no bytes"),
+        (table([{"bytes": encoded("red")}, {"bytes": None}]), "row 1: field 'image' has no bytes"),
+    ],
+)
+@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, said):
+    write(tmp_path / f"train.{suffix}", data)
+    with pytest.raises(DataError, match=rf"train.{suffix}: {said}"):
+        load_prompts(tmp_path, "train", "arrow_editing")
+
+
+def test_missing_and_broken_tables(tmp_path):
+    with pytest.raises(DataError, match="neither train.arrow nor train.parquet"):
+        load_prompts(tmp_path, "train", "arrow_editing")
+    (tmp_path / "train.arrow").write_bytes(b"no table")
+    with pytest.raises(DataError, match="train.arrow cannot be read as arrow"):
+        load_prompts(tmp_path, "train", "arrow_editing")
+
+
+def test_reference_images_are_opened_anew_and_not_kept():
+    opened = []
+
+    def reference():
+        opened.append(1)
+        return Image.new("RGB", (2, 2))
+
+    item = Item(0, "x", image=reference)
+    assert not opened
+    assert item.image is not item.image
+    assert len(opened) == 2
+    assert Item(0, "x").image is None
+    picture = Image.new("RGB", (2, 2))
+    assert Item(0, "x", image=picture).image is picture
+
+
+def test_turned_photographs_are_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    buffer = io.BytesIO()
+    Image.new("RGB", (12, 8)).save(buffer, format="JPEG", exif=exif)
+    write_parquet(tmp_path / "train.parquet", table([buffer.getvalue()]))
+    assert load_prompts(tmp_path, "train", "arrow_editing")[0].image.size == (8, 12)

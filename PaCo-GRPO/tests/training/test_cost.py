@@ -1,0 +1,88 @@
+"""What an epoch costs, counted in images on a real pipeline: nothing is computed twice, and rewards overlap sampling."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from tiny_run import tiny_config, write_prompts
+
+from paco_grpo.training.setup import build_run
+from paco_grpo.training.trainer import Trainer
+
+IMAGES, PROMPTS, STEPS = 64, 8, 10
+# The published implementation on the same epoch: 640 sampling + 192 training, 256 an encoder, 128, 64.
+
+
+@pytest.fixture
+def build(tiny_flux_dir, tmp_path):
+    """64 images of 8 prompts, 10 steps, one of them noisy, PPO without KL."""
+    write_prompts(tmp_path / "prompts", train=PROMPTS)
+
+    def of(**changes):
+        return build_run(
+            tiny_config(
+                tiny_flux_dir, tmp_path, **{
+                    "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
+                    "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16,
+                    "train__batch_size": 16, "train__resolution": 8, "train__beta": 0,
+                } | changes,
+            )
+        )  # fmt: skip
+
+    return of
+
+
+def count(run) -> Counter:
+    """Images through each part of the policy of ``run``, counted from now on."""
+    pipeline, counted = run.policy.pipeline, Counter()
+
+    def forward(module, arguments, keywords, output):
+        images = len(keywords["hidden_states"])
+        counted["transformer"] += images
+        if output[0].requires_grad:
+            output[0].register_hook(lambda gradient: counted.update(backward=images))
+
+    def rows(name):
+        return lambda module, arguments, output: counted.update({name: len(arguments[0])})
+
+    run.policy.transformer.register_forward_hook(forward, with_kwargs=True)
+    pipeline.text_encoder.register_forward_hook(rows("clip"))
+    pipeline.text_encoder_2.register_forward_hook(rows("t5"))
+    pipeline.vae.decoder.register_forward_hook(rows("vae"))
+    return counted
+
+
+def test_an_epoch_computes_each_thing_once(build):
+    run = build()
+    counted = count(run)
+    Trainer(run)._epoch()
+    assert counted == {"transformer": 704, "backward": 64, "clip": 8, "t5": 8, "vae": 64}
+
+
+def test_a_shared_start_is_computed_once_for_each_group(build):
+    run = build(sample__same_latent=True)
+    counted = count(run)
+    Trainer(run)._epoch()
+    # step 0 once for each prompt of a batch of 16 images: at most 8 images in each of the 4 batches
+    assert counted["transformer"] <= 704 - 64 + 4 * PROMPTS
+    assert counted["backward"] == 64
+
+
+def test_rewards_are_in_flight_while_sampling_goes_on(build):
+    run = build()
+    counted, all_drawn, begun_early = count(run), threading.Event(), []
+
+    def drawn(module, arguments, output):
+        if counted["vae"] == IMAGES:
+            all_drawn.set()
+
+    def reward(images, items):
+        begun_early.append(not all_drawn.is_set())
+        assert all_drawn.wait(60), "sampling waits for rewards"
+        return np.arange(len(images), dtype=float)
+
+    run.policy.pipeline.vae.decoder.register_forward_hook(drawn)
+    run.train_rewards = {"brightness": reward}
+    Trainer(run)._epoch()
+    assert begun_early == [True, False, False, False]

@@ -1,0 +1,168 @@
+"""Signs of collapse: every rule on constructed statistics, the statistics against NumPy, and a run that breaks."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from named import load
+from PIL import Image
+from tiny_run import rows_of, tiny_config, train
+
+from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training.health import against_first, judge_epoch, judge_evaluation, side_by_side
+from paco_grpo.training.observe import BaseProbe, distinctness, image_statistics
+from paco_grpo.training.setup import build_run
+from paco_grpo.training.trainer import Trainer, TrainingStopped
+
+LIMITS = load("t2is").health
+WELL = {
+    "train/grad_norm": 0.1, "train/clip_share": 0.2, "advantage/zero_std_share": 0.0, "health/velocity_change": 0.05,
+    "health/kl_base": 0.001, "health/pixel_std_vs_first": 1.1, "health/latent_std_vs_first": 0.9,
+    "health/pixel_detail_vs_first": 1.2, "health/pixel_mean_vs_first": 0.02, "health/distinctness_vs_first": 0.8,
+}  # fmt: skip
+
+# limit → (metric that breaks it, value, stops, another limit that allows the value)
+BROKEN = {
+    "max_velocity_change": ("health/velocity_change", 0.6, True, 0.7),
+    "max_contrast_change": ("health/pixel_std_vs_first", 2.5, True, 3.0),
+    "max_detail_change": ("health/pixel_detail_vs_first", 0.2, True, 6.0),
+    "max_brightness_change": ("health/pixel_mean_vs_first", -0.4, True, 0.5),
+    "min_distinctness": ("health/distinctness_vs_first", 0.1, True, 0.05),
+    "max_gradient_spike": ("train/grad_norm", 3.0, False, 40.0),
+    "max_clip_share": ("train/clip_share", 0.49, False, 0.99),
+    "max_zero_std_share": ("advantage/zero_std_share", 0.9, False, 0.95),
+}
+
+
+def test_a_healthy_run_has_no_findings():
+    assert judge_epoch([WELL] * 10, LIMITS, 2) == []
+    assert judge_epoch([{}], LIMITS, 2) == []  # nft has no ratio, the first epoch nothing before it
+
+
+@pytest.mark.parametrize("limit", BROKEN)
+def test_each_limit(limit):
+    metric, value, stops, wider = BROKEN[limit]
+    rows = [WELL] * 9 + [WELL | {metric: value}]
+    (finding,) = judge_epoch(rows, LIMITS, 2)
+    assert (finding.sign, finding.collapse) == (limit, stops)
+    assert "Likely cause" in finding.message
+    allowed = load("t2is").health
+    allowed[limit] = wider
+    assert judge_epoch(rows, allowed, 2) == []
+
+
+def test_limits_hold_both_ways_and_need_a_past():
+    for name in ("pixel_std", "latent_std"):
+        (finding,) = judge_epoch([WELL | {f"health/{name}_vs_first": 0.4}], LIMITS, 2)
+        assert finding.sign == "max_contrast_change"
+    assert judge_epoch([WELL] * 4 + [WELL | {"train/grad_norm": 99.0}], LIMITS, 2) == []  # too few to compare with
+    assert judge_epoch([WELL | {"train/clip_share": 0.49}], LIMITS, 1) == []  # a single step clips nothing
+
+
+def test_against_the_first_epoch():
+    first = {"health/pixel_std": 0.2, "health/pixel_mean": 0.5, "health/latent_std": 0.0}
+    now = {"health/pixel_std": 0.1, "health/pixel_mean": 0.4, "health/latent_std": 1.0, "health/distinctness": 0.3}
+    assert against_first(now, first) == {
+        "health/pixel_std_vs_first": 0.5,
+        "health/pixel_mean_vs_first": pytest.approx(-0.1),
+    }
+
+
+def evaluation(**means):
+    row = {}
+    for name, value in means.items():
+        row |= {f"eval/{name}_mean": value, f"eval/{name}_stderr": 0.03}
+    return row
+
+
+def test_trained_rewards_beside_watched_ones():
+    first = evaluation(judge=0.4, oracle=0.0)
+    hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
+    (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
+    assert finding.sign == "max_reward_divergence" and "oracle" in finding.message and "9.4" in finding.message
+    assert judge_evaluation([first, good], ["judge"], LIMITS) == []
+    assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
+    assert judge_evaluation([first], ["judge"], LIMITS) == []
+    wide = load("t2is").health
+    wide.max_reward_divergence = 8.0
+    assert judge_evaluation([first, hacked], ["judge"], wide) == []
+    assert side_by_side([first, hacked], ["judge"]) == "trained: judge +0.4000; watched: oracle -0.3000"
+    assert side_by_side([first], ["judge"]) == ""
+
+
+def test_image_statistics_against_numpy():
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8), dtype=np.uint8)
+    mean, contrast, detail = image_statistics(Image.fromarray(np.repeat(pixels[..., None], 3, axis=2)))
+    grey = pixels / 255
+    steps = [abs(grey[y, x] - grey[y - 1, x]) for y in range(1, 6) for x in range(8)]
+    steps += [abs(grey[y, x] - grey[y, x - 1]) for y in range(6) for x in range(1, 8)]
+    assert (mean, contrast) == (pytest.approx(grey.mean()), pytest.approx(grey.std()))
+    assert detail == pytest.approx(np.mean(steps) / grey.std())
+    assert image_statistics(Image.new("RGB", (4, 4), "black"))[1:] == (0.0, 0.0)  # no division by zero
+
+
+def test_distinctness_is_the_spread_within_groups():
+    rng = np.random.default_rng(0)
+    thumbnails, items = rng.random((7, 5)), np.array([3, 0, 3, 0, 3, 0, 9])
+    expected = np.sqrt(np.mean([thumbnails[items == i].std(axis=0) ** 2 for i in (0, 3)]))
+    assert distinctness(thumbnails, items) == pytest.approx(expected)
+    assert distinctness(np.repeat(thumbnails[:1], 7, axis=0), items) == pytest.approx(0, abs=1e-12)
+    assert np.isnan(distinctness(thumbnails[:1], items[:1]))
+
+
+def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
+    run = build_run(tiny_config(tiny_flux_dir, tmp_path, health__probe_images=2))
+    assert run.probe.measure() == {"health/velocity_change": 0.0, "health/kl_base": 0.0}  # a new LoRA changes nothing
+    with torch.no_grad():
+        for parameter in run.parameters.values():
+            parameter.add_(0.05)
+    calls = []
+    run.policy.transformer.register_forward_hook(lambda module, arguments, output: calls.append(1))
+    measured = run.probe.measure()
+    assert len(calls) == 2  # one forward an image; the base's were kept
+    state, policy = run.probe._states[1], run.policy
+    velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
+    with policy.reference():
+        base = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
+    assert torch.equal(base, state.base)
+    again = BaseProbe(policy, run.test_items[:2], run.config)  # as a resumed run makes it
+    assert again.measure() == measured
+    sigma, following = state.sigmas[1:3].double()
+    s = 0.7 * np.sqrt(sigma / (1 - sigma))
+    scale = (1 + s**2 * (1 - sigma) / (2 * sigma)) * (following - sigma)
+    kl = float(((velocity - base).detach().double() * scale).square().mean() / (2 * s**2 + 1e-7))
+    alone = BaseProbe(policy, run.test_items[1:2], run.config)
+    alone._states = [state]
+    assert alone.measure()["health/kl_base"] == pytest.approx(kl, rel=1e-4)
+
+
+def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
+    """On random weights too: the probe says so after the first update, and the state is saved."""
+    changes = {"train__learning_rate": 3.0, "num_epochs": 4, "save_freq": 0}
+    with caplog.at_level(logging.WARNING):
+        config = tiny_config(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
+        with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate is too high"):
+            train(config)
+    assert "config.health.max_velocity_change" in caplog.text
+    assert (Path(config.save_dir) / "run" / "checkpoints" / ckpt.checkpoint_name(1) / "state").is_dir()
+    row = rows_of(config, "train")[0]
+    assert row["health/velocity_change"] > LIMITS.max_velocity_change and row["health/kl_base"] > 0
+    assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
+
+
+def test_watched_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
+    weights = []
+    for name, watch in (("plain", False), ("watching", True)):
+        config = tiny_config(
+            tiny_flux_dir, tmp_path, run_name=name, num_epochs=1, train__watch_test_rewards=watch,
+            test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}", health__probe_images=0,
+        )  # fmt: skip
+        trainer = Trainer(build_run(config))
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.run.parameters.values()]))
+        row = rows_of(config, "train")[0]
+        assert ("reward/jpeg_compressibility_mean" in row) == watch
+        assert "health/velocity_change" not in row and row["health/distinctness"] > 0
+    assert torch.equal(*weights)
