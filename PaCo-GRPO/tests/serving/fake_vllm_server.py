@@ -16,11 +16,13 @@ parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
 arguments, rest = parser.parse_known_args()
 fault = os.environ.get("FAKE_VLLM", "")
-if log := os.environ.get("FAKE_VLLM_RECORD"):
+if folder := os.environ.get("FAKE_VLLM_RECORD"):
     child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
     record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "pids": [os.getpid(), child.pid]}
-    Path(log + ".new").write_text(json.dumps(record))
-    Path(log + ".new").rename(log)
+    Path(folder).mkdir(exist_ok=True)
+    part = Path(folder, f"{arguments.port}.part")
+    part.write_text(json.dumps(record | {"name": arguments.served_model_name, "port": arguments.port}))
+    part.rename(part.with_suffix(".json"))
 if "stubborn" in fault:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("Loading a model", flush=True)
