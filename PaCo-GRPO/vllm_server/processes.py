@@ -52,18 +52,19 @@ def session_members(leader: Process) -> list[Process]:
     return members if leader.alive() else []
 
 
-def end_processes(processes: list[Process], leader: Process | None, gently_s: float = 20.0) -> list[Process]:
-    """End these processes: SIGTERM to the leader (or to all, if it has ended), SIGKILL to what is left.
+def end_processes(processes: list[Process], leaders: list[Process], gently_s: float = 20.0) -> list[Process]:
+    """End these processes: SIGTERM to the leaders (to all others, once those have ended), SIGKILL to what is left.
 
-    ``leader`` leads a session of its own; what it has started since is ended too. Returns what still lives (nothing,
-    unless the kernel will not let go of a process).
+    Each of ``leaders`` leads a session of its own; what it has started since is ended too. Returns what still lives
+    (nothing, unless the kernel will not let go of a process).
     """
     known = set(processes)
-    if leader is not None and leader.alive():
-        known |= set(session_members(leader))
-        # The leader ends its children in order; they would only get in its way if they were signalled too.
-        _signal([leader], signal.SIGTERM)
-        _wait(lambda: _ending(known, leader), gently_s)
+    alive = [leader for leader in leaders if leader.alive()]
+    if alive:
+        known.update(*map(session_members, alive))
+        # A leader ends its children in order; they would only get in its way if they were signalled too.
+        _signal(alive, signal.SIGTERM)
+        _wait(lambda: _ending(known, alive), gently_s)
     left = [process for process in known if process.alive()]
     if left:
         _signal(left, signal.SIGTERM)
@@ -73,10 +74,10 @@ def end_processes(processes: list[Process], leader: Process | None, gently_s: fl
     return [process for process in known if process.alive()]
 
 
-def _ending(known: set[Process], leader: Process) -> bool:
-    """Whether the leader still lives; what it has started meanwhile becomes known."""
-    known |= set(session_members(leader))
-    return leader.alive()
+def _ending(known: set[Process], leaders: list[Process]) -> bool:
+    """Whether a leader still lives; what they have started meanwhile becomes known."""
+    known.update(*map(session_members, leaders))
+    return any(leader.alive() for leader in leaders)
 
 
 def _signal(processes: list[Process], number: signal.Signals) -> None:
