@@ -153,7 +153,9 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_folder, name):
     conditioning = policy.encode(items(name, *PROMPTS[:2]))
 
     def gradient():
-        velocity = policy.velocity(policy.initial_latents([1, 2], 32, 32), torch.tensor([0.5, 0.7]), conditioning, 32, 32)
+        velocity = policy.velocity(
+            policy.initial_latents([1, 2], 32, 32), torch.tensor([0.5, 0.7]), conditioning, 32, 32
+        )
         found = torch.autograd.grad(
             velocity.square().mean(), trainable_parameters(policy), allow_unused=True, materialize_grads=True
         )
