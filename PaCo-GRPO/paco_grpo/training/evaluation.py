@@ -238,6 +238,17 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str] = ()) -
     return sheet
 
 
+def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
+    """The first ``count`` images of the evaluation in ``folder``, each with its prompt and scores."""
+    shown = []
+    for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(line)
+        scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+        with Image.open(folder / row["file"]) as image:
+            shown.append((image.convert("RGB"), f"{row['prompt']} ({scores})"))
+    return shown
+
+
 def _thumbnail(image: Image.Image) -> Image.Image:
     scale = _SHEET_CELL / max(image.size)
     filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
