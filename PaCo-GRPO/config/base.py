@@ -113,7 +113,7 @@ def _health() -> ConfigDict:
     """Limits beyond which an epoch is warned of; what each means is in paco_grpo/training/health.py."""
     health = ConfigDict()
     health.probe_images = 4  # test items on which the distance to the base model is measured, one forward each; 0 = off
-    health.max_velocity_change = 0.5  # of the base model's velocity
+    health.max_velocity_change = 0.75  # of the base model's velocity
     health.max_contrast_change = 2.0  # factor up or down against the first epoch: images' contrast, latents' spread
     health.max_detail_change = 3.0  # factor up or down
     health.max_brightness_change = 0.25  # of 1

@@ -3,6 +3,7 @@
 Usually started by scripts/single_node/*.sh through ``accelerate launch``.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -57,6 +58,15 @@ def run(config, name: str) -> int:
         return 128 + stopped.signal_number if stopped.signal_number else 3
     except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(
+            f"error: the disk is full ({error}); checkpoints are whole. Free some space, then: the same command with "
+            f"--config.run_name={config.run_name} --config.resume_from=latest",
+            file=sys.stderr,
+        )
         return 2
     return 0
 

@@ -50,20 +50,25 @@ def noted(file: str = ""):
     return note_then_score
 
 
-# --- harm: (object, method, before or after it, what is done) ----------------------------------------------------------
+# --- harm -------------------------------------------------------------------------------------------------------------
 
 
-def kill() -> None:
+def kill(*_) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def terminate() -> None:
+def terminate(*_) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fill_disk() -> None:
+def fill_disk(*_) -> None:
     """From now on no file can grow beyond 4 KiB: the system refuses the write, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def spoil(updater, record, *_) -> None:
+    """The old log-probabilities of a micro-batch are lost."""
+    record.log_prob.fill_(float("nan"))
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Harm:
 _METHODS = {
     "decode": (paco_grpo.policies.flux.FluxPolicy, "decode"),
     "score": (JournaledReward, "__call__"),
+    "backward": (Updater, "_backward"),
     "update": (Updater, "_optimizer_step"),
     "write": (ckpt, "save_tensors"),
     "begin": (ckpt.CheckpointWriter, "begin"),
@@ -97,10 +103,10 @@ def done(harm: Harm):
         calls.append(1)
         now = len(calls) == harm.at_call
         if now and not harm.after:
-            globals()[harm.action]()
+            globals()[harm.action](*arguments)
         result = original(*arguments, **keywords)
         if now and harm.after:
-            globals()[harm.action]()
+            globals()[harm.action](*arguments)
         return result
 
     with mock.patch.object(owner, name, method):

@@ -170,7 +170,11 @@ def read_run(folder: str | Path) -> Run:
         config=config,
         train=_training_curves(train, config),
         test=curves(test, "eval/"),
-        diagnostics=curves(train, "train/", suffix="") | curves(train, "advantage/", suffix=""),
+        diagnostics={
+            name: curve
+            for group in ("train/", "advantage/", "health/")
+            for name, curve in curves(train, group, suffix="").items()
+        },
         seconds={label: value for label, value in seconds.items() if value > 0},
         pairs=_pairs(sorted((folder / "eval").glob("epoch_*"))),
         epochs=max(int(row["epoch"]) for row in rows),

@@ -145,16 +145,21 @@ def _time(seconds: float) -> str:
 
 
 def diagnostic_curves(run: Run) -> Figure | None:
-    """Small plots of what shows a collapse early: gradient norm, ratio, clip share, zero-std groups."""
+    """Small plots of what shows a collapse early: updates above, samples and distance to the base model below."""
     wanted = {"grad_norm": "gradient norm", "ratio_mean": "mean ratio", "clip_share": "clipped samples",
-              "zero_std_share": "groups without spread"}  # fmt: skip
+              "zero_std_share": "groups without spread", "velocity_change": "distance to the base",
+              "pixel_std_vs_first": "contrast / first", "pixel_detail_vs_first": "detail / first",
+              "distinctness_vs_first": "distinctness / first"}  # fmt: skip
     names = [name for name in wanted if name in run.diagnostics]
     if not names:
         return None
     with styled():
-        figure = new_figure(8.4, 2.1)
-        grid = figure.subplots(1, len(names), squeeze=False)[0]
-        for axes, name in zip(grid, names, strict=True):
+        rows = -(-len(names) // 4)
+        figure = new_figure(8.4, 2.1 * rows)
+        grid = figure.subplots(rows, -(-len(names) // rows), squeeze=False).flat
+        for axes in grid[len(names) :]:
+            axes.set_visible(False)
+        for axes, name in zip(grid, names, strict=False):
             curve = run.diagnostics[name]
             axes.plot(curve.epoch, curve.value, color=SERIES[0], linewidth=1.3)
             axes.set_title(wanted[name], fontsize=9, fontweight="normal")

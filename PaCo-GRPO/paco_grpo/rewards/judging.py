@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
     from paco_grpo.types import Item
     from paco_judge.verdict import Verdict
+
+logger = logging.getLogger(__name__)
 
 
 def judge_client(
@@ -45,6 +48,10 @@ class JudgeReward:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; all questions of the call are in flight together."""
         asked = [self.asked(image, item) for image, item in zip(images, items, strict=True)]
-        verdicts = iter(self.client.score_blocking([pair for pairs, _ in asked for pair in pairs]))
-        scores = [score([next(verdicts) for _ in pairs]) for pairs, score in asked]
+        verdicts = self.client.score_blocking([pair for pairs, _ in asked for pair in pairs])
+        failed = [verdict.error for verdict in verdicts if not verdict.ok]
+        if failed:
+            logger.warning("%d of %d questions have no score; the first: %s", len(failed), len(verdicts), failed[0])
+        answers = iter(verdicts)
+        scores = [score([next(answers) for _ in pairs]) for pairs, score in asked]
         return np.array([np.nan if score is None else score for score in scores], dtype=np.float64)

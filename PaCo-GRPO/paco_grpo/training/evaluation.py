@@ -58,8 +58,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Draw and score the evaluation set with the weights the policy holds now.
 
-    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl``, ``sheet.png`` and, where
-    items have categories, ``categories.md``.
+    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl``, ``sheet.png`` and
+    ``categories.md``.
 
     Args:
         policy: The caller puts the EMA weights in place.
@@ -95,21 +95,17 @@ def evaluate(
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
-    categories = [item.metadata.get("category") for item, _ in chosen]
-    by_category = summarise_categories(scores, categories, list(rewards))
-    metrics = summarise(scores, list(rewards))
+    names, metrics = list(rewards), summarise(scores, list(rewards))
+    by_category = summarise_categories(scores, [item.metadata.get("category") for item, _ in chosen], names)
     if accelerator.is_main_process:
-        _write_rows(folder / "eval_data.jsonl", chosen, scores, list(rewards), config.test.save_eval_images)
-        if by_category:
-            table = category_table({**by_category, "all": metrics}, list(rewards))
-            (folder / "categories.md").write_text(table, encoding="utf-8")
+        _write_rows(folder / "eval_data.jsonl", chosen, scores, names, config.test.save_eval_images)
+        table = category_table({**by_category, "all": metrics}, names)
+        (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
-    return metrics | {
-        f"category/{category}/{name}_mean": values[f"eval/{name}_mean"]
-        for category, values in by_category.items()
-        for name in rewards
-        if f"eval/{name}_mean" in values
-    }
+    for category, values in by_category.items():
+        known = [name for name in names if f"eval/{name}_mean" in values]
+        metrics |= {f"category/{category}/{name}_mean": values[f"eval/{name}_mean"] for name in known}
+    return metrics
 
 
 def _draw(
@@ -236,6 +232,17 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str] = ()) -
         if captions:
             pen.text((left + 2, top + step), captions[index], fill="black")
     return sheet
+
+
+def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
+    """The first ``count`` images of the evaluation in ``folder``, each with its prompt and scores."""
+    shown = []
+    for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(line)
+        scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+        with Image.open(folder / row["file"]) as image:
+            shown.append((image.convert("RGB"), f"{row['prompt']} ({scores})"))
+    return shown
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:

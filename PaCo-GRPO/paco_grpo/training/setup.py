@@ -31,6 +31,7 @@ from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.checks import check_config, check_images, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
+from paco_grpo.training.evaluation import captioned
 from paco_grpo.training.generator import load_generator
 from paco_grpo.training.journal import ScoreJournal
 from paco_grpo.training.observe import BaseProbe
@@ -43,6 +44,7 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
+_TRACKED_IMAGES = 8
 _FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
 
 
@@ -78,10 +80,13 @@ class Run:
         chosen = self.config.train.decay_type
         return chosen if chosen is not None else int(self.config.train.loss_type == "nft")
 
-    def log_sheet(self, path: Path, epoch: int) -> None:
-        """Send an evaluation's contact sheet to the tracker."""
-        with Image.open(path) as sheet:
-            self.tracker.log_image("eval/sheet", sheet.convert("RGB"), f"first test items after epoch {epoch}", epoch)
+    def log_pictures(self, folder: Path, epoch: int) -> None:
+        """Send an evaluation's contact sheet and first images, with prompts and scores, to the tracker."""
+        with Image.open(folder / "sheet.png") as sheet:
+            caption = f"first test items after epoch {epoch}"
+            self.tracker.log_images("eval/sheet", [(sheet.convert("RGB"), caption)], epoch)
+        if self.config.test.save_eval_images:
+            self.tracker.log_images("eval/images", captioned(folder, _TRACKED_IMAGES), epoch)
 
     def close(self) -> None:
         """End the tracker and the talk between processes."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from PIL import Image
 
 
@@ -17,8 +18,8 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
         """Numbers of one epoch."""
 
-    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
-        """One picture."""
+    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
+        """Pictures with their captions."""
 
     def close(self) -> None:
         """Flush and end."""
@@ -95,7 +96,7 @@ class NoTracker:
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
         """Nothing."""
 
-    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
+    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -115,12 +116,12 @@ class TensorboardTracker:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, epoch)
 
-    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
-        """The picture, and its caption as text."""
-        import numpy as np
-
-        self.writer.add_image(name, np.asarray(image.convert("RGB")), epoch, dataformats="HWC")
-        self.writer.add_text(f"{name}_caption", caption, epoch)
+    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
+        """The pictures, and their captions as text."""
+        for number, (image, caption) in enumerate(images):
+            tag = f"{name}/{number}" if len(images) > 1 else name
+            self.writer.add_image(tag, np.asarray(image.convert("RGB")), epoch, dataformats="HWC")
+            self.writer.add_text(f"{tag}_caption", caption, epoch)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -137,14 +138,18 @@ class WandbTracker:
         self.run = wandb.init(
             project=project, name=run_name, id=run_name, resume="allow", dir=str(run_dir), config=config
         )
+        # An axis of our own: wandb's step may not go back, but a resumed run writes the epochs after its checkpoint anew.
+        self.run.define_metric("epoch")
+        self.run.define_metric("*", step_metric="epoch")
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Scalars at step ``epoch``."""
-        self.run.log(dict(metrics), step=epoch)
+        """Scalars over the axis ``epoch``."""
+        self.run.log({**metrics, "epoch": epoch})
 
-    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
-        """The picture with its caption."""
-        self.run.log({name: self.wandb.Image(image, caption=caption)}, step=epoch)
+    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
+        """The pictures with their captions."""
+        shown = [self.wandb.Image(image, caption=caption) for image, caption in images]
+        self.run.log({name: shown, "epoch": epoch})
 
     def close(self) -> None:
         """End the run."""
@@ -164,9 +169,9 @@ class SwanlabTracker:
         """Scalars at step ``epoch``."""
         self.swanlab.log(dict(metrics), step=epoch)
 
-    def log_image(self, name: str, image: Image.Image, caption: str, epoch: int) -> None:
-        """The picture with its caption."""
-        self.swanlab.log({name: self.swanlab.Image(image, caption=caption)}, step=epoch)
+    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
+        """The pictures with their captions."""
+        self.swanlab.log({name: [self.swanlab.Image(image, caption=caption) for image, caption in images]}, step=epoch)
 
     def close(self) -> None:
         """End the experiment."""

@@ -267,7 +267,7 @@ class Trainer:
             state.write_cards(self.run, epoch, self.run.folder / "checkpoints" / ckpt.checkpoint_name(epoch))
         self._compare_rewards()
         if self.run.tracker is not None:
-            self.run.log_sheet(folder / "sheet.png", epoch)
+            self.run.log_pictures(folder, epoch)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
 
     def _compare_rewards(self) -> None:

@@ -26,6 +26,7 @@ def build(tiny_flux_dir, tmp_path):
                     "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
                     "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16,
                     "train__batch_size": 16, "train__resolution": 8, "train__beta": 0,
+                    "health__probe_images": 0,
                 } | changes,
             )
         )  # fmt: skip
@@ -58,6 +59,17 @@ def test_an_epoch_computes_each_thing_once(build):
     counted = count(run)
     Trainer(run)._epoch()
     assert counted == {"transformer": 704, "backward": 64, "clip": 8, "t5": 8, "vae": 64}
+
+
+def test_the_probe_costs_a_forward_for_each_of_its_images(build):
+    run = build(health__probe_images=2, sample__num_steps=3)
+    counted, trainer = count(run), Trainer(run)
+    trainer._epoch()
+    first = counted["transformer"]
+    trainer._epoch()
+    assert counted["transformer"] - first == 64 * 4 + 2
+    assert first == 64 * 4 + 2 + 2 * 2  # once, its way to the noise step on the base model
+    assert counted["vae"] == 2 * 64
 
 
 def test_a_shared_start_is_computed_once_for_each_group(build):

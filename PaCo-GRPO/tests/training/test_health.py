@@ -25,7 +25,7 @@ WELL = {
 
 # limit → (metric that breaks it, value, stops, another limit that allows the value)
 BROKEN = {
-    "max_velocity_change": ("health/velocity_change", 0.6, True, 0.7),
+    "max_velocity_change": ("health/velocity_change", 0.9, True, 1.0),
     "max_contrast_change": ("health/pixel_std_vs_first", 2.5, True, 3.0),
     "max_detail_change": ("health/pixel_detail_vs_first", 0.2, True, 6.0),
     "max_brightness_change": ("health/pixel_mean_vs_first", -0.4, True, 0.5),

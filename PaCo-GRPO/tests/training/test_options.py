@@ -256,7 +256,7 @@ def test_evaluation_images_need_not_be_kept(make):
     run = make(num_epochs=0, test__save_eval_images=False, test__num_images=2)
     Trainer(run).train()
     folder = run.folder / "eval" / "epoch_0000"
-    assert sorted(path.name for path in folder.iterdir()) == ["eval_data.jsonl", "sheet.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["categories.md", "eval_data.jsonl", "sheet.png"]
     assert [json.loads(line)["file"] for line in (folder / "eval_data.jsonl").read_text().splitlines()] == [None, None]
 
 

@@ -88,3 +88,12 @@ def test_full_disk_leaves_the_old_checkpoint(whole, tiny_flux_dir, tmp_path):
     assert checkpoints(tmp_path) == ["epoch_0001"]
     assert run(tiny_flux_dir, tmp_path, 1, resume_from="latest") == [0]
     assert_same_end(tmp_path, whole(1))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_process_stops_both_before_the_update(tiny_flux_dir, tmp_path):
+    harm = Harm("backward", 2, action="spoil", rank=1)
+    assert run(tiny_flux_dir, tmp_path, 2, harm, num_epochs=1, train__batch_size=4) == [STOPPED] * 2
+    assert "the loss is not finite on another process, in epoch 1 before optimizer step 2" in said(tmp_path, rank=0)
+    assert "the loss is nan in the batch of samples [" in said(tmp_path, rank=1)
+    assert checkpoints(tmp_path) == ["stopped_epoch_0001"]
