@@ -27,7 +27,7 @@ def server_command(engine: Engine, settings: LaunchSettings, server: ServerPlan)
     common = ["--model", server.model.path, "--served-model-name", server.model.name]
     common += ["--host", server.host, "--port", str(server.port), "--max-model-len", str(longest)]
     if engine.name == "transformers":
-        loras = [word for adapter in server.adapters for word in ("--lora", f"{adapter.name}={adapter.path}")]
+        loras = ["--lora", *(f"{adapter.name}={adapter.path}" for adapter in server.adapters)] if server.adapters else []
         return [engine.python, "-m", "vllm_server.transformers_engine", *common, *loras, *settings.extra_args]
     vllm = [engine.python, "-m", "vllm.entrypoints.openai.api_server", *common]
     vllm += ["--limit-mm-per-prompt", '{"image": 2, "video": 0}']

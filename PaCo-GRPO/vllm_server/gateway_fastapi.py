@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -126,7 +127,7 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
     key = environment.get("VLLM_API_KEY") or None
     app = FastAPI(title="PaCo-RL gateway", version="1", lifespan=gateway.lifespan, description=pages.DESCRIPTION)
     pages.describe(app, guarded=key is not None)
-    app.add_api_route(CHAT_PATH, gateway.chat, methods=["POST"], **pages.CHAT)
+    app.add_api_route(CHAT_PATH, gateway.chat, methods=["POST"], **pages.chat(list(gateway.settings.models)))
     app.add_api_route("/v1/models", gateway.models, methods=["GET"], **pages.MODELS)
     app.add_api_route("/health", gateway.health, methods=["GET"], **pages.HEALTH)
     app.add_api_route("/metrics", gateway.prometheus, methods=["GET"], **pages.METRICS)
@@ -145,6 +146,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 def serve(settings: GatewaySettings) -> None:
     """Run until SIGTERM or SIGINT; requests in hand are then answered, for ``drain_s`` at most."""
+    # After its own clean end uvicorn raises the signal again: that is our end too, not a failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="paco-gateway-") as folder:
         if settings.workers > 1:
             settings = replace(settings, metrics_folder=folder)
@@ -164,6 +167,8 @@ def serve(settings: GatewaySettings) -> None:
             backlog=4096,
             timeout_keep_alive=75,  # callers keep their connections between two batches of questions
             timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+            # A worker on a busy machine needs longer than uvicorn's 5 s to import this; it would be killed, again and again.
+            timeout_worker_healthcheck=30,
         )
 
 

@@ -32,7 +32,7 @@ from dataclasses import replace
 from vllm_server.commands import gateway_command, gateway_environment, server_command, server_environment
 from vllm_server.interrupts import Interrupted, Interrupts
 from vllm_server.plan import LaunchPlan, make_plan
-from vllm_server.processes import end_processes, session_members
+from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import Started, end_group, start, wait_until_ready
 from vllm_server.settings import LaunchError, LaunchSettings
 from vllm_server.state import GATEWAY, GroupState, LabelFolder, ServerRecord, runtime_root
@@ -111,7 +111,7 @@ def _start_all(
         log = None if foreground else folder.log(GATEWAY)
         child, leader = start(gateway_command(settings, plan), gateway_environment(environment), folder.path, log)
         path = str(log) if log else None
-        record = ServerRecord(GATEWAY, names[0], "", settings.host, settings.port, GATEWAY, path, leader, names=names)
+        record = ServerRecord(GATEWAY, GATEWAY, "", settings.host, settings.port, GATEWAY, path, leader, names=names)
         started.append(Started(child, record, names, max(settings.start_timeout_s) + 60))
         _write(folder, settings, started)
     for server in plan.servers:
@@ -161,11 +161,11 @@ def _watch(started: list[Started]) -> int:
     said = set()
     while True:
         for one in started:
-            status = one.child.poll()
+            status = exit_status(one.child.pid)
             if status is None:
                 continue
-            same = [other for other in started if other.record.name == one.record.name]
-            if one is started[0] or all(other.child.poll() is not None for other in same):
+            same = [other.child.pid for other in started if other.record.name == one.record.name]
+            if one is started[0] or all(exit_status(pid) is not None for pid in same):
                 return status if status >= 0 else 128 - status
             if one.record.title not in said:
                 said.add(one.record.title)

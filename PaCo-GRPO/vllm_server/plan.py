@@ -153,5 +153,6 @@ def _check_gateway() -> None:
     missing = [name for name in _GATEWAY_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise LaunchError(
-            f"the gateway needs {', '.join(missing)}, which {sys.executable} lacks: run `bash setup.sh`, or set PYTHON"
+            f"the gateway needs {', '.join(missing)}, which {sys.executable} lacks: run `bash setup.sh`, or "
+            "`pip install -e '.[serve]'` in PaCo-GRPO"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vllm_server.processes import Process, end_processes
+from vllm_server.processes import Process, end_processes, exit_status
 from vllm_server.settings import LaunchError
 from vllm_server.state import GATEWAY, ServerRecord
 
@@ -67,11 +67,11 @@ def wait_until_ready(started: Sequence[Started], api_key: str | None) -> None:
     said = {one.record.title: (begun, "") for one in started}
     while not all(one.ready for one in started):
         for one in started:
-            if one.child.poll() is not None:
+            status = exit_status(one.child.pid)
+            if status is not None:
                 doing = "after it was up" if one.ready else "while loading"
                 raise LaunchError(
-                    f"the server of {one.record.title} ended with status {one.child.returncode} {doing}.\n"
-                    f"{_end_of(one.log)}"
+                    f"the server of {one.record.title} ended with status {status} {doing}.\n{_end_of(one.log)}"
                 )
         for one in started:
             # The gateway answers for all; nothing more is asked of those that have answered.

@@ -52,7 +52,11 @@ class GatewayProcess:
         command = [sys.executable, "-m", "vllm_server.gateway_fastapi", "--port", str(self.port)]
         command += ["--probe-interval", "0.2", "--probe-timeout", "1", *options, *upstreams]
         self.process = subprocess.Popen(command, env=environment)
-        wait_for(lambda: self.process.poll() is not None or answers(self.url))
+        try:
+            wait_for(lambda: self.process.poll() is not None or answers(self.url), 120)
+        except AssertionError:
+            self.stop()
+            raise
         assert self.process.poll() is None
 
     def stop(self) -> int:

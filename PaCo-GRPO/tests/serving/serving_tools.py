@@ -13,7 +13,8 @@ from vllm_server.processes import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
-VLLM_PYTHON = ROOT.parent / ".venv-vllm" / "bin" / "python"
+REPO = ROOT.parent
+VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
 
 
 def free_port() -> int:

@@ -39,7 +39,8 @@ def ask_many(gateway: GatewayProcess, model: str, count: int, at_once: int) -> l
     """Status of each of ``count`` requests; 0 for a broken connection."""
 
     async def ask() -> list[int]:
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=120, limits=limits) as client:
             gate = asyncio.Semaphore(at_once)
 
             async def one(number: int) -> int:

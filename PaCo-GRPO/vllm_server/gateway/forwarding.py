@@ -75,16 +75,22 @@ class ChatForwarder:
             exchange.model = self._model(body)
             await self._until_caller_leaves(receive, self._serve(exchange, scope, body))
         except ApiError as error:
-            self._metrics.error(error.kind)
-            if not exchange.status:
-                exchange.status = error.status
-                await error.send(send)
-            else:  # of a stream: its reader learns it from an event, as from vLLM itself
-                await _send_part(send, b"data: " + error.body() + b"\n\n", last=True)
+            await self._refuse(exchange, error)
+        except asyncio.CancelledError:  # the server ends, and the time for requests in hand is over
+            message = "the gateway is ending; ask again when it is back"
+            await self._refuse(exchange, ApiError(message, 503, "shutting_down", retry_after_s=1))
         finally:
             self._in_flight -= 1
             self._metrics.in_flight(self._in_flight)
             self._metrics.answered(exchange.model, exchange.status, time.perf_counter() - exchange.started)
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        self._metrics.error(error.kind)
+        if not exchange.status:
+            exchange.status = error.status
+            await error.send(exchange.send)
+        else:  # of a stream: its reader learns it from an event, as from vLLM itself
+            await _send_part(exchange.send, b"data: " + error.body() + b"\n\n", last=True)
 
     def _model(self, body: bytes) -> str:
         """The served model that is asked for. Raises ApiError."""

@@ -46,17 +46,6 @@ def _errors(*statuses: int) -> dict:
     return {status: _json(_ERROR, _MEANINGS[status]) for status in statuses}
 
 
-_REQUEST = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "properties": {
-        "model": _TEXT,
-        "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
-        "stream": {"type": ["boolean", "null"]},
-    },
-    "additionalProperties": True,
-    "description": "Only `model` is read here; the rest is the engine's.",
-}
 _COMPLETION = {"type": "object", "required": ["choices"], "properties": {"choices": {"type": "array"}}}
 _MODEL_LIST = {
     "type": "object",
@@ -87,11 +76,6 @@ _ANSWER = {
     "content": {"application/json": {"schema": _COMPLETION}, "text/event-stream": {"schema": _TEXT}},
 }
 
-CHAT = {
-    "summary": "Chat completion",
-    "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": _REQUEST}}}},
-    "responses": {200: _ANSWER, **_errors(*_MEANINGS)},
-}
 MODELS = {"summary": "Served models", "responses": {200: _json(_MODEL_LIST, "Served models"), **_errors(401)}}
 HEALTH = {
     "summary": "Whether every model can be asked",
@@ -101,6 +85,26 @@ METRICS = {
     "summary": "Prometheus metrics",
     "responses": {200: {"description": "Metrics", "content": {"text/plain": {"schema": _TEXT}}}, **_errors(401)},
 }
+
+
+def chat(names: list[str]) -> dict:
+    """Options of the chat route, which serves ``names``."""
+    request = {
+        "type": "object",
+        "required": ["model", "messages"],
+        "properties": {
+            "model": {"enum": names},
+            "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+            "stream": {"type": ["boolean", "null"]},
+        },
+        "additionalProperties": True,
+        "description": "Only `model` is read here; the rest is the engine's.",
+    }
+    return {
+        "summary": "Chat completion",
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": request}}}},
+        "responses": {200: _ANSWER, **_errors(*_MEANINGS)},
+    }
 
 
 def describe(app: FastAPI, guarded: bool) -> None:
