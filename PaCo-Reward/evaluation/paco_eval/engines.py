@@ -6,13 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from paco_eval.errors import BenchError
-from paco_eval.offline import TOP_LOGPROBS, UNANSWERED, vllm_engine
+from paco_eval.offline import TOP_LOGPROBS, vllm_engine
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.images import content_digest
-from paco_judge.verdict import Verdict, p_yes_from_logits
+from paco_judge.verdict import Verdict
 
 Engine = Callable[[Sequence[Pair]], list[Verdict]]
 
@@ -36,16 +34,8 @@ def transformers_engine(model: str, adapter: str | None, batch_size: int) -> Eng
     except PacoRewardError as error:
         raise BenchError(str(error)) from error
 
-    def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        verdicts = []
-        for start in range(0, len(pairs), batch_size):
-            logits = judge.first_token_logits(pairs[start : start + batch_size])
-            # Only what a server or vLLM would report counts, so that all engines agree on what has no score.
-            p_yes = p_yes_from_logits(logits, judge.yes_id, judge.no_id, top=TOP_LOGPROBS)
-            verdicts += [Verdict(None, UNANSWERED) if np.isnan(value) else Verdict(float(value)) for value in p_yes]
-        return verdicts
-
-    return score
+    # Only what a server or vLLM would report counts, so that all engines agree on what has no score.
+    return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
 
 
 def server_engine(url: str, model: str, deadline_s: float = 600.0) -> Engine:
