@@ -129,12 +129,12 @@ def run(arguments: argparse.Namespace, targets: dict[str, str]) -> list[Round]:
     return rounds
 
 
-def summary(rounds: Sequence[Round], compare: Sequence[tuple[str, str]]) -> dict:
+def summary(rounds: Sequence[Round], names: Sequence[str], compare: Sequence[tuple[str, str]]) -> dict:
     """Medians over rounds by target and concurrency, and medians of within-round ratios for each comparison."""
     by_key = {(each.target, each.concurrency, each.round): each for each in rounds}
     numbers, levels = sorted({each.round for each in rounds}), sorted({each.concurrency for each in rounds})
     targets = []
-    for name in dict.fromkeys(each.target for each in rounds):
+    for name in names:
         for level in levels:
             own = [by_key[name, level, number] for number in numbers]
             row = {"target": name, "concurrency": level, "errors": sum(each.errors for each in own)}
@@ -210,7 +210,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except (ValueError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = summary(rounds, compare)
+    found = summary(rounds, list(targets), compare)
     arguments.output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")}
     machine = {"processor": platform.machine(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}

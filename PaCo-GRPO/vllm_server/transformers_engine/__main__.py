@@ -5,11 +5,9 @@ import logging
 import os
 import sys
 
-import torch
-import uvicorn
-
-from vllm_server.transformers_engine.model import JudgeModel
-from vllm_server.transformers_engine.server import build_app
+# What GNU OpenMP itself takes where threads outnumber cores. Its threads otherwise spin for milliseconds after each
+# piece of work, on the cores that the HTTP side and the trainer's processes need (measured: benchmarks/README.md).
+SPIN_COUNT = "1000"
 
 
 def named_folders(given: list[str], taken: tuple[str, ...]) -> dict[str, str]:
@@ -39,6 +37,13 @@ def main() -> int:
     parser.add_argument("--image-cache-mb", type=int, default=512, help="encoded images kept")
     parser.add_argument("--max-body-mb", type=int, default=32)
     arguments = parser.parse_args()
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded, hence the imports here
+    import torch
+    import uvicorn
+
+    from vllm_server.transformers_engine.model import JudgeModel
+    from vllm_server.transformers_engine.server import build_app
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # One thread fewer than cores would starve the HTTP side and the trainer on small machines.
     threads = os.environ.get("OMP_NUM_THREADS")

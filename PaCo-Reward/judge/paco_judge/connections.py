@@ -8,6 +8,7 @@ import asyncio
 import socket
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 import h11
@@ -47,6 +48,7 @@ class Origin:
         return f"{self.scheme}://{self.host}:{self.port}"
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(cls, url: str) -> tuple["Origin", str]:
         """Origin and request target of an http(s) URL. Raises ValueError."""
         parts = urlsplit(url)
