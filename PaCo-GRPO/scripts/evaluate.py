@@ -32,12 +32,10 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
-    from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
+    from paco_grpo.training.configuration import ConfigError, read_config
 
     try:
-        source, overrides = parse_command_line(rest)
-        config = load_config(source, ROOT / "config" / "base.py")
-        apply_overrides(config, overrides)
+        config, _ = read_config(rest, ROOT / "config" / "base.py")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -118,15 +118,13 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from paco_grpo.policies import PolicyLoadError, policy_class
-    from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config, parse_command_line
+    from paco_grpo.training.configuration import ConfigError, read_config
     from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
     from paco_grpo.training.generator import load_adapter, load_generator
     from paco_judge.client import JudgeError
 
     try:
-        source, overrides = parse_command_line(rest)
-        config = load_config(source, ROOT / "config" / "base.py")
-        apply_overrides(config, overrides)
+        config, _ = read_config(rest, ROOT / "config" / "base.py")
         items = read_items(own.prompt, own.prompts_file, own.image)
         if not items:
             raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")

@@ -55,6 +55,18 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, s
     return source, overrides
 
 
+def read_config(arguments: Sequence[str], base_file: Path) -> tuple[ConfigDict, str]:
+    """The configuration that a command line asks for, and the name it has there (or its file's).
+
+    Raises:
+        ConfigError: See ``parse_command_line``, ``load_config`` and ``apply_overrides``.
+    """
+    source, overrides = parse_command_line(arguments)
+    config = load_config(source, base_file)
+    apply_overrides(config, overrides)
+    return config, source.partition(":")[2] or Path(source).stem
+
+
 def load_config(source: str, base_file: Path) -> ConfigDict:
     """The configuration at ``source``: ``FILE.py:NAME``, or a ``config.yaml`` saved by an earlier run.
 

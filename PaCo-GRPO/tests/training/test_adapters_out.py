@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from diffusers import FluxPipeline
+from fakes import fake_judge
 from PIL import Image
 from tiny_run import ROOT, rows_of, tiny_config, train
 
@@ -127,3 +128,34 @@ def test_weights_that_were_saved_are_the_ones_loaded(trained):
     load_adapter(policy, str(trained[1]))
     assert any(p.abs().sum() > 0 for n, p in policy.transformer.named_parameters() if ".lora_B." in n)
     assert torch.isfinite(torch.cat([p.flatten() for p in policy.transformer.parameters()])).all()
+
+
+def test_pictures_with_the_judges_score(trained, tmp_path, capsys):
+    config, checkpoint, _ = trained
+    saved = tmp_path / "config.yaml"
+    saved.write_text(config_to_yaml(config))
+    arguments = [
+        "--config",
+        str(saved),
+        "--adapter",
+        str(checkpoint),
+        "--seeds",
+        "0,1",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    prompts = ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
+    with fake_judge.FakeJudge() as judge:
+        assert (
+            script("generate").main([*arguments, *prompts, "--judge", judge.url, "--judge-model", "Paco-Reward-7B"])
+            == 0
+        )
+        assert len(judge.requests) == 4
+    rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["judge"]) for row in rows] == [
+        (f"{item:05d}_seed{seed}.png", pytest.approx(0.75)) for item in (0, 1) for seed in (0, 1)
+    ]
+    with Image.open(tmp_path / "out" / "sheet.png") as sheet:
+        assert sheet.height > sheet.width  # a line below each picture
+    assert script("generate").main([*arguments, *prompts, "--judge", judge.url]) == 2
+    assert "no judge answers" in capsys.readouterr().err
