@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
 sys.path.insert(0, str(Path(__file__).parent))
+from gateway_tools import Upstream
 from serving_tools import Shell, free_port, wait_for
 
 torch.set_num_threads(1)
@@ -91,3 +92,20 @@ def shell(tmp_path, model):
         shell.run("stop.sh", VLLM_LABEL=label)
 
 
+@pytest.fixture(scope="module")
+def servers():
+    """Three servers behind a module's gateway, whose faults a test chooses."""
+    servers = [Upstream().start() for _ in range(3)]
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def client(gateway, servers):
+    """A client of the module's ``gateway`` (models ``Solo`` and ``Pair``), all of whose servers work."""
+    for server in servers:
+        server.mode("ok")
+    wait_for(lambda: (gateway.up("Solo"), gateway.up("Pair")) == (1, 2))
+    with gateway.client() as client:
+        yield client

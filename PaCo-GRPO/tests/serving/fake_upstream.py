@@ -30,6 +30,10 @@ async def chat(writer: asyncio.StreamWriter, request: dict) -> bool:
     if doing in ("ok", "slow"):
         await asyncio.sleep(float(seconds or 0))
         writer.write(answer(200, completion(request)))
+    elif doing == "hold":  # until another mode is chosen
+        while mode == "hold":
+            await asyncio.sleep(0.02)
+        writer.write(answer(200, completion(request)))
     elif doing == "garbage":
         writer.write(b"\x00\xff\xfe this is not HTTP \r\n\r\n")
         return False

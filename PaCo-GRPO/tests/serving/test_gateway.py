@@ -6,16 +6,8 @@ import time
 
 import httpx
 import pytest
-from gateway_tools import GatewayProcess, Upstream
+from gateway_tools import GatewayProcess
 from serving_tools import wait_for
-
-
-@pytest.fixture(scope="module")
-def servers():
-    servers = [Upstream().start() for _ in range(3)]
-    yield servers
-    for server in servers:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +18,6 @@ def gateway(servers):
     )
     yield gateway
     gateway.stop()
-
-
-@pytest.fixture
-def client(gateway, servers):
-    for server in servers:
-        server.mode("ok")
-    wait_for(lambda: (gateway.up("Solo"), gateway.up("Pair")) == (1, 2))
-    with gateway.client() as client:
-        yield client
 
 
 def port_of(response: httpx.Response) -> int:
@@ -119,12 +102,13 @@ def test_events_are_passed_on_as_they_are_made(gateway, client, servers):
 
 
 def test_the_least_busy_replica_is_asked(gateway, client, servers):
-    servers[1].mode("slow:1.5")
+    servers[1].mode("hold")
     command = ["curl", "-s", "-d", '{"model": "Pair"}', gateway.chat_url]
-    slow = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]  # one of them meets the slow one
+    busy = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]  # one of them meets the busy one
     wait_for(lambda: servers[1].counts()["in_hand"] == 1)
     assert {port_of(gateway.ask(client, "Pair")) for _ in range(10)} == {servers[2].port}
-    assert all(b'"port"' in one.communicate()[0] for one in slow)
+    servers[1].mode("ok")
+    assert all(b'"port"' in one.communicate()[0] for one in busy)
 
 
 def test_connections_to_servers_are_kept(gateway, client, servers):

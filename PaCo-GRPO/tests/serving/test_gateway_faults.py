@@ -5,18 +5,10 @@ import json
 import os
 import signal
 
-import httpx
+import aiohttp
 import pytest
-from gateway_tools import LOCAL, GatewayProcess, Upstream
+from gateway_tools import LOCAL, GatewayProcess
 from serving_tools import wait_for
-
-
-@pytest.fixture(scope="module")
-def servers():
-    servers = [Upstream().start() for _ in range(3)]
-    yield servers
-    for server in servers:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +18,22 @@ def gateway(servers):
     gateway.stop()
 
 
-@pytest.fixture
-def client(gateway, servers):
-    for server in servers:
-        server.mode("ok")
-    wait_for(lambda: (gateway.up("Solo"), gateway.up("Pair")) == (1, 2))
-    with gateway.client() as client:
-        yield client
-
-
 def ask_many(gateway: GatewayProcess, model: str, count: int, at_once: int) -> list[int]:
     """Status of each of ``count`` requests; 0 for a broken connection."""
 
     async def ask() -> list[int]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=120, limits=limits) as client:
-            gate = asyncio.Semaphore(at_once)
+        connector = aiohttp.TCPConnector(limit=at_once)
+        async with aiohttp.ClientSession(connector=connector, headers=gateway.headers) as session:
+            return await asyncio.gather(*[one(session, number) for number in range(count)])
 
-            async def one(number: int) -> int:
-                async with gate:
-                    try:
-                        response = await client.post(
-                            gateway.chat_url, json={"model": model, "id": number}, headers=gateway.headers
-                        )
-                    except httpx.TransportError:
-                        return 0
-                if response.status_code == 200:
-                    assert response.json()["said"]["id"] == number, "everybody gets the own answer"
-                return response.status_code
-
-            return await asyncio.gather(*[one(number) for number in range(count)])
+    async def one(session: aiohttp.ClientSession, number: int) -> int:
+        try:
+            async with session.post(gateway.chat_url, json={"model": model, "id": number}) as response:
+                if response.status == 200:
+                    assert (await response.json())["said"]["id"] == number, "everybody gets the own answer"
+                return response.status
+        except aiohttp.ClientError:
+            return 0
 
     return asyncio.run(ask())
 

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 
 import httpx
 import pytest
@@ -97,21 +96,23 @@ def test_500_requests_at_once(open_gateway, server):
 
 
 def test_too_many_at_once_are_asked_to_come_later(guarded, server):
-    server.mode("slow:1")
+    server.mode("hold")
+    answers = []
     with guarded.client(limits=httpx.Limits(max_connections=None)) as client:
-        answers = []
         threads = [
             threading.Thread(target=lambda: answers.append(guarded.ask(client, "Solo"))) for _ in range(40)
         ]
         for thread in threads:
             thread.start()
+        wait_for(lambda: len(answers) >= 40 - 8)  # those refused are answered at once
+        server.mode("ok")
         for thread in threads:
             thread.join()
     refused = [answer for answer in answers if answer.status_code == 429]
     assert {answer.status_code for answer in answers} == {200, 429}
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
     assert refused[0].json()["error"]["type"] == "rate_limit_error"
-    assert server.counts()["most"] <= 8
+    assert len(refused) >= 40 - 8, "at most 8 are in hand, over both workers"
     assert set(ask_many(guarded, "Solo", 4, 4)) == {200}, "and afterwards all is well"
 
 
@@ -156,19 +157,19 @@ def status_of(gateway: GatewayProcess) -> int:
 def test_sigterm_lets_requests_in_hand_end(server, workers):
     gateway = GatewayProcess({"Solo": [server]}, "--workers", workers)
     wait_for(lambda: status_of(gateway) == 200)
-    server.mode("slow:4")
+    server.mode("hold")
     answers = []
     asking = threading.Thread(target=lambda: answers.append(LOCAL.post(gateway.chat_url, json={"model": "Solo"})))
     asking.start()
     wait_for(lambda: server.counts()["in_hand"] == 1)
-    start = time.monotonic()
     gateway.process.send_signal(signal.SIGTERM)
     if workers == "1":  # with several, callers wait at the door (uvicorn holds it open) and are turned away at the end
         wait_for(lambda: refuses(gateway.port), 10)
-        assert asking.is_alive(), "no new ones, while the one in hand is worked on"
+    assert asking.is_alive(), "no new ones, while the one in hand is worked on"
+    server.mode("ok")
     assert gateway.process.wait(timeout=30) == 0
     asking.join()
-    assert answers[0].status_code == 200 and time.monotonic() - start < 20
+    assert answers[0].status_code == 200
 
 
 def test_sigterm_does_not_wait_forever(server):

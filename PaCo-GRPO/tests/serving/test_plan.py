@@ -1,10 +1,14 @@
 """How GPUs are divided and which command lines follow: pure functions."""
 
+import json
 import math
+import os
+import subprocess
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving_tools import VLLM_PYTHON
 
 from vllm_server.commands import gateway_command, server_command
 from vllm_server.engines import Engine
@@ -140,3 +144,35 @@ def test_the_gateway_knows_every_replica_and_adapter():
     words = gateway_command(SETTINGS, LaunchPlan(VLLM, (), servers, True))
     upstreams = [words[i + 1] for i, word in enumerate(words) if word == "--upstream"]
     assert upstreams == [f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))]
+
+
+_PARSE = """
+import json, sys
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for words in json.load(sys.stdin):
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    print(json.dumps([given.tensor_parallel_size, given.data_parallel_size, given.max_lora_rank,
+                      [module.name for module in given.lora_modules or []]]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
+def test_vllm_understands_its_command_line():
+    """Its own parser reads what we cannot start here: several GPUs, copies, adapters."""
+    adapters = (ServedAdapter("/a/x", "x"), ServedAdapter("/a/y", "y"))
+    servers = [
+        server(gpus=tuple("01234567"), data_parallel=2),
+        server(gpus=("0",), adapters=adapters, lora_rank=33),
+        server(),
+    ]
+    lines = [server_command(VLLM, SETTINGS, one)[3:] for one in servers]
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    done = subprocess.run(
+        [str(VLLM_PYTHON), "-c", _PARSE], input=json.dumps(lines), env=environment,
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert read == [[4, 2, 16, []], [1, 1, 64, ["x", "y"]], [1, 1, 16, []]]

@@ -50,6 +50,7 @@ class Exchange:
     started: float
     model: str = UNKNOWN
     status: int = 0  # of the answer that was begun; 0: nothing was sent on
+    answered: bool = False  # its last part is given to the server: a caller who is gone now has it
 
 
 class ChatForwarder:
@@ -73,7 +74,7 @@ class ChatForwarder:
             limit, timeout_s = self._settings.max_body_bytes, self._settings.request_timeout_s
             body = await read_body(scope, receive, limit, timeout_s)
             exchange.model = self._model(body)
-            await self._until_caller_leaves(receive, self._serve(exchange, scope, body))
+            await self._until_caller_leaves(exchange, receive, self._serve(exchange, scope, body))
         except ApiError as error:
             await self._refuse(exchange, error)
         except asyncio.CancelledError:  # the server ends, and the time for requests in hand is over
@@ -111,18 +112,27 @@ class ChatForwarder:
     def _served(self) -> str:
         return ", ".join(self._replicas.of_model)
 
-    async def _until_caller_leaves(self, receive, serving) -> None:
+    async def _until_caller_leaves(self, exchange: Exchange, receive, serving) -> None:
         """Run ``serving``; end it when the caller leaves, so that no engine works for nobody."""
         task = asyncio.current_task()
+        left = False
+
+        def leave(watcher: asyncio.Task) -> None:
+            nonlocal left
+            if not watcher.cancelled() and not exchange.answered:
+                left = True
+                task.cancel()
+
         watcher = asyncio.create_task(_disconnected(receive))
-        watcher.add_done_callback(lambda done: done.cancelled() or task.cancel())
+        watcher.add_done_callback(leave)
         try:
             await serving
         except asyncio.CancelledError:
-            if not watcher.done() or watcher.cancelled() or task.uncancel() > 0:
+            if not left or task.uncancel() > 0:
                 raise
             raise ApiError("the caller left", 499, "client_closed") from None
         finally:
+            exchange.answered = True
             watcher.cancel()
 
     async def _serve(self, exchange: Exchange, scope, body: bytes) -> None:
@@ -198,11 +208,13 @@ class ChatForwarder:
             scope.reschedule(loop.time() + timeout_s)
             part = await response.content.readany()
         replica.worked()
+        exchange.answered = True
         await _send_part(exchange.send, b"", last=True)
 
     async def _give(self, exchange: Exchange, answer: Answer) -> None:
         headers = [*answer.headers, (b"content-length", str(len(answer.body)).encode())]
         await self._begin(exchange, answer.status, headers)
+        exchange.answered = True
         await _send_part(exchange.send, answer.body, last=True)
 
     async def _begin(self, exchange: Exchange, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -213,9 +225,13 @@ class ChatForwarder:
 
 async def _whole(response: aiohttp.ClientResponse) -> Answer:
     """The whole answer; one that is not what an engine says becomes an error. Raises aiohttp.ClientError."""
-    if (response.content_length or 0) > _MAX_ANSWER:
-        raise aiohttp.ClientPayloadError(f"an answer of {response.content_length} bytes")
-    body = await response.read()
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > _MAX_ANSWER:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {_MAX_ANSWER} bytes")
+    body = b"".join(parts)
     with contextlib.suppress(orjson.JSONDecodeError):
         if isinstance(orjson.loads(body), dict):
             return Answer(response.status, _headers(response), body)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 
 
@@ -25,7 +25,7 @@ class GatewaySettings:
     drain_s: float = 15.0
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 5.0
-    metrics_folder: str | None = field(default=None)
+    metrics_folder: str | None = None
 
     @property
     def concurrent_per_worker(self) -> int:
