@@ -118,6 +118,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from paco_grpo.policies import PolicyLoadError, policy_class
+    from paco_grpo.rewards.errors import RewardError
     from paco_grpo.training.configuration import ConfigError, read_config
     from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
     from paco_grpo.training.generator import load_adapter, load_generator
@@ -134,7 +135,7 @@ def main(arguments: list[str]) -> int:
         policy = load_generator(config, "cuda" if torch.cuda.is_available() else "cpu")
         if own.adapter:
             load_adapter(policy, own.adapter)
-    except (ConfigError, PolicyLoadError, JudgeError, OSError) as error:
+    except (ConfigError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
