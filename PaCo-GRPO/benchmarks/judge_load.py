@@ -37,7 +37,6 @@ from paco_judge.questions import build_messages, theme_question
 from paco_judge.transport import Refused, Unreachable
 
 PERCENTILES = (50, 90, 99)
-PAIRS_OF_A_GRID = 6
 # The toy judge answers Yes or No on themes of its own world; for others any text will do.
 THEME = "2x2 grid layout depicting a filled purple triangle.The same triangle throughout."
 
@@ -59,8 +58,8 @@ class Round:
         return len(self.latencies_ms) / self.seconds
 
     def percentile(self, which: int) -> float:
-        """Latency in ms; NaN when nothing was answered."""
-        return float(np.percentile(self.latencies_ms, which)) if self.latencies_ms else float("nan")
+        """Latency in ms; something must have been answered."""
+        return float(np.percentile(self.latencies_ms, which))
 
 
 def picture(rng: np.random.Generator, size: int) -> Image.Image:
@@ -122,15 +121,19 @@ def run(arguments: argparse.Namespace, targets: dict[str, str]) -> list[Round]:
                 asking = measure(targets[name], headers, bodies, concurrency, arguments.deadline)
                 seconds, latencies, errors = transport.runtime().submit(asking).result()
                 found = Round(name, concurrency, number, seconds, latencies, len(errors), next(iter(errors), None))
-                say = f"round {number}/{arguments.rounds}, {concurrency} in flight, {name}: {found.pairs_per_second:.1f} pairs/s"
-                print(say + (f", {found.errors} errors: {found.first_error}" if errors else ""), file=sys.stderr)
+                where = f"round {number}/{arguments.rounds}, {concurrency} in flight, {name}"
+                trouble = f", {found.errors} errors: {found.first_error}" if errors else ""
+                print(f"{where}: {found.pairs_per_second:.1f} pairs/s{trouble}", file=sys.stderr)
                 if number:
                     rounds.append(found)
     return rounds
 
 
 def summary(rounds: Sequence[Round], names: Sequence[str], compare: Sequence[tuple[str, str]]) -> dict:
-    """Medians over rounds by target and concurrency, and medians of within-round ratios for each comparison."""
+    """Medians over rounds by target and concurrency, and medians of within-round ratios for each comparison.
+
+    A round without an answer has no latency and no part in a ratio; None where none has one.
+    """
     by_key = {(each.target, each.concurrency, each.round): each for each in rounds}
     numbers, levels = sorted({each.round for each in rounds}), sorted({each.concurrency for each in rounds})
     targets = []
@@ -138,36 +141,47 @@ def summary(rounds: Sequence[Round], names: Sequence[str], compare: Sequence[tup
         for level in levels:
             own = [by_key[name, level, number] for number in numbers]
             row = {"target": name, "concurrency": level, "errors": sum(each.errors for each in own)}
-            row["pairs_per_second"] = float(np.median([each.pairs_per_second for each in own]))
-            row |= {f"p{p}_ms": float(np.median([each.percentile(p) for each in own])) for p in PERCENTILES}
+            row["pairs_per_second"] = median([each.pairs_per_second for each in own])
+            answered = [each for each in own if each.latencies_ms]
+            row |= {f"p{p}_ms": median([each.percentile(p) for each in answered]) for p in PERCENTILES}
             targets.append(row)
     compared = []
     for name, base in compare:
         for level in levels:
             two = [(by_key[name, level, number], by_key[base, level, number]) for number in numbers]
+            two = [(a, b) for a, b in two if a.latencies_ms and b.latencies_ms]
             row = {"target": name, "base": base, "concurrency": level}
-            row["throughput_ratio"] = float(np.median([a.pairs_per_second / b.pairs_per_second for a, b in two]))
-            row["p50_ratio"] = float(np.median([a.percentile(50) / b.percentile(50) for a, b in two]))
-            row["added_p50_ms"] = float(np.median([a.percentile(50) - b.percentile(50) for a, b in two]))
+            row["throughput_ratio"] = median([a.pairs_per_second / b.pairs_per_second for a, b in two])
+            row["p50_ratio"] = median([a.percentile(50) / b.percentile(50) for a, b in two])
+            row["added_p50_ms"] = median([a.percentile(50) - b.percentile(50) for a, b in two])
             compared.append(row)
     return {"targets": targets, "compared": compared}
 
 
+def median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
 def tables(found: dict) -> str:
-    """The summary as Markdown."""
+    """The summary as Markdown; – where nothing was answered."""
+
+    def line(*cells) -> str:
+        return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+    def shown(row: dict, name: str, form: str) -> str:
+        return "–" if row[name] is None else format(row[name], form)
+
     lines = ["| server | in flight | pairs/s | p50 ms | p90 ms | p99 ms | errors |", "|---|--:|--:|--:|--:|--:|--:|"]
     for row in found["targets"]:
-        latencies = " | ".join(f"{row[f'p{p}_ms']:.1f}" for p in PERCENTILES)
-        lines.append(
-            f"| {row['target']} | {row['concurrency']} | {row['pairs_per_second']:.1f} | {latencies} | {row['errors']} |"
-        )
+        cells = [shown(row, name, ".1f") for name in ("pairs_per_second", *(f"p{p}_ms" for p in PERCENTILES))]
+        lines.append(line(row["target"], row["concurrency"], *cells, row["errors"]))
     if found["compared"]:
         lines += ["", "| compared | in flight | pairs/s, ratio | p50, ratio | p50 added, ms |", "|---|--:|--:|--:|--:|"]
-        lines += [
-            f"| {row['target']} to {row['base']} | {row['concurrency']} | {row['throughput_ratio']:.3f} "
-            f"| {row['p50_ratio']:.3f} | {row['added_p50_ms']:+.1f} |"
-            for row in found["compared"]
+    for row in found["compared"]:
+        cells = [
+            shown(row, *each) for each in (("throughput_ratio", ".3f"), ("p50_ratio", ".3f"), ("added_p50_ms", "+.1f"))
         ]
+        lines.append(line(f"{row['target']} to {row['base']}", row["concurrency"], *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -180,7 +194,7 @@ def plot(found: dict, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for name in dict.fromkeys(row["target"] for row in found["targets"]):
-        rows = [row for row in found["targets"] if row["target"] == name]
+        rows = [row for row in found["targets"] if row["target"] == name and row["p50_ms"] is not None]
         levels = [row["concurrency"] for row in rows]
         left.plot(levels, [row["pairs_per_second"] for row in rows], marker="o", label=name)
         (line,) = right.plot(levels, [row["p50_ms"] for row in rows], marker="o", label=name)
@@ -205,7 +219,7 @@ def main(given: Sequence[str] | None = None) -> int:
         targets = named_urls(arguments.target)
         compare = comparisons(arguments.compare, list(targets))
         rounds = run(arguments, targets)
-        if all(each.errors for each in rounds) and not any(each.latencies_ms for each in rounds):
+        if not any(each.latencies_ms for each in rounds):
             raise ValueError(f"no request was answered; first error: {rounds[0].first_error}")
     except (ValueError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)

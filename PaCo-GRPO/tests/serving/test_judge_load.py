@@ -60,6 +60,18 @@ def test_errors_are_counted_and_are_no_latencies(tmp_path):
     assert row["errors"] == len(row["latencies_ms"]) == 4 and "HTTP 400: no" in row["first_error"]
 
 
+def test_a_server_that_answers_nothing_has_no_figures_beside_one_that_does(tmp_path, capsys):
+    with FakeJudge() as good, FakeJudge(lambda number, request: (400, {}, {})) as bad:
+        command = ["--target", f"good={good.url}", "--target", f"bad={bad.url}", "--model", "Paco-Reward-7B"]
+        command += ["--pairs", "2", "--rounds", "1", "--concurrency", "1"]
+        assert benchmark.main([*command, "--output", str(tmp_path)]) == 0
+        assert benchmark.main([*command[2:], "--output", str(tmp_path / "bad")]) == 2
+    report = json.loads((tmp_path / "judge_load.json").read_text())
+    assert report["targets"][1]["p50_ms"] is None and report["compared"][0]["throughput_ratio"] is None
+    captured = capsys.readouterr()
+    assert "| bad | 1 | 0.0 | – | – | – | 2 |" in captured.out and "no request was answered" in captured.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

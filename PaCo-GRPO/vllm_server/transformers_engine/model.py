@@ -84,8 +84,8 @@ class LruCache:
 class JudgeModel:
     """Model, processor and caches.
 
-    ``prepare`` runs on one thread, the forwards (``first_token_logprobs``, ``prefill``, ``decode``) on one, which may be
-    another: the first uses the vision tower, the others the language model.
+    ``prepare`` runs on one thread, the forwards (``first_token_logprobs``, ``prefill``, ``decode``) on one, which may
+    be another: the first uses the vision tower, the others the language model.
     """
 
     def __init__(

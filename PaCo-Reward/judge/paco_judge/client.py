@@ -62,9 +62,10 @@ class JudgeClient:
 
     ``base_url``: scheme, host and port, with or without a trailing ``/v1``. ``model``: the served name; one that
     differs only by letter case is taken, and said. ``max_concurrency``: requests of this client in flight.
-    ``deadline_s``: the whole of one ``score`` call, retries included, in seconds; a server that nobody could connect
-    to for this long is no longer waited for by later calls either, until it answers again. ``variants``: sum the probabilities
-    of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``. ``cache``: False asks again for what was asked before.
+    ``deadline_s``: the whole of one ``score`` call, retries included, in seconds; a server to which nobody could
+    connect for this long is not waited for by later calls either, until it answers again. ``variants``: sum the
+    probabilities of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``. ``cache``: False asks again for what was
+    asked before.
     """
 
     def __init__(

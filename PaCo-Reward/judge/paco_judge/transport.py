@@ -42,7 +42,7 @@ class Unreachable(Exception):
 class Outages:
     """Which servers answer no connection at present, and since when. Used on one thread.
 
-    A server that is gone is said once, at its first refused connection, again every minute, and once more when it is
+    A server that is gone is said at its first refused connection, at most once a minute, and once more when it is
     back; a training run would otherwise stand still without a word until the batch's deadline.
     """
 
@@ -52,7 +52,7 @@ class Outages:
         self._said: dict[Origin, float] = {}
 
     def failed(self, origin: Origin, error: Exception, patience_s: float, left_s: float) -> float:
-        """Note a failed connection of a request that has ``left_s``; returns how long the server has been gone, in s."""
+        """Note a failed connection of a request that has ``left_s``; returns how many seconds the server is gone."""
         now = self._clock()
         gone = now - self._since.setdefault(origin, now)
         if now - self._said.get(origin, -math.inf) >= _SAY_AGAIN_S:
@@ -67,8 +67,7 @@ class Outages:
     def answered(self, origin: Origin) -> None:
         """Note that the server answers (whatever it says)."""
         since = self._since.pop(origin, None)
-        if since is not None:
-            del self._said[origin]
+        if since is not None and self._said[origin] >= since:
             logger.warning("the judge at %s answers again, after %.0f s", origin, self._clock() - since)
 
 
