@@ -60,9 +60,6 @@ def handed_on(tmp_path: Path, script: str, *arguments: str, **environment: str) 
         f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
     )
     python.chmod(0o755)
-    tools = tmp_path / "bin"
-    tools.mkdir(exist_ok=True)
-    (tools / "nvidia-smi").unlink(missing_ok=True)
     clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")}
     return subprocess.run(
         ["bash", str(SCRIPTS / script), *arguments], env=clean | {"PYTHON": str(python)} | environment,

@@ -121,7 +121,10 @@ class EditScore:
 
     def _lowest(self, answer: str | None) -> float | None:
         """The lower of the two scores of an answer, in [0, 1]; None if it does not hold two scores in range."""
-        scores = self._parse(answer)["score"] if answer else []
+        try:
+            scores = self._parse(answer)["score"] if answer else []
+        except (ValueError, TypeError):  # scores that are no numbers
+            scores = []
         if len(scores) != 2 or not all(0 <= score <= self.settings.score_range for score in scores):
             if answer:
                 logger.warning("edit_score: this answer holds no two scores in range: %.200r", answer)

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from paco_judge.client import JudgeClient, JudgeModelMissing, Pair
 from paco_judge.images import png_data_url
-from paco_judge.questions import build_messages, theme_question
+from paco_judge.questions import build_messages, grid_layout_question, theme_question
 from paco_judge.verdict import p_yes_from_logits
 from vllm_server.transformers_engine.model import JudgeModel
 from vllm_server.transformers_engine.protocol import RequestError, parse_request
@@ -43,20 +43,21 @@ def test_the_client_gets_the_models_own_scores(engine_url, judge_folder, tiny):
     judge = JudgeModel.load(str(judge_folder), 1024)  # its processor; the forward is transformers' own
     plain = AutoModelForImageTextToText.from_pretrained(judge_folder, dtype=torch.float32).eval()
     yes, no = (judge.tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No"))
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1 + i % 3), theme_question(f"fox {i % 5}")) for i in range(24)]
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1 + i % 3), theme_question(f"fox {i % 5}")) for i in range(18)]
+    pairs += [Pair(tiny.picture(i), None, grid_layout_question(2, i)) for i in range(1, 7)]  # one image alone
     verdicts = JudgeClient(engine_url, model="tiny-judge", deadline_s=300).score_blocking(pairs)
-    scored = 0
+    scored = {1: 0, 2: 0}
     for pair, verdict in zip(pairs, verdicts, strict=True):
-        content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": pair.question}]
+        content = [{"type": "image"}] * len(pair.images) + [{"type": "text", "text": pair.question}]
         text = judge.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        inputs = judge.processor(images=[pair.image_a, pair.image_b], text=[text], return_tensors="pt")
+        inputs = judge.processor(images=list(pair.images), text=[text], return_tensors="pt")
         expected = p_yes_from_logits(plain(**inputs).logits[0, -1].detach().numpy(), yes, no, top=20)
         if verdict.ok:
-            scored += 1
+            scored[len(pair.images)] += 1
             assert verdict.p_yes == pytest.approx(float(expected), abs=1e-3)
         else:
             assert "neither Yes nor No" in verdict.error
-    assert scored > 0
+    assert min(scored.values()) > 0
 
 
 def test_a_model_that_is_not_served_lists_those_that_are(engine_url):
