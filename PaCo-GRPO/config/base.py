@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     config.enable_mem_log = False  # peak memory in the metrics of every epoch
 
     config.dataset = ""  # folder of the prompt set
-    config.prompt_fn = "geneval"  # kind of prompt set: geneval | general_ocr
+    config.prompt_fn = "geneval"  # kind of prompt set: geneval | general_ocr | text | geneval_image | arrow_editing
     config.item_size = "exact"  # exact: an item's own height and width; aspect: its shape at the resolution's area
     config.max_sequence_length = 512  # text tokens
 

@@ -37,8 +37,8 @@ def t2is() -> ConfigDict:
 def _editing() -> ConfigDict:
     """What the two editors share: train at 384 px, evaluate at 512 px, one reward."""
     config = base.get_config()
-    config.dataset = "dataset/ShareGPT-4o-Image"
-    config.prompt_fn = "geneval_image"
+    config.dataset = "dataset/public-sharegpt-4o-image"  # python dataset/fetch.py sharegpt-4o-image
+    config.prompt_fn = "arrow_editing"
     config.item_size = "aspect"
     config.train.resolution = 384
     config.test.resolution = 512
@@ -123,6 +123,7 @@ def _toy_editing(config: ConfigDict) -> ConfigDict:
     """``config`` for the editing task of the toy world; trained on the oracle, the toy judge cannot judge edits."""
     config = _toy(config)
     config.dataset = "../quickstart/out/world/edits"
+    config.prompt_fn = "geneval_image"
     config.train.reward_fn = base.open_dict()
     for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
         config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight

@@ -65,7 +65,7 @@ def test_objective(recipes, monkeypatch):
 
 def commands() -> list[list[str]]:
     """Words of every line of the README that starts a training, from the configuration's name on."""
-    started = re.findall(r"bash scripts/single_node/train_\w+\.sh (.*)", TEXT)
+    started = re.findall(r"bash scripts/single_node/train_\w+\.sh (.*)", TEXT.replace("\\\n", " "))
     return [shlex.split(arguments, comments=True) for arguments in started]
 
 

@@ -53,7 +53,7 @@ def test_editing_configurations_are_the_published_table(name):
     assert not config.sample.global_std
     assert config.train.reward_fn.to_dict() == {"consistency_for_editing": 1.0}
     assert (config.sample.num_images_per_prompt, config.sample.unique_sample_num_per_epoch) == (16, 42)
-    assert config.prompt_fn == "geneval_image"
+    assert config.prompt_fn == "arrow_editing"
 
 
 def test_a_negative_prompt_may_be_a_space(tmp_path):
