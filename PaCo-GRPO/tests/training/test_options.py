@@ -190,14 +190,14 @@ def test_option_that_must_not_change_the_update(make, changes):
 
 def test_kl_term_uses_the_reference_only_when_it_counts(make, monkeypatch):
     calls = []
-    run = make(num_epochs=2, save_freq=0, train__beta=0.5)
+    run = make(num_epochs=2, save_freq=0, train__beta=0.5, health__probe_images=0)
     reference = run.policy.reference
     monkeypatch.setattr(run.policy, "reference", lambda: calls.append(1) or reference())
     Trainer(run).train()
     assert calls
     assert "train/kl" in rows_of(run.config, "train")[1]
     calls.clear()
-    run = make(num_epochs=1, save_freq=0)
+    run = make(num_epochs=1, save_freq=0, health__probe_images=0)
     monkeypatch.setattr(run.policy, "reference", lambda: calls.append(1))
     Trainer(run).train()
     assert not calls
