@@ -148,7 +148,7 @@ def test_the_gateway_knows_every_replica_and_adapter():
 
 _PARSE = """
 import json, sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
