@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One environment for both subprojects and the quickstart.
 #   bash setup.sh            .venv: training, evaluation, tests
-#   bash setup.sh --vllm     also .venv-vllm: the reward server's own environment
+#   bash setup.sh --vllm     also .venv-vllm: the reward server, and the benchmarks with vLLM
 #   bash setup.sh --check    what is there and what is missing; changes nothing
 # PYTHON=/path/to/python3.12 bash setup.sh   chooses the interpreter (3.11 or 3.12).
 set -euo pipefail

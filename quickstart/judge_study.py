@@ -63,13 +63,6 @@ def train(loss: str, seed: int) -> dict[str, float]:
     return measure(name, "--adapter", os.path.relpath(folder, REWARD))
 
 
-def chance_until(loss: str, seed: int) -> int | None:
-    """The step at which the logged loss first fell under half of what it was at the plateau (its third entry)."""
-    rows = [json.loads(line) for line in (OUT / f"{loss}-seed{seed}" / "trainer_log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
-    return next((row["current_steps"] for row in rows if row["loss"] < rows[2]["loss"] / 2), None)
-
-
 def table(seeds: list[int]) -> str:
     """The finished runs as Markdown."""
     lines = ["| loss | accuracy | AUC | calibration error |", "|---|---|---|---|"]

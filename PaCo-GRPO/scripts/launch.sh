@@ -2,7 +2,11 @@
 # Start scripts/train.py on what this machine has:  bash scripts/launch.sh --config FILE[:NAME] [--config.a.b=value …]
 #
 #   NUM_PROCESSES      processes on this machine (default: the visible GPUs, or 1 on a CPU)
-#   ACCELERATE_CONFIG  an accelerate configuration of your own; it then decides, and accelerate launch is used
+#   ACCELERATE_CONFIG  one of scripts/accelerate_configs, or your own; accelerate launch is then used, and a number of
+#                      processes that the file states counts unless NUM_PROCESSES is set
+#   NNODES             machines (default 1). With more, start the same command on each of them with
+#   NODE_RANK          its number, 0 to NNODES-1, and the same
+#   MASTER_ADDR        name or address of machine 0, and MASTER_PORT (default 29500), where it can be reached
 #   PYTHON             interpreter (default: the repository's .venv, else python3)
 #   OMP_NUM_THREADS    CPU threads per process (default: cores / processes)
 set -euo pipefail
@@ -30,6 +34,23 @@ if ((gpus > 0 && processes > gpus)); then
   exit 2
 fi
 
+nodes="${NNODES:-1}"
+if ! [[ "$nodes" =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: NNODES=$nodes is not a positive integer" >&2
+  exit 2
+fi
+if ((nodes > 1)); then
+  rank="${NODE_RANK:-}"
+  if ! [[ "$rank" =~ ^[0-9]+$ ]] || ((rank >= nodes)); then
+    echo "error: NNODES=$nodes needs NODE_RANK from 0 to $((nodes - 1)), another one on each machine; got '$rank'" >&2
+    exit 2
+  fi
+  if [[ -z "${MASTER_ADDR:-}" ]]; then
+    echo "error: NNODES=$nodes needs MASTER_ADDR, the name or address of machine 0" >&2
+    exit 2
+  fi
+fi
+
 if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
   cores="$(nproc)"
   OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
@@ -39,16 +60,25 @@ fi
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
-if [[ -n "${ACCELERATE_CONFIG:-}" ]]; then
+launch=("$PYTHON" -m accelerate.commands.launch)
+if ((nodes > 1)); then
+  # Every machine states the processes of all, so each must have as many.
+  ((gpus > 0)) || export ACCELERATE_USE_CPU=true
+  exec "${launch[@]}" --config_file "${ACCELERATE_CONFIG:-scripts/accelerate_configs/multi_node.yaml}" \
+    --num_machines "$nodes" --machine_rank "$rank" --num_processes "$((processes * nodes))" \
+    --main_process_ip "$MASTER_ADDR" --main_process_port "${MASTER_PORT:-29500}" scripts/train.py "$@"
+elif [[ -n "${ACCELERATE_CONFIG:-}" ]]; then
   arguments=(--config_file "$ACCELERATE_CONFIG")
-  [[ -z "${NUM_PROCESSES:-}" ]] || arguments+=(--num_processes "$processes")
-  exec "$PYTHON" -m accelerate.commands.launch "${arguments[@]}" scripts/train.py "$@"
+  if [[ -n "${NUM_PROCESSES:-}" ]] || ! grep -q '^num_processes:' "$ACCELERATE_CONFIG"; then
+    arguments+=(--num_processes "$processes")
+  fi
+  exec "${launch[@]}" "${arguments[@]}" scripts/train.py "$@"
 elif ((processes == 1)); then
   # One process needs no launcher between us and it, and signals then reach it directly.
   ((gpus > 0)) || export ACCELERATE_USE_CPU=true
   exec "$PYTHON" scripts/train.py "$@"
 elif ((gpus > 0)); then
-  exec "$PYTHON" -m accelerate.commands.launch --config_file scripts/accelerate_configs/multi_gpu.yaml \
+  exec "${launch[@]}" --config_file scripts/accelerate_configs/multi_gpu.yaml \
     --num_processes "$processes" scripts/train.py "$@"
 else
   # accelerate launch wants MPI for several CPU processes; torchrun gives it gloo.

@@ -64,15 +64,20 @@ def test_objective(recipes, monkeypatch):
 
 
 def commands() -> list[list[str]]:
-    """Words of every train_flux.sh line of the README."""
-    return [shlex.split(line, comments=True) for line in TEXT.splitlines() if "bash scripts/single_node/train_flux.sh" in line]
+    """Words of every line of the README that starts a training, from the configuration's name on."""
+    started = re.findall(r"bash scripts/single_node/train_\w+\.sh (.*)", TEXT)
+    return [shlex.split(arguments, comments=True) for arguments in started]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_name_configurations_and_options_that_exist(words):
-    rest = words[words.index("scripts/single_node/train_flux.sh") + 1 :]
-    source, overrides = parse_command_line(["--config", f"{HERE}/config/grpo.py:{rest[0]}", *rest[1:]])
+    source, overrides = parse_command_line(["--config", f"{HERE}/config/grpo.py:{words[0]}", *words[1:]])
     apply_overrides(load_config(source, HERE / "config" / "base.py"), overrides)
+
+
+def test_scripts_exist():
+    named = set(re.findall(r"scripts/\w+/\w+\.sh", TEXT))
+    assert len(named) >= 3 and all((HERE / name).is_file() for name in named)
 
 
 def test_named_options_exist():

@@ -1,75 +1,43 @@
-"""Start a judge server and wait until it answers.
+"""Start judge servers and wait until they answer.
 
-Environment: VLLM_MODEL_PATHS, VLLM_MODEL_NAMES (default: the folder's name), VLLM_PORT (8000), VLLM_HOST (127.0.0.1),
-VLLM_LABEL (default), VLLM_ENGINE (auto | vllm | transformers), GPU_MEMORY_UTILIZATION (0.85), MAX_MODEL_LEN (8192),
-CUDA_VISIBLE_DEVICES, VLLM_API_KEY (then required of callers), VLLM_EXTRA_ARGS (passed on to the engine),
-VLLM_START_TIMEOUT (1800 seconds), VLLM_PYTHON (vLLM's interpreter), PACO_RUNTIME_DIR (where state and logs lie).
+One model: the engine itself answers on VLLM_PORT. Several models, replicas that vLLM does not make itself, an API key,
+or VLLM_GATEWAY=always: engines get private ports of the loopback, and a gateway answers on VLLM_PORT.
+
+What and where:
+  VLLM_MODEL_PATHS, VLLM_MODEL_NAMES  folders or hub names, with commas between; names default to the folders'
+  VLLM_LORA             name=path, with commas between: adapters served on their base without merging
+  VLLM_HOST, VLLM_PORT  127.0.0.1, 8000
+  VLLM_LABEL            default; launches with other labels and ports stand beside each other
+  VLLM_API_KEY          then needed on every route but /health
+Engines (one value for all models; VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT also one for each):
+  VLLM_ENGINE           auto | vllm | transformers; VLLM_PYTHON: vLLM's interpreter
+  VLLM_TP               GPUs that share one copy of a model; default: as many as its heads allow
+  VLLM_REPLICAS         1; copies of each model over the remaining GPUs
+  GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
+  VLLM_EXTRA_ARGS       passed on to the engine as they are
+  VLLM_START_TIMEOUT    1800 seconds
+Gateway:
+  VLLM_GATEWAY          auto | always
+  VLLM_GATEWAY_WORKERS, VLLM_MAX_CONCURRENT, VLLM_MAX_BODY_MB, VLLM_REQUEST_TIMEOUT   1, 1024, 32, 600 seconds
+PACO_RUNTIME_DIR: where state and logs lie.
 """
 
 import argparse
-import contextlib
-import http.client
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from urllib.parse import urlsplit
 
-from vllm_server.engines import Engine, child_environment, choose_engine, command, visible_gpus
-from vllm_server.processes import Process, end_processes, session_members
-from vllm_server.settings import LaunchError, LaunchSettings, check_model, check_port
-from vllm_server.state import GroupState, LabelFolder, ServerRecord, runtime_root
+from vllm_server.commands import gateway_command, gateway_environment, server_command, server_environment
+from vllm_server.interrupts import Interrupted, Interrupts
+from vllm_server.plan import LaunchPlan, make_plan
+from vllm_server.processes import end_processes, exit_status, session_members
+from vllm_server.servers import Started, end_group, start, wait_until_ready
+from vllm_server.settings import LaunchError, LaunchSettings
+from vllm_server.state import GATEWAY, GroupState, LabelFolder, ServerRecord, runtime_root
 
-_POLL_S, _PROGRESS_S, _QUIET_S, _LOG_LINES = 0.25, 3.0, 20.0, 40
-
-
-class Interrupted(Exception):
-    """A signal asked the launch to end."""
-
-
-class Interrupts:
-    """SIGINT, SIGTERM and SIGHUP as exceptions, held back where an exception would leave a process behind."""
-
-    def __init__(self):
-        self._holding, self._received = False, None
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._handle)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Signals are remembered meanwhile; ``release`` raises them."""
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-
-    def hold(self) -> None:
-        """From here on signals are remembered, until ``let_go``."""
-        self._holding = True
-
-    def let_go(self) -> None:
-        """End ``hold``; a signal that came meanwhile is raised now."""
-        self._holding = False
-        self.release()
-
-    def release(self) -> None:
-        """Raise the signal that came while they were held, if any."""
-        if self._received is not None:
-            raise Interrupted(self._received)
-
-    def _handle(self, number: int, frame: object) -> None:
-        if self._holding:
-            self._received = signal.Signals(number).name
-        else:
-            raise Interrupted(signal.Signals(number).name)
+_POLL_S = 0.25
 
 
 def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interrupts) -> int:
@@ -78,31 +46,27 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
     folder = LabelFolder(runtime_root(environment), settings.label)
     with folder.locked():
         _check_not_running(folder)
-        model = settings.models[0]
-        config = check_model(model)
-        check_port(settings.host, settings.port)
-        engine = choose_engine(settings, environment)
-        gpus = visible_gpus(environment)
-        print(f"Engine: {engine.name} {engine.version} ({engine.python}), {gpus or 'no'} GPU{'' if gpus == 1 else 's'}")
-        print(f"Model:  {model.name} from {model.path}", flush=True)
-        with interrupts.held():
-            child, record = _start(settings, engine, config, environment, gpus, folder, foreground)
-            state = GroupState(settings.label, ready=False, servers=(record,))
+        plan = make_plan(settings, environment)
+        _say_plan(settings, plan)
+        started: list[Started] = []
         try:
+            with interrupts.held():
+                _start_all(settings, plan, environment, folder, foreground, started)
             interrupts.release()
-            folder.write(state)
-            _wait_until_ready(child, record, settings)
+            wait_until_ready(started, settings.api_key)
             interrupts.hold()  # it is up: a signal no longer undoes the launch; in the foreground _stay sees to it
-            record = replace(record, members=tuple(session_members(record.leader)))
-            folder.write(replace(state, ready=True, servers=(record,)))
+            for one in started:
+                one.record = replace(one.record, members=tuple(session_members(one.record.leader)))
+            _write(folder, settings, started, ready=True)
         except BaseException:  # whatever ends the launch (Ctrl-C included) leaves no process behind
             with interrupts.held():
-                end_processes([], record.leader, gently_s=5.0)
-                child.wait()
+                end_processes([], [one.record.leader for one in started], gently_s=5.0)
+                for one in started:
+                    one.child.wait()
                 folder.remove()
             raise
-    _say_ready(settings, record)
-    return _stay(child, folder, record, interrupts) if foreground else 0
+    _say_ready(settings, started)
+    return _stay(folder, started, interrupts) if foreground else 0
 
 
 def _check_not_running(folder: LabelFolder) -> None:
@@ -110,128 +74,103 @@ def _check_not_running(folder: LabelFolder) -> None:
     running = [server for server in state.servers if server.leader.alive()] if state else []
     if running:
         raise LaunchError(
-            f"label {folder.label!r} is in use: {running[0].name} on port {running[0].port}. End it with "
+            f"label {folder.label!r} is in use: {running[0].title} on port {running[0].port}. End it with "
             f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
         )
 
 
-def _start(
+def _say_plan(settings: LaunchSettings, plan: LaunchPlan) -> None:
+    gpus, engine = len(plan.gpus), plan.engine
+    print(f"Engine: {engine.name} {engine.version} ({engine.python}), {gpus or 'no'} GPU{'' if gpus == 1 else 's'}")
+    for server in plan.servers:
+        place = f", GPU {','.join(server.gpus)}" if server.gpus else ""
+        place += f", {server.data_parallel} copies" if server.data_parallel > 1 else ""
+        place += f", private port {server.port}" if plan.gateway else ""
+        print(f"Model:  {server.title} from {server.model.path}{place}")
+        for adapter in server.adapters:
+            print(f"        {adapter.name} (LoRA) from {adapter.path}")
+    if plan.unused_gpus:
+        print(f"GPUs {','.join(plan.unused_gpus)} stay unused: VLLM_REPLICAS gives them copies of a model")
+    if plan.gateway:
+        print(f"Gateway in front, {settings.gateway.workers} worker{'' if settings.gateway.workers == 1 else 's'}")
+    sys.stdout.flush()
+
+
+def _start_all(
     settings: LaunchSettings,
-    engine: Engine,
-    config: dict,
+    plan: LaunchPlan,
     environment: Mapping[str, str],
-    gpus: int,
     folder: LabelFolder,
     foreground: bool,
-) -> tuple[subprocess.Popen, ServerRecord]:
-    model = settings.models[0]
-    log = None if foreground else folder.log(model.name)
-    # A log's descriptor is the server's; ours is closed once it has been passed on.
-    output = os.dup(sys.stdout.fileno()) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        child = subprocess.Popen(
-            command(engine, settings, model, config, gpus),
-            env=child_environment(engine, environment, gpus),
-            cwd=folder.path,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # survives the shell, and can be ended as a whole
-        )
-    except OSError as error:
-        raise LaunchError(f"cannot start {engine.python}: {error}") from error
-    finally:
-        os.close(output)
-    leader = Process.of(child.pid)
-    if leader is None:
-        child.wait()
-        raise LaunchError(f"the server ended at once.\n{_end_of(log)}")
-    path = str(log) if log else None
-    return child, ServerRecord(model.name, model.path, settings.host, settings.port, engine.name, path, leader)
+    started: list[Started],
+) -> None:
+    """Start the gateway (which holds the public port meanwhile) and the engines; what runs is in ``started``."""
+    engine = plan.engine
+    if plan.gateway:
+        names = tuple(name for server in plan.servers for name in server.names if server.replica == 1)
+        log = None if foreground else folder.log(GATEWAY)
+        child, leader = start(gateway_command(settings, plan), gateway_environment(environment), folder.path, log)
+        path = str(log) if log else None
+        record = ServerRecord(GATEWAY, GATEWAY, "", settings.host, settings.port, GATEWAY, path, leader, names=names)
+        started.append(Started(child, record, names, max(settings.start_timeout_s) + 60))
+        _write(folder, settings, started)
+    for server in plan.servers:
+        log = None if foreground else folder.log(server.title)
+        command, variables = server_command(engine, settings, server), server_environment(engine, server, environment)
+        child, leader = start(command, variables, folder.path, log)
+        path = str(log) if log else None
+        record = ServerRecord(
+            server.title, server.model.name, server.model.path, server.host, server.port, engine.name, path, leader,
+            names=server.names, gpus=server.gpus,
+        )  # fmt: skip
+        started.append(Started(child, record, server.names, server.start_timeout_s))
+        _write(folder, settings, started)
 
 
-def _wait_until_ready(child: subprocess.Popen, record: ServerRecord, settings: LaunchSettings) -> None:
-    started = said = time.monotonic()
-    said_line = ""
-    log = Path(record.log) if record.log else None
-    while True:
-        healthy = answers(settings.url, record.name, settings.api_key)
-        status = child.poll()
-        if healthy and status is None:
-            return
-        now = time.monotonic()
-        if status is not None:
-            raise LaunchError(f"the server ended with status {status} while loading.\n{_end_of(log)}")
-        if now - started > settings.start_timeout_s:
-            raise LaunchError(
-                f"the server did not answer within {settings.start_timeout_s:g} s (VLLM_START_TIMEOUT).\n{_end_of(log)}"
-            )
-        line = _last_line(log)
-        if now - said > (_PROGRESS_S if line != said_line else _QUIET_S):
-            said, said_line = now, line
-            print(f"  loading, {now - started:.0f} s: {line}", flush=True)
-        time.sleep(_POLL_S)
+def _write(folder: LabelFolder, settings: LaunchSettings, started: list[Started], ready: bool = False) -> None:
+    folder.write(GroupState(settings.label, ready, tuple(one.record for one in started)))
 
 
-def answers(url: str, name: str, api_key: str | None, timeout_s: float = 5.0) -> bool:
-    """Whether a healthy server at ``url`` serves ``name``."""
-    address = urlsplit(url)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
-    try:
-        connection.request("GET", "/health")
-        response = connection.getresponse()
-        response.read()
-        if response.status != 200:
-            return False
-        connection.request("GET", "/v1/models", headers=headers)
-        return name in [entry["id"] for entry in json.loads(connection.getresponse().read())["data"]]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return False
-    finally:
-        connection.close()
-
-
-def _say_ready(settings: LaunchSettings, record: ServerRecord) -> None:
-    print(f"Ready:  {record.name} at {settings.url}/v1 (pid {record.leader.pid})")
-    if record.log:
-        print(f"Log:    {record.log}")
+def _say_ready(settings: LaunchSettings, started: list[Started]) -> None:
+    front = started[0]
+    print(f"Ready:  {', '.join(front.names)} at {settings.url}/v1 (pid {front.record.leader.pid})")
+    for one in started:
+        if one.log:
+            print(f"Log:    {one.log}")
     print(f"Stop:   VLLM_LABEL={settings.label} bash vllm_server/stop.sh", flush=True)
 
 
-def _stay(child: subprocess.Popen, folder: LabelFolder, record: ServerRecord, interrupts: Interrupts) -> int:
-    """Wait for the server; a signal to us ends it."""
+def _stay(folder: LabelFolder, started: list[Started], interrupts: Interrupts) -> int:
+    """Stay until the servers no longer serve every model, or a signal comes; then end what is left."""
+    status = 0
     try:
         interrupts.let_go()
-        status = child.wait()
+        status = _watch(started)
     except Interrupted:
-        with interrupts.held():
-            print("Stopping…", flush=True)
-            end_processes(list(record.members), record.leader)
-            child.wait()
-            status = 0
-    else:
-        end_processes(list(record.members), None)
+        print("Stopping…", flush=True)
+    with interrupts.held():
+        end_group([one.record for one in started])
+        for one in started:
+            one.child.wait()
     folder.remove_ended()
-    return status if status >= 0 else 128 - status
+    return status
 
 
-def _end_of(log: Path | None) -> str:
-    if log is None:
-        return "Its output is above."
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "\n".join([f"End of its log ({log}):", *(f"  | {line}" for line in lines)])
-
-
-def _last_line(log: Path | None) -> str:
-    if log is None:
-        return "…"
-    with open(log, "rb") as handle:
-        handle.seek(max(0, log.stat().st_size - 4000))
-        lines = [
-            line for line in handle.read().decode(errors="replace").replace("\r", "\n").split("\n") if line.strip()
-        ]
-    return lines[-1].strip()[:120] if lines else "…"
+def _watch(started: list[Started]) -> int:
+    """Until the front or all replicas of a model have ended; the exit status of the last one, as a shell gives it."""
+    said = set()
+    while True:
+        for one in started:
+            status = exit_status(one.child.pid)
+            if status is None:
+                continue
+            same = [other.child.pid for other in started if other.record.name == one.record.name]
+            if one is started[0] or all(exit_status(pid) is not None for pid in same):
+                return status if status >= 0 else 128 - status
+            if one.record.title not in said:
+                said.add(one.record.title)
+                print(f"{one.record.title} ended with status {status}; the other replicas serve on", flush=True)
+        time.sleep(_POLL_S)
 
 
 def main() -> int:
@@ -239,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="launch.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--foreground", action="store_true", help="stay with the server (containers); signals end it")
+    parser.add_argument("--foreground", action="store_true", help="stay with the servers (containers); signals end them")
     arguments = parser.parse_args()
     interrupts = Interrupts()
     interrupts.install()

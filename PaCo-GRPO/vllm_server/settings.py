@@ -1,6 +1,5 @@
 """What a launch is asked to do: environment variables of the guide, checked before anything is started."""
 
-import json
 import re
 import shlex
 import socket
@@ -10,7 +9,8 @@ from pathlib import Path
 
 ENGINES = ("auto", "vllm", "transformers")
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9./:@+_-]{0,199}")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -27,61 +27,82 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """A LoRA adapter that is served on its base, unmerged: a local folder (absolute) and its name."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
+class GatewayLimits:
+    """What the gateway allows, where there is one. ``always``: also in front of a single server."""
+
+    always: bool = False
+    workers: int = 1
+    max_concurrent: int = 1024
+    max_body_mb: float = 32.0
+    request_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
 class LaunchSettings:
-    """The environment variables of a launch, checked in form (not yet against the machine)."""
+    """The environment variables of a launch, checked in form (not yet against the machine).
+
+    Per model, in the order of ``models``: ``tensor_parallel`` (None: chosen), ``replicas``, ``start_timeout_s``.
+    """
 
     models: tuple[ServedModel, ...]
+    adapters: tuple[ServedAdapter, ...]
     host: str
     port: int
     label: str
     engine: str
+    tensor_parallel: tuple[int | None, ...]
+    replicas: tuple[int, ...]
     gpu_memory_utilization: float
     max_model_len: int
-    start_timeout_s: float
+    start_timeout_s: tuple[float, ...]
     extra_args: tuple[str, ...]
     api_key: str | None
+    gateway: GatewayLimits
 
     @property
     def url(self) -> str:
-        """Where this machine reaches the server."""
+        """Where this machine reaches the public port."""
         return local_url(self.host, self.port)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "LaunchSettings":
         """Raises LaunchError naming the variable."""
-        paths = _listed(environment, "VLLM_MODEL_PATHS")
-        if not paths:
-            raise LaunchError(
-                "VLLM_MODEL_PATHS is empty: say which model to serve, for example "
-                "VLLM_MODEL_PATHS=/models/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B"
-            )
-        names = _listed(environment, "VLLM_MODEL_NAMES") or [Path(path).name for path in paths]
-        if len(paths) != len(names):
-            raise LaunchError(
-                f"VLLM_MODEL_PATHS has {len(paths)} entries and VLLM_MODEL_NAMES {len(names)}: give one name a model"
-            )
+        models, adapters = _models(environment), _adapters(environment)
+        names = [entry.name for entry in (*models, *adapters)]
         if len(set(names)) != len(names):
-            raise LaunchError(f"VLLM_MODEL_NAMES has a name twice: {', '.join(names)}")
-        if len(paths) > 1:
-            raise LaunchError(
-                f"{len(paths)} models behind one port are not supported yet: launch each by itself, with its own "
-                "VLLM_PORT and VLLM_LABEL"
-            )
+            raise LaunchError(f"VLLM_MODEL_NAMES and VLLM_LORA have a name twice: {', '.join(names)}")
+        count = len(models)
         label = label_from(environment)
-        engine = environment.get("VLLM_ENGINE") or "auto"
-        if engine not in ENGINES:
-            raise LaunchError(f"VLLM_ENGINE must be one of {', '.join(ENGINES)}, got {engine!r}")
+        engine = _choice(environment, "VLLM_ENGINE", ENGINES)
         return cls(
-            models=tuple(ServedModel(_absolute(path), name) for path, name in zip(paths, names, strict=True)),
+            models=models,
+            adapters=adapters,
             host=environment.get("VLLM_HOST") or "127.0.0.1",
-            port=int(_number(environment, "VLLM_PORT", 8000, 1, 65535, whole=True)),
+            port=_whole(environment, "VLLM_PORT", 8000, 1, 65535),
             label=label,
             engine=engine,
+            tensor_parallel=_per_model(environment, "VLLM_TP", None, count, 1, 1024, whole=True),
+            replicas=_per_model(environment, "VLLM_REPLICAS", 1, count, 1, 1024, whole=True),
             gpu_memory_utilization=_number(environment, "GPU_MEMORY_UTILIZATION", 0.85, 0.01, 1.0),
-            max_model_len=int(_number(environment, "MAX_MODEL_LEN", 8192, 16, 1 << 24, whole=True)),
-            start_timeout_s=_number(environment, "VLLM_START_TIMEOUT", 1800, 1, 86400),
-            extra_args=tuple(shlex.split(environment.get("VLLM_EXTRA_ARGS", ""))),
-            api_key=environment.get("VLLM_API_KEY") or None,
+            max_model_len=_whole(environment, "MAX_MODEL_LEN", 8192, 16, 1 << 24),
+            start_timeout_s=_per_model(environment, "VLLM_START_TIMEOUT", 1800, count, 1, 86400),
+            extra_args=_words(environment, "VLLM_EXTRA_ARGS"),
+            api_key=_api_key(environment),
+            gateway=GatewayLimits(
+                always=_choice(environment, "VLLM_GATEWAY", ("auto", "always")) == "always",
+                workers=_whole(environment, "VLLM_GATEWAY_WORKERS", 1, 1, 256),
+                max_concurrent=_whole(environment, "VLLM_MAX_CONCURRENT", 1024, 1, 1 << 20),
+                max_body_mb=_number(environment, "VLLM_MAX_BODY_MB", 32, 0.001, 4096),
+                request_timeout_s=_number(environment, "VLLM_REQUEST_TIMEOUT", 600, 0.1, 86400),
+            ),
         )
 
 
@@ -115,56 +136,90 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
-def check_model(model: ServedModel) -> dict:
-    """The model's config.json, from its folder or the hub. Raises LaunchError when there is no such model."""
-    folder = Path(model.path)
-    if folder.is_dir():
-        config = folder / "config.json"
-        if not config.is_file():
-            adapter = (folder / "adapter_config.json").is_file()
-            hint = "it is a LoRA adapter: export merged weights first" if adapter else "is it the right folder?"
-            raise LaunchError(f"model folder {folder} has no config.json; {hint}")
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise LaunchError(f"model folder {folder} has no weights (*.safetensors)")
-    elif _HUB_NAME.fullmatch(model.path):
-        config = _hub_config(model.path)
-    else:
-        raise LaunchError(f"model folder {folder} does not exist: correct VLLM_MODEL_PATHS")
-    try:
-        return json.loads(config.read_text())
-    except ValueError as error:
-        raise LaunchError(f"{config} is not JSON: {error}") from error
-
-
-def _hub_config(name: str) -> Path:
-    """config.json of a hub model, from the cache or the hub. Raises LaunchError."""
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise LaunchError(f"no folder {name!r} here, and huggingface_hub is not installed to look for it") from error
-    try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+def _models(environment: Mapping[str, str]) -> tuple[ServedModel, ...]:
+    paths = _listed(environment, "VLLM_MODEL_PATHS")
+    if not paths:
         raise LaunchError(
-            f"{name!r} is neither a folder here ({Path.cwd()}) nor a model that can be had from the hub or its cache: "
-            f"{reason}. Download it on a machine that reaches the hub, and give its folder in VLLM_MODEL_PATHS"
-        ) from error
+            "VLLM_MODEL_PATHS is empty: say which model to serve, for example "
+            "VLLM_MODEL_PATHS=/models/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B"
+        )
+    names = _listed(environment, "VLLM_MODEL_NAMES") or [Path(path).name for path in paths]
+    if len(paths) != len(names):
+        raise LaunchError(
+            f"VLLM_MODEL_PATHS has {len(paths)} entries and VLLM_MODEL_NAMES {len(names)}: give one name a model"
+        )
+    return tuple(ServedModel(_absolute(path), _name(name)) for path, name in zip(paths, names, strict=True))
+
+
+def _adapters(environment: Mapping[str, str]) -> tuple[ServedAdapter, ...]:
+    """VLLM_LORA: ``name=path`` entries."""
+    adapters = []
+    for entry in _listed(environment, "VLLM_LORA"):
+        name, equals, path = entry.partition("=")
+        if not (name.strip() and equals and path.strip()):
+            raise LaunchError(f"VLLM_LORA must be name=path (several with commas between), got {entry!r}")
+        adapters.append(ServedAdapter(str(Path(path.strip()).expanduser().resolve()), _name(name.strip())))
+    return tuple(adapters)
+
+
+def _name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise LaunchError(f"a served name must be 1 to 200 letters, digits or ./:@+_-, got {name!r}")
+    return name
+
+
+def _api_key(environment: Mapping[str, str]) -> str | None:
+    key = environment.get("VLLM_API_KEY") or None
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise LaunchError("VLLM_API_KEY must be printable ASCII without spaces, as it travels in a header")
+    return key
 
 
 def _absolute(path: str) -> str:
     """Folders become absolute, since servers do not start where the user stands; hub names stay."""
     folder = Path(path).expanduser()
-    return path if _HUB_NAME.fullmatch(path) and not folder.exists() else str(folder.resolve())
+    return path if HUB_NAME.fullmatch(path) and not folder.exists() else str(folder.resolve())
 
 
 def _listed(environment: Mapping[str, str], name: str) -> list[str]:
     return [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
 
 
-def _number(environment: Mapping[str, str], name: str, default: float, low: float, high: float, whole=False) -> float:
-    text = environment.get(name) or str(default)
+def _words(environment: Mapping[str, str], name: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(environment.get(name, "")))
+    except ValueError as error:
+        raise LaunchError(f"{name} cannot be split into words as a shell would: {error}") from error
+
+
+def _choice(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
+    """One of ``known``; the first by default."""
+    value = environment.get(name) or known[0]
+    if value not in known:
+        raise LaunchError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    return value
+
+
+def _per_model(environment: Mapping[str, str], name: str, default, count: int, low: float, high: float, whole=False):
+    """One number for all models, or one for each."""
+    given = _listed(environment, name)
+    if not given:
+        return (default,) * count
+    if len(given) not in (1, count):
+        raise LaunchError(f"{name} has {len(given)} entries and there are {count} models: give one, or one a model")
+    values = tuple(_parsed(name, text, low, high, whole) for text in given)
+    return values * count if len(values) == 1 else values
+
+
+def _number(environment: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    return _parsed(name, environment.get(name) or str(default), low, high, whole=False)
+
+
+def _whole(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    return _parsed(name, environment.get(name) or str(default), low, high, whole=True)
+
+
+def _parsed(name: str, text: str, low: float, high: float, whole: bool):
     try:
         value = int(text) if whole else float(text)
     except ValueError as error:

@@ -12,13 +12,18 @@ from pathlib import Path
 from vllm_server.processes import Process
 from vllm_server.settings import LaunchError, local_url
 
+GATEWAY = "gateway"  # title and engine of the gateway's record
 _STATE, _LOCK = "state.json", "lock"
 
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """One server process: what it serves, where, and how it is recognised."""
+    """One server process: what it serves, where, and how it is recognised.
 
+    ``title`` tells replicas apart; ``name``: the model's; ``names``: what it is asked for by, adapters too.
+    """
+
+    title: str
     name: str
     model: str
     host: str
@@ -27,6 +32,8 @@ class ServerRecord:
     log: str | None
     leader: Process
     members: tuple[Process, ...] = ()
+    names: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -53,6 +60,7 @@ class GroupState:
                 **server
                 | {"leader": Process(**server["leader"])}
                 | {"members": tuple(Process(**member) for member in server["members"])}
+                | {"names": tuple(server["names"]), "gpus": tuple(server["gpus"])}
             )
             for server in data["servers"]
         )

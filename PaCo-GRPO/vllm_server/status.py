@@ -6,15 +6,16 @@ import os
 import sys
 from collections.abc import Mapping
 
-from vllm_server.launch import answers
+from vllm_server.servers import serves
 from vllm_server.settings import LaunchError
 from vllm_server.state import all_labels, runtime_root
 
 
 def status(environment: Mapping[str, str]) -> list[dict]:
-    """One row for each server: label, name, model, engine, url, pid, log, state.
+    """One row for each process: label, name, model, engine, url, gpus, pid, log, state.
 
-    ``state``: healthy, not answering (alive, but does not serve its model: loading, or stuck), or ended.
+    ``state``: healthy, loading, not answering (alive, but it does not serve its models: it is stuck, or VLLM_API_KEY is
+    not the launch's), or ended.
     """
     rows = []
     for folder in all_labels(runtime_root(environment)):
@@ -23,12 +24,12 @@ def status(environment: Mapping[str, str]) -> list[dict]:
             url = server.url
             if not server.leader.alive():
                 state = "ended"
-            elif answers(url, server.name, environment.get("VLLM_API_KEY") or None):
+            elif serves(url, server.names, environment.get("VLLM_API_KEY") or None):
                 state = "healthy"
             else:
                 state = "not answering" if group.ready else "loading"
-            row = {"label": folder.label, "name": server.name, "model": server.model, "engine": server.engine}
-            rows.append(row | {"url": url, "pid": server.leader.pid, "log": server.log, "state": state})
+            row = {"label": folder.label, "name": server.title, "model": server.model, "engine": server.engine}
+            rows.append(row | {"url": url, "gpus": list(server.gpus), "pid": server.leader.pid, "log": server.log, "state": state})
     return rows
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from vllm_server.processes import end_processes
+from vllm_server.servers import end_group
 from vllm_server.settings import LaunchError, label_from
 from vllm_server.state import LabelFolder, runtime_root
 
@@ -17,11 +17,10 @@ def stop(environment: Mapping[str, str]) -> int:
     if state is None:
         print(f"Nothing runs with label {folder.label!r}.")
         return 0
-    left = []
-    for server in state.servers:
-        was_alive = server.leader.alive()
-        left += end_processes(list(server.members), server.leader)
-        print(f"{server.name} on port {server.port}: {'ended' if was_alive else 'had ended already'}")
+    were_alive = [server.leader.alive() for server in state.servers]
+    left = end_group(list(state.servers))
+    for server, was_alive in zip(state.servers, were_alive, strict=True):
+        print(f"{server.title} on port {server.port}: {'ended' if was_alive else 'had ended already'}")
     if left:
         raise LaunchError(f"processes {[process.pid for process in left]} do not end, even when killed")
     folder.remove_ended()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paco_judge.questions import EDIT_DIMENSIONS
+from paco_judge.client import Pair
+from paco_judge.questions import EDIT_DIMENSIONS, editing_questions
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "evaluation" / "Edit-Bench"
@@ -94,14 +95,42 @@ def data(examples, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def toy_judge():
-    """The quickstart's judge, loaded by the transformers engine."""
-    args = evaluation.parse(["--model", str(TOY_JUDGE), "--engine", "transformers", "--batch_size", "16"])
+def answering_judge(tmp_path_factory, tiny):
+    """The quickstart's base judge as a folder, made to answer Yes or No: its P(Yes), above all other tokens.
+
+    Untrained it says something else, and a pair without Yes and No among the top 20 tokens has no score. A multiple of
+    the mean last hidden state is added to both rows of the head: the difference of the two logits stays what it was.
+    """
+    import torch
+
+    from paco_reward.scorer import JudgeScorer
+
+    judge = JudgeScorer.from_pretrained(TOY_JUDGE)
+    states = []
+    hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
+    judge.score([Pair(tiny.picture(i), tiny.picture(i + 1), editing_questions("make it red")[i % 2]) for i in range(8)])
+    hook.remove()
+    states = torch.cat(states)
+    towards = states.mean(0)
+    head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
+    head.data[[judge.yes_id, judge.no_id]] += towards * 40 / (states @ towards).min()
+    judge.model.lm_head.weight = head
+    judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
+    folder = tmp_path_factory.mktemp("answering") / "judge"
+    judge.model.save_pretrained(folder)
+    judge.processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_judge(answering_judge):
+    """That judge, loaded by the transformers engine."""
+    args = evaluation.parse(["--model", str(answering_judge), "--engine", "transformers", "--batch_size", "16"])
     return make_engine(args)[1]
 
 
 @pytest.fixture
-def judged(monkeypatch, toy_judge, data, tmp_path):
+def judged(monkeypatch, toy_judge, answering_judge, data, tmp_path):
     """Runs evaluation.py with the loaded toy judge: judged("--flag", …, stop_after=batches) -> exit status."""
     asked = []
 
@@ -114,7 +143,7 @@ def judged(monkeypatch, toy_judge, data, tmp_path):
 
         before = len(asked)
         monkeypatch.setattr(evaluation, "make_engine", lambda args: ("transformers", engine))
-        base = ["--model", str(TOY_JUDGE), "--dataset", str(data), "--results_dir", str(tmp_path / "results")]
+        base = ["--model", str(answering_judge), "--dataset", str(data), "--results_dir", str(tmp_path / "results")]
         return evaluation.main([*base, "--output", str(tmp_path / "summary"), "--batch_size", "4", *arguments])
 
     run.asked = asked

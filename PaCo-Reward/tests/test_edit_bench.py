@@ -18,7 +18,6 @@ from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "evaluation" / "Edit-Bench"
-TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
 
@@ -116,11 +115,11 @@ def test_a_stopped_run_continues(judged, tmp_path, capsys):
     assert rows[: len(early)] == early and [row["index"] for row in rows] == list(range(20))
 
 
-def test_a_killed_run_continues_with_the_command_as_typed(data, judged, tmp_path):
+def test_a_killed_run_continues_with_the_command_as_typed(answering_judge, data, judged, tmp_path):
     """SIGKILL between rows, the same command again: every row once, as a run that was not killed has them."""
     assert judged() == 0
     whole = results(tmp_path)
-    arguments = ["--model", TOY_JUDGE, "--engine", "transformers", "--dataset", data, "--batch_size", "1"]
+    arguments = ["--model", answering_judge, "--engine", "transformers", "--dataset", data, "--batch_size", "1"]
     arguments += ["--results_dir", tmp_path / "typed", "--output", tmp_path / "typed_summary"]
     file = tmp_path / "typed" / "judge.jsonl"
     first = typed(*arguments)
@@ -139,13 +138,13 @@ def test_a_killed_run_continues_with_the_command_as_typed(data, judged, tmp_path
     assert [row["index"] for row in rows] == list(range(20))
     for row, other in zip(rows, whole):
         assert row["scores"] == pytest.approx(other["scores"], abs=1e-5)
-    assert "20/20 rows" in output and (tmp_path / "typed_summary.txt").read_text() in output
+    assert "20/20 items" in output and (tmp_path / "typed_summary.txt").read_text() in output
 
 
-def test_two_runs_do_not_write_one_file(judged, tmp_path, capsys):
+def test_two_runs_do_not_write_one_file(answering_judge, judged, tmp_path, capsys):
     assert judged(stop_after=1) == 130
     identities = {(row["index"], *row["key"], row["dimension"]) for row in results(tmp_path)}
-    with ResultsFile(tmp_path / "results" / "judge.jsonl", str(TOY_JUDGE), identities, evaluation.row_identity):
+    with ResultsFile(tmp_path / "results" / "judge.jsonl", str(answering_judge), identities, evaluation.row_identity):
         assert judged() == 2
     assert "another run is writing" in capsys.readouterr().err
 

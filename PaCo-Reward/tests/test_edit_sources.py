@@ -11,7 +11,6 @@ import pytest
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "evaluation" / "Edit-Bench"
-TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
 
@@ -106,9 +105,9 @@ def test_the_default_data_set(data, tmp_path, monkeypatch):
     assert len(load_bench(None).rows) == 20
 
 
-def test_data_sets_that_cannot_be_used(data, examples, tmp_path, capsys, own_cache):
+def test_data_sets_that_cannot_be_used(answering_judge, data, examples, tmp_path, capsys, own_cache):
     def said(dataset, *more):
-        status = evaluation.main(["--model", str(TOY_JUDGE), "--dataset", str(dataset), "--engine", "transformers",
+        status = evaluation.main(["--model", str(answering_judge), "--dataset", str(dataset), "--engine", "transformers",
                                   "--results_dir", str(tmp_path / "r"), *more])  # fmt: skip
         text = capsys.readouterr().err
         assert status == 2 and text.startswith("error: ") and text.count("\n") == 1, text

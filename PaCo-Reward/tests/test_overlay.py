@@ -127,6 +127,8 @@ def trained(judge_dir, data_dir, tmp_path_factory):
         return train_config(judge_dir, data_dir, folder / name, **changes)
 
     accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    all_at_once = {"max_steps": 1, "first_token_weight": 0.1}
+    packed = {"neat_packing": True, "packing": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
     evaluated = {"eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True, "per_device_eval_batch_size": 4}
     configs = [
         config("upstream", **accumulated),
@@ -134,6 +136,8 @@ def trained(judge_dir, data_dir, tmp_path_factory):
         config("sequence", first_token_weight=0.1, **accumulated),
         config("whole", first_token_weight=0.1, **evaluated),
         config("released", first_token_weight=0.1, first_token_scheme="released", **accumulated),
+        config("sixteen", per_device_train_batch_size=16, **all_at_once),
+        config("packed", **all_at_once, **packed),
     ]
     run_processes(["-c", SEVERAL], configs, folder)
     return folder
@@ -160,6 +164,11 @@ def test_null_is_llama_factorys_own_loss_bit_for_bit(trained):
 @pytest.mark.slow
 def test_accumulated_steps_are_whole_steps(trained):
     assert_same_training(trained / "sequence", trained / "whole")
+
+
+@pytest.mark.slow
+def test_sixteen_answers_packed_in_one_row_are_sixteen_rows(trained):
+    assert_same_training(trained / "packed", trained / "sixteen")
 
 
 @pytest.mark.slow

@@ -156,6 +156,9 @@ def test_combinations_that_cannot_be_right():
     check_combinations({"train_on_prompt": True})
     with pytest.raises(PacoRewardError, match="train_on_prompt: false"):
         check_combinations({"first_token_weight": 0.1, "train_on_prompt": True})
+    with pytest.raises(PacoRewardError, match="neat_packing: true"):
+        check_combinations({"first_token_weight": 0.1, "packing": True})
+    check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
 
 
 def test_processes(monkeypatch):

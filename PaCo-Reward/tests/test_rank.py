@@ -1,27 +1,24 @@
 """ConsistencyRank: metrics against loops, resuming, broken items, tables."""
 
 import json
-import subprocess
+import re
+import signal
 import sys
+import time
 from itertools import combinations
-from pathlib import Path
 
+import eval_vllm
 import numpy as np
+import print_eval_table
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import ImageStat
-
-from paco_judge.verdict import Verdict
-
-FOLDER = Path(__file__).parent.parent / "evaluation" / "Consistency_Rank"
-if str(FOLDER) not in sys.path:
-    sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
-
-import eval_vllm
-import print_eval_table
-from rank_data import BENCH, BenchError, find_bench
+from rank_data import BenchError, find_bench
 from rank_metrics import METRICS, predicted_order, rank_metrics
+from rank_tools import BrightnessJudge, outcome, results, typed
+
+from paco_eval.tables import as_latex
+from paco_judge.verdict import Verdict
 
 
 def tau_b(first, second):
@@ -86,61 +83,9 @@ def test_perfect_and_reversed():
         rank_metrics([0.5, 0.1], [0, 0])
 
 
-@pytest.fixture
-def bench(tiny, tmp_path):
-    """Five items with three candidates each, listed in another order than ranked."""
-    root = tmp_path / "data" / BENCH
-    ranks, prompts = [], []
-    for index in range(5):
-        folder = root / "images" / f"{index:04d}"
-        folder.mkdir(parents=True)
-        names = ["c0.png", "c1.png", "c2.png"]
-        for name, seed in zip(["ref.png", *names], (0, 1, 2, 3)):
-            tiny.picture(100 * index + seed).save(folder / name)
-        ranked = names[index % 3 :] + names[: index % 3]
-        ranks.append({"folder": f"{index:04d}", "ref_image": "ref.png", "comp_images": names, "rank_images": ranked})
-        criteria = {"style": {"a": "Same colours.", "b": ""}, "identity": {"c": "Same shape.", "d": "Same size?"}}
-        prompts.append({"idx": index, "prompt": "p", "criteria": criteria})
-    (root / "consistency_full_rank.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranks))
-    (root / "prompt_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    return root
-
-
-class BrightnessJudge:
-    """An engine whose score is how alike two images' brightness is; counts what it is asked."""
-
-    def __init__(self, fail_after=None):
-        self.batches, self.questions, self.fail_after = [], [], fail_after
-
-    def __call__(self, pairs):
-        if self.fail_after is not None and len(self.batches) >= self.fail_after:
-            raise KeyboardInterrupt
-        self.batches.append(len(pairs))
-        self.questions += [pair.question for pair in pairs]
-        levels = [[ImageStat.Stat(i.convert("L")).mean[0] / 255 for i in (p.image_a, p.image_b)] for p in pairs]
-        return [Verdict(1 - abs(a - b)) for a, b in levels]
-
-
-@pytest.fixture
-def judged(monkeypatch, bench, tmp_path):
-    """Runs eval_vllm with a brightness judge: judged(judge, "--flag", …) -> exit status."""
-
-    def run(judge, *arguments):
-        monkeypatch.setattr(eval_vllm, "make_engine", lambda args: ("brightness", judge))
-        base = ["--model", "some/judge", "--dataset_dir", str(bench.parent), "--results_dir", str(tmp_path / "results")]
-        return eval_vllm.main([*base, "--batch_size", "4", *arguments])
-
-    return run
-
-
-def results(tmp_path, template=3):
-    text = (tmp_path / "results" / f"judge-v{template}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_results_are_appended_item_by_item(judged, tmp_path):
+def test_results_are_appended_item_by_item(ranked, tmp_path):
     judge = BrightnessJudge()
-    assert judged(judge) == 0
+    assert ranked(judge) == 0
     rows = results(tmp_path)
     assert [row["folder"] for row in rows] == [f"{i:04d}" for i in range(5)]
     assert judge.batches == [6, 6, 3]  # items of three pairs, gathered to at least four
@@ -150,35 +95,35 @@ def test_results_are_appended_item_by_item(judged, tmp_path):
         order = predicted_order(row["scores"])
         assert row["predicted_images"] == [row["comp_images"][i] for i in order]
     again = BrightnessJudge()
-    assert judged(again) == 0 and again.batches == [] and results(tmp_path) == rows
+    assert ranked(again) == 0 and again.batches == [] and results(tmp_path) == rows
 
 
-def test_a_killed_run_continues(judged, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        judged(BrightnessJudge(fail_after=1))
+def test_a_stopped_run_continues(ranked, tmp_path, capsys):
+    assert ranked(BrightnessJudge(fail_after=1)) == 130
+    assert "the same command continues" in capsys.readouterr().err
     file = tmp_path / "results" / "judge-v3.jsonl"
     assert len(results(tmp_path)) == 2
     file.write_bytes(file.read_bytes() + b'{"model": "some/judge", "folder": "00')  # killed while writing
     judge = BrightnessJudge()
-    assert judged(judge) == 0 and sum(judge.batches) == 9
+    assert ranked(judge) == 0 and sum(judge.batches) == 9
     rows = results(tmp_path)
     assert sorted(row["folder"] for row in rows) == [f"{i:04d}" for i in range(5)]
 
 
-def test_a_broken_item_is_reported_and_the_run_goes_on(judged, bench, tmp_path, capsys):
+def test_a_broken_item_is_reported_and_the_run_goes_on(ranked, bench, tmp_path, capsys):
     (bench / "images" / "0001" / "c1.png").write_bytes(b"no picture")
     ranks = bench / "consistency_full_rank.jsonl"
     lines = ranks.read_text().splitlines()
     lines[3] = json.dumps({**json.loads(lines[3]), "rank_images": ["c0.png"]})
     ranks.write_text("\n".join(lines))
-    assert judged(BrightnessJudge()) == 1
+    assert ranked(BrightnessJudge()) == 1
     said = capsys.readouterr().err
     assert "item 0001: image" in said and "cannot be read" in said
     assert "item 0003: broken row" in said and "2 items have no result: 0003, 0001" in said
     assert [row["folder"] for row in results(tmp_path)] == ["0000", "0002", "0004"]
 
 
-def test_criteria_are_averaged_within_and_over_dimensions(judged, bench, tmp_path):
+def test_criteria_are_averaged_within_and_over_dimensions(ranked, bench, tmp_path):
     class ByQuestion(BrightnessJudge):
         def __call__(self, pairs):
             self.questions += [pair.question for pair in pairs]
@@ -186,22 +131,22 @@ def test_criteria_are_averaged_within_and_over_dimensions(judged, bench, tmp_pat
             return [Verdict(next(v for k, v in values.items() if k in pair.question)) for pair in pairs]
 
     judge = ByQuestion()
-    assert judged(judge, "--prompt_template", "1") == 0
+    assert ranked(judge, "--prompt_template", "1") == 0
     assert len(judge.questions) == 5 * 3 * 3
     assert results(tmp_path, 1)[0]["scores"] == pytest.approx([(0.8 + 0.3) / 2] * 3)
     assert results(tmp_path, 1)[0]["metrics"]["ties"] == 3
 
     short, long = BrightnessJudge(), BrightnessJudge()
-    assert judged(short, "--prompt_template", "2") == 0 and judged(long) == 0
+    assert ranked(short, "--prompt_template", "2") == 0 and ranked(long) == 0
     assert short.questions[0].endswith('Answer only "Yes" or "No".')
     assert long.questions[0].endswith('Answer "Yes" and "No" first, and then provide detailed reasons.')
 
 
-def test_another_models_results_are_not_mixed(judged, tmp_path, capsys):
-    assert judged(BrightnessJudge()) == 0
+def test_another_models_results_are_not_mixed(ranked, tmp_path, capsys):
+    assert ranked(BrightnessJudge()) == 0
     file = tmp_path / "results" / "judge-v3.jsonl"
     file.write_text(file.read_text().replace("some/judge", "other/judge"))
-    assert judged(BrightnessJudge()) == 2
+    assert ranked(BrightnessJudge()) == 2
     assert "is of model other/judge; move the file away" in capsys.readouterr().err
 
 
@@ -219,15 +164,17 @@ def test_engines_that_cannot_be_had(bench, monkeypatch, tmp_path, capsys):
     base = ["--model", "some/judge", "--dataset_dir", str(bench), "--results_dir", str(tmp_path / "r")]
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert eval_vllm.main(base) == 2
-    assert "choose --engine transformers, or --server URL" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert sys.executable in said and ".venv-vllm/bin/python" in said and "`pip install vllm` here" in said
+    assert "choose --engine transformers, or --server URL" in said
     assert eval_vllm.main([*base, "--server", "http://127.0.0.1:9"]) == 2
     assert "no judge answers" in capsys.readouterr().err
     assert eval_vllm.main(["--model", "./none", *base[2:], "--engine", "transformers"]) == 2
     assert "model folder ./none does not exist" in capsys.readouterr().err
 
 
-def test_tables(judged, tmp_path, capsys):
-    assert judged(BrightnessJudge()) == 0
+def test_tables(ranked, tmp_path, capsys):
+    assert ranked(BrightnessJudge()) == 0
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output)]
     assert print_eval_table.main([*base, "--print_std"]) == 0
@@ -235,29 +182,68 @@ def test_tables(judged, tmp_path, capsys):
     mean = np.mean([row["metrics"]["accuracy"] for row in results(tmp_path)])
     std = np.std([row["metrics"]["accuracy"] for row in results(tmp_path)])
     assert f"{mean:.4f} ± {std:.4f}" in text and text.splitlines()[2].startswith("judge-v3")
-    assert print_eval_table.main([*base, "--output_format", "latex"]) == 0
+    assert print_eval_table.main([*base, "--output_format", "latex", "--print_std"]) == 0
     latex = output.read_text()
-    assert latex.startswith(r"\begin{tabular}{lrr") and r"\bottomrule" in latex
+    assert rf"{mean:.4f} $\pm$ {std:.4f}" in latex and len(tabular(latex)) == 2
+    assert print_eval_table.main([*base, "--output_format", "latex"]) == 0
+    assert "pm" not in output.read_text() and len(tabular(output.read_text())) == 2
     capsys.readouterr()
+    (tmp_path / "results" / "other.jsonl").write_text('{"a": 1}\n')
+    assert print_eval_table.main(base) == 1
+    assert "other.jsonl line 1 is no result of eval_vllm.py or eval.py" in capsys.readouterr().err
     assert print_eval_table.main(["--results_dir", str(tmp_path / "none"), *base[2:]]) == 1
     assert "run eval_vllm.py first" in capsys.readouterr().err
 
 
-def test_the_commands_as_typed(judge_dir, bench, tmp_path):
-    """From their own folder, with the transformers engine on a tiny judge."""
-    results_dir = tmp_path / "typed"
-    command = [sys.executable, "eval_vllm.py", "--model", str(judge_dir), "--dataset_dir", str(bench.parent)]
-    command += ["--engine", "transformers", "--batch_size", "8", "--results_dir", str(results_dir)]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len((results_dir / "judge-v3.jsonl").read_text().splitlines()) == 5
-    table = [sys.executable, "print_eval_table.py", "--results_dir", str(results_dir), "--output_format", "txt"]
-    done = subprocess.run(
-        [*table, "--output_file", str(tmp_path / "s.txt")],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0 and "judge-v3" in done.stdout
+def tabular(latex):
+    """The rows of a tabular that TeX would take: balanced, special signs escaped, as many cells as columns."""
+    head, *body = latex.splitlines()
+    columns = re.fullmatch(r"\\begin\{tabular\}\{([lr]+)\}", head)[1]
+    assert body[0] == r"\toprule" and body[2] == r"\midrule" and body[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    rows = []
+    for line in [body[1], *body[3:-2]]:
+        assert line.endswith(r" \\")
+        line = line.removesuffix(r" \\")
+        words = r"\\text(?:backslash|asciitilde|asciicircum|less|greater|bar)\{\}|\$\\pm\$"
+        plain = re.sub(rf"{words}|\\[_%&#${{}}]|\{{[*\[]\}}", "x", line)
+        assert not re.search(r"[\\_%#${}~^<>|]", plain), line
+        rows.append(plain.split("&"))
+        assert len(rows[-1]) == len(columns)
+    return rows
+
+
+@given(st.lists(st.text(st.sampled_from("aB1 _%&#${}~^\\<>|±[]*"), max_size=12), min_size=3, max_size=3))
+def test_latex_of_any_name_compiles(names):
+    table = [["model", "a", "b"], *([name, "1.0", "0.5 ± 0.1"] for name in names)]
+    rows = tabular(as_latex(table))
+    assert len(rows) == 4
+    for name, row in zip(names, rows[1:]):
+        assert len(row[0].rstrip()) <= len(name) + 1
+
+
+def typed_arguments(model, bench, results_dir):
+    base = ["--model", model, "--dataset_dir", bench.parent, "--results_dir", results_dir]
+    return [*base, "--engine", "transformers", "--batch_size", "1"]
+
+
+def test_the_commands_as_typed_and_killed(answering_judge, bench, tmp_path):
+    """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
+    arguments = typed_arguments(answering_judge, bench, tmp_path / "typed")
+    file = tmp_path / "typed" / "judge-v3.jsonl"
+    first = typed("eval_vllm.py", *arguments)
+    deadline = time.monotonic() + 280
+    while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
+        time.sleep(0.002)
+    first.send_signal(signal.SIGKILL)
+    assert outcome(first)[0] == -signal.SIGKILL
+    kept = file.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    assert kept.count(b"\n") < 5
+    status, output = outcome(typed("eval_vllm.py", *arguments))
+    assert status == 0 and "5/5 items" in output, output[-2000:]
+    assert file.read_bytes().startswith(kept)
+    assert [json.loads(line)["folder"] for line in file.read_text().splitlines()] == [f"{i:04d}" for i in range(5)]
+    table = ["--results_dir", tmp_path / "typed", "--output_file", tmp_path / "s.txt", "--output_format", "txt"]
+    status, output = outcome(typed("print_eval_table.py", *table))
+    assert status == 0 and "judge-v3" in output and (tmp_path / "s.txt").read_text() == output

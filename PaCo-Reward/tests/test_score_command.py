@@ -15,6 +15,7 @@ from paco_reward import images
 from paco_reward.cli import main
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
+from paco_reward.scorer import JudgeScorer
 
 
 @pytest.fixture
@@ -40,18 +41,18 @@ def numbers(line: str, count: int) -> list[float]:
     return [float(cell) for cell in line.split()[-count:]]
 
 
-def test_all_pairs_and_their_mean(paths, judge_dir, capsys):
-    assert main(["score", *paths, "--model", str(judge_dir), "--theme", "a paper boat"]) == 0
+def test_all_pairs_and_their_mean(paths, answering_judge, capsys):
+    assert main(["score", *paths, "--model", str(answering_judge), "--theme", "a paper boat"]) == 0
     lines = capsys.readouterr().out.splitlines()
     values = [numbers(line, 1)[0] for line in lines]
     assert len(lines) == 4 and lines[-1].startswith("mean")
     assert values[-1] == pytest.approx(np.mean(values[:-1]), abs=1e-4)
 
 
-def test_images_from_the_web_are_those_of_the_files(paths, web, judge_dir, capsys, monkeypatch):
-    assert main(["score", *paths[:2], "--model", str(judge_dir)]) == 0
+def test_images_from_the_web_are_those_of_the_files(paths, web, answering_judge, capsys, monkeypatch):
+    assert main(["score", *paths[:2], "--model", str(answering_judge)]) == 0
     by_path = capsys.readouterr().out.splitlines()
-    assert main(["score", f"{web}/0.png", f"{web}/1.png", "--model", str(judge_dir)]) == 0
+    assert main(["score", f"{web}/0.png", f"{web}/1.png", "--model", str(answering_judge)]) == 0
     by_url = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in by_path] == [line.split()[-1] for line in by_url]
     with pytest.raises(PacoRewardError, match=r"nowhere\.png cannot be fetched.*404"):
@@ -61,8 +62,9 @@ def test_images_from_the_web_are_those_of_the_files(paths, web, judge_dir, capsy
         open_image(f"{web}/0.png")
 
 
-def test_edits_have_two_scores_and_the_root_of_their_product(paths, judge_dir, scorer, tiny, capsys):
-    assert main(["score", *paths, "--model", str(judge_dir), "--instruction", "make it blue"]) == 0
+def test_edits_have_two_scores_and_the_root_of_their_product(paths, answering_judge, tiny, capsys):
+    scorer = JudgeScorer.from_pretrained(answering_judge)
+    assert main(["score", *paths, "--model", str(answering_judge), "--instruction", "make it blue"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["edit", "prompt_following", "consistency", "overall"] and len(lines) == 2
     for line, edited in zip(lines, (1, 2), strict=True):
@@ -89,8 +91,11 @@ def test_reasons_are_what_the_model_says_one_token_at_a_time(paths, scorer, tiny
             break
     said = scorer.processor.tokenizer.decode(inputs["input_ids"][0, start:], skip_special_tokens=True).strip()
     assert scorer.reasons([pair, Pair(tiny.picture(2), tiny.picture(3), pair_question() + " x" * 9)], 5)[0] == said
-    assert main(["score", *paths[:2], "--model", str(judge_dir), "--reasons", "--reason_tokens", "5"]) == 0
-    assert said in capsys.readouterr().out
+    # The random judge says neither Yes nor No: its reasons are shown, a mean is not.
+    assert main(["score", *paths[:2], "--model", str(judge_dir), "--reasons", "--reason_tokens", "5"]) == 1
+    shown = capsys.readouterr()
+    assert said in shown.out and "no score: neither Yes nor No is among the judge's top 20" in shown.out
+    assert "1 of 1 answers have no score" in shown.err
 
 
 def answers(number: int, request: dict):

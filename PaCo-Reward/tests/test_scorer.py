@@ -59,6 +59,15 @@ def test_not_finite_logits_are_a_missing_score(scorer, mixed_pairs, monkeypatch)
     assert verdict.p_yes is None and "not finite" in verdict.error
 
 
+def test_only_the_top_tokens_count_where_a_server_would_report_no_more(scorer, mixed_pairs):
+    logits = scorer.first_token_logits(mixed_pairs[:2])
+    for pair, row in zip(mixed_pairs[:2], logits, strict=True):
+        rank = int((row > max(row[scorer.yes_id], row[scorer.no_id])).sum()) + 1  # the first of the two is the rank-th token
+        (whole,), (enough,), (few,) = (scorer.score([pair], top=top) for top in (None, len(row), rank - 1))
+        assert enough.p_yes == pytest.approx(whole.p_yes, abs=1e-5)
+        assert few.p_yes is None and f"top {rank - 1} tokens" in few.error
+
+
 def test_images_by_path_and_as_pictures(scorer, tiny, tmp_path):
     pictures = [tiny.picture(i) for i in range(3)]
     paths = [tmp_path / f"{i}.png" for i in range(3)]

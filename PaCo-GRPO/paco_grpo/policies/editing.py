@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.cache import TensorCache
-from paco_grpo.policies.pipeline import _CACHE_BYTES, PipelinePolicy
+from paco_grpo.policies.pipeline import CACHE_BYTES, PipelinePolicy
 from paco_grpo.types import Conditioning, Item
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class EditingPolicy(PipelinePolicy):
     def __init__(self, pipeline, **options) -> None:
         """See :meth:`PipelinePolicy.__init__`."""
         super().__init__(pipeline, **options)
-        self._latents = TensorCache(_CACHE_BYTES)
+        self._latents = TensorCache(CACHE_BYTES)
         self._logged: set[tuple] = set()
 
     @abstractmethod

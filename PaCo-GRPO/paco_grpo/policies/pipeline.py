@@ -20,7 +20,7 @@ from paco_grpo.policies.cache import TensorCache
 if TYPE_CHECKING:
     from PIL import Image
 
-_CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
+CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
 _ATTENTION_TARGETS = tuple(
     f"attn.{name}"
@@ -77,7 +77,7 @@ class PipelinePolicy(Policy):
         # A scheduler of our own: set_timesteps leaves state behind.
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self.size_multiple = 2 * pipeline.vae_scale_factor
-        self._texts = TensorCache(_CACHE_BYTES)
+        self._texts = TensorCache(CACHE_BYTES)
         self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()

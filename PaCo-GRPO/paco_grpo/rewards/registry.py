@@ -136,6 +136,8 @@ def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> 
         given.setdefault("device", device)
     try:
         return factory(**given)
+    except (ValueError, TypeError) as error:  # what a factory says of its arguments
+        raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
     except ImportError as error:
         raise RewardError(
             f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in an "

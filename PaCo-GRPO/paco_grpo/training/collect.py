@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,13 +92,9 @@ def collect(
     resolution: int,
     item_size: str,
     batch_size: int,
-    num_steps: int,
-    noise_steps: Sequence[int],
-    noise_level: float,
-    cps: bool,
     same_latent: bool,
-    merge_lora: bool,
     on_batch: Callable[[list], bool],
+    **sampling: Any,
 ) -> Rollouts | None:
     """Sample this process's share of an epoch; scores arrive in ``queue`` while sampling goes on.
 
@@ -110,13 +107,9 @@ def collect(
         resolution: See ``size_of``.
         item_size: See ``size_of``.
         batch_size: Images per forward.
-        num_steps: T.
-        noise_steps: Of this epoch.
-        noise_level: a.
-        cps: Flow-CPS in place of Flow-SDE.
         same_latent: One initial noise per prompt; the steps before the first noise step are then shared.
-        merge_lora: Noiseless steps run with the LoRA merged into the base weights.
         on_batch: Called with the images after each batch; True = stop here.
+        sampling: ``num_steps``, ``noise_steps``, ``noise_level``, ``cps`` and ``merge_lora`` of ``rollout``.
 
     Returns:
         None when ``on_batch`` asked to stop.
@@ -137,13 +130,9 @@ def collect(
             samples.seeds[positions[batch]].tolist(),
             height,
             width,
-            num_steps=num_steps,
-            noise_steps=noise_steps,
-            noise_level=noise_level,
-            cps=cps,
             group_index=batch_rows if same_latent else None,
             initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
-            merge_lora=merge_lora,
+            **sampling,
         )
         images = policy.decode(record.clean_latents, height, width)
         queue.submit(images, [items[i] for i in item_ids[batch]], batch)

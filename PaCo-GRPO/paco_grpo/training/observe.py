@@ -70,9 +70,9 @@ class SampleObserver:
             item_ids: (n,) of the samples of all processes, by global position.
             accelerator: The processes; all call it.
         """
-        latents = [record.clean_latents.flatten(1) for record in rollouts.records]  # records may differ in size
-        spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents])
-        rows = np.concatenate([spread.cpu().numpy().astype(np.float64), np.array(self._rows)], axis=1)
+        latents = [record.clean_latents.flatten(1).float() for record in rollouts.records]  # sizes may differ
+        spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
+        rows = np.concatenate([spread.astype(np.float64), np.array(self._rows)], axis=1)
         by_sample = rows[np.argsort(np.concatenate(rollouts.samples))]
         everyone = gather_rows(accelerator, by_sample, len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")

@@ -1,7 +1,9 @@
 """consistency_score: all pairs of sub-figures, the mean, and missing is missing."""
 
+import importlib.util
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,16 @@ from paco_judge.questions import theme_question
 from paco_judge.verdict import Verdict
 
 PROMPT = "A 2x2 grid layout of one cat. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
+
+
+@pytest.fixture(scope="module")
+def fake_judge():
+    """The client's tests' small HTTP judge."""
+    path = Path(__file__).resolve().parents[3] / "PaCo-Reward" / "judge" / "tests" / "fake_judge.py"
+    spec = importlib.util.spec_from_file_location("fake_judge", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class StubJudge:
@@ -52,6 +64,15 @@ def test_mean_over_all_pairs():
     assert scores == pytest.approx([expected, 1.0])
     assert len(judge.asked) == 12
     assert {pair.question for pair in judge.asked} == {theme_question("A 2x2 grid layout of one cat.")}
+
+
+@pytest.mark.parametrize("criteria", [0, 1, 9])
+def test_one_grid_costs_six_requests_whatever_its_criteria(fake_judge, criteria):
+    named = {f"dimension {i % 3}": {f"name {i}": f"text {i}"} for i in range(criteria)}
+    item = Item(0, PROMPT, metadata={"prompt": PROMPT, "criteria": named})
+    with fake_judge.FakeJudge() as judge:
+        scores = consistency_score(base_url=judge.url, deadline_s=20)([grid((criteria, 90, 120, 200))], [item])
+        assert scores == pytest.approx([0.75]) and len(judge.requests) == 6
 
 
 def test_a_missing_pair_makes_the_image_missing():

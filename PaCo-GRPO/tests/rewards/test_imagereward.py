@@ -44,7 +44,7 @@ def model():
     return SimpleNamespace(
         device="cpu",
         blip=SimpleNamespace(tokenizer=tokenizer, visual_encoder=vision.forward_features, text_encoder=bert),
-        preprocess=lambda image: torch.from_numpy(np.asarray(image.resize((16, 16)))).permute(2, 0, 1).float() / 255,
+        preprocess=lambda image: torch.tensor(np.asarray(image.resize((16, 16)))).permute(2, 0, 1).float() / 255,
         mlp=torch.nn.Linear(16, 1),
         mean=0.167,
         std=1.033,

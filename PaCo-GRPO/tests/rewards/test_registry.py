@@ -10,6 +10,11 @@ IMAGES = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
 ITEMS = [Item(0, "a"), Item(1, "b")]
 
 
+def test_a_bad_value_names_the_reward():
+    with pytest.raises(RewardError, match="consistency_score.*'foo' is not an http"):
+        build_rewards({"consistency_score": 1.0}, {"consistency_score": {"base_url": "foo"}})
+
+
 def test_import_path_kwargs_and_device():
     rewards = build_rewards(
         {"reward_factories:factory": 2.0}, {"reward_factories:factory": {"scale": 3.0}}, device="cpu"

@@ -168,7 +168,7 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs():
     model, loaded = TinyDreamSim(), []
 
     def preprocess(image):
-        return torch.from_numpy(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
+        return torch.tensor(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
 
     reward = SubfigPairs("subfig_dreamsim", DreamSim(lambda: loaded.append(1) or (model, preprocess), "cpu", 3))
     assert not loaded
@@ -182,13 +182,13 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs():
     assert len(loaded) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long  # OpenCLIP makes the whole model before it looks for weights
 @pytest.mark.parametrize("name", ["pickscore_scores", "subfig_clipT"])
 def test_published_download_commands_say_what_to_do_without_a_hub(name, tmp_path):
     script = Path(pickscore.__code__.co_filename).with_name(f"{name}.py")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, str(script)], env=environment, check=False, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script)], env=environment, check=False, capture_output=True, text=True, timeout=500
     )
     assert ended.returncode == 1
     assert "cannot be had" in ended.stderr and "HF_ENDPOINT" in ended.stderr and "Traceback" not in ended.stderr

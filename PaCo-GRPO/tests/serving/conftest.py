@@ -1,10 +1,9 @@
 import importlib.util
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
+sys.path.insert(0, str(Path(__file__).parent))
+from gateway_tools import Upstream
+from serving_tools import Shell, free_port, wait_for
+
 torch.set_num_threads(1)
 
 
@@ -33,12 +36,6 @@ def tiny():
 @pytest.fixture(scope="session")
 def judge_folder(tiny, tmp_path_factory) -> Path:
     return tiny.save_judge(tmp_path_factory.mktemp("judge"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +72,40 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def wait_for(condition, timeout_s: float = 60.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return result
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A folder that looks like a model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = {"max_position_embeddings": 2048, "num_attention_heads": 28, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def shell(tmp_path, model):
+    shell = Shell(tmp_path)
+    yield shell
+    root = Path(shell.environment["PACO_RUNTIME_DIR"])
+    for label in [path.parent.name for path in root.glob("*/state.json")]:
+        shell.run("stop.sh", VLLM_LABEL=label)
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Three servers behind a module's gateway, whose faults a test chooses."""
+    servers = [Upstream().start() for _ in range(3)]
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def client(gateway, servers):
+    """A client of the module's ``gateway`` (models ``Solo`` and ``Pair``), all of whose servers work."""
+    for server in servers:
+        server.mode("ok")
+    wait_for(lambda: (gateway.up("Solo"), gateway.up("Pair")) == (1, 2))
+    with gateway.client() as client:
+        yield client

@@ -7,20 +7,26 @@ import signal
 import subprocess
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--served-model-name", required=True)
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--lora-modules", nargs="+", default=[])
 arguments, rest = parser.parse_known_args()
 fault = os.environ.get("FAKE_VLLM", "")
-if log := os.environ.get("FAKE_VLLM_RECORD"):
+if fault.partition(" ")[0] not in (arguments.served_model_name, fault.partition(" ")[0].lower()):
+    fault = ""  # "Other dies" is meant for the server of that name
+names = [arguments.served_model_name, *(module.partition("=")[0] for module in arguments.lora_modules)]
+if folder := os.environ.get("FAKE_VLLM_RECORD"):
     child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
     record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "pids": [os.getpid(), child.pid]}
-    Path(log + ".new").write_text(json.dumps(record))
-    Path(log + ".new").rename(log)
+    Path(folder).mkdir(exist_ok=True)
+    part = Path(folder, f"{arguments.port}.part")
+    part.write_text(json.dumps(record | {"name": arguments.served_model_name, "port": arguments.port}))
+    part.rename(part.with_suffix(".json"))
 if "stubborn" in fault:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("Loading a model", flush=True)
@@ -34,12 +40,20 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        names = [arguments.served_model_name]
-        body = json.dumps({"data": [{"id": name} for name in names]}).encode()
+        self.answer({"data": [{"id": name} for name in names]})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        choice = {"message": {"role": "assistant", "content": request["model"]}}
+        self.answer({"choices": [choice], "port": arguments.port, "served": names})
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
         self.send_response(200)
+        self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
 
-HTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from paco_judge.client import JudgeClient, JudgeModelMissing, Pair
 from paco_judge.images import png_data_url
@@ -39,7 +40,8 @@ def test_health_and_models(engine_url):
 
 
 def test_the_client_gets_the_models_own_scores(engine_url, judge_folder, tiny):
-    judge = JudgeModel.load(str(judge_folder), 1024)
+    judge = JudgeModel.load(str(judge_folder), 1024)  # its processor; the forward is transformers' own
+    plain = AutoModelForImageTextToText.from_pretrained(judge_folder, dtype=torch.float32).eval()
     yes, no = (judge.tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No"))
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1 + i % 3), theme_question(f"fox {i % 5}")) for i in range(24)]
     verdicts = JudgeClient(engine_url, model="tiny-judge", deadline_s=300).score_blocking(pairs)
@@ -48,7 +50,7 @@ def test_the_client_gets_the_models_own_scores(engine_url, judge_folder, tiny):
         content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": pair.question}]
         text = judge.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = judge.processor(images=[pair.image_a, pair.image_b], text=[text], return_tensors="pt")
-        expected = p_yes_from_logits(judge.model(**inputs).logits[0, -1].detach().numpy(), yes, no, top=20)
+        expected = p_yes_from_logits(plain(**inputs).logits[0, -1].detach().numpy(), yes, no, top=20)
         if verdict.ok:
             scored += 1
             assert verdict.p_yes == pytest.approx(float(expected), abs=1e-3)

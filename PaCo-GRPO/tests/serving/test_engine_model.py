@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from paco_judge.images import png_data_url
 from paco_judge.questions import build_messages, theme_question
@@ -17,6 +18,12 @@ from vllm_server.transformers_engine.protocol import RequestError, parse_request
 @pytest.fixture(scope="module")
 def judge(judge_folder):
     return JudgeModel.load(str(judge_folder), max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
+def plain(judge_folder):
+    """The model as transformers loads it: the engine leaves out what its answers do not need."""
+    return AutoModelForImageTextToText.from_pretrained(judge_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +53,17 @@ def plain_inputs(judge, images, question):
     return judge.processor(images=images, text=[text], return_tensors="pt")
 
 
-def plain_logits(judge, images, question) -> torch.Tensor:
-    return judge.model(**plain_inputs(judge, images, question)).logits[0, -1].float()
+def plain_logits(judge, plain, images, question) -> torch.Tensor:
+    return plain(**plain_inputs(judge, images, question)).logits[0, -1].float()
 
 
-def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, tiny):
+def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
     rows = pair_requests(tiny, 7, max_tokens=1)
     batch = judge.prepare([row[2] for row in rows])
     assert len({len(row) for row in batch}) > 1, "the batch is padded"
     together = judge.first_token_logprobs(batch)
     for index, (images, question, _) in enumerate(rows):
-        logits = plain_logits(judge, images, question).double().numpy()
+        logits = plain_logits(judge, plain, images, question).double().numpy()
         expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         np.testing.assert_allclose(together[index].numpy(), expected, atol=2e-4)
         alone = judge.first_token_logprobs(judge.prepare([rows[index][2]]))
@@ -77,11 +84,11 @@ def test_each_image_passes_the_vision_tower_once(judge_folder, tiny):
         assert seen == [4]
 
 
-def test_messages_without_images_and_with_a_system_text(judge):
+def test_messages_without_images_and_with_a_system_text(judge, plain):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a paper boat"}]
     (row,) = judge.prepare([request(turns, max_tokens=1)])
     text = judge.processor.apply_chat_template(turns, add_generation_prompt=True)
-    logits = judge.model(**judge.processor(text=[text], return_tensors="pt")).logits[0, -1]
+    logits = plain(**judge.processor(text=[text], return_tensors="pt")).logits[0, -1]
     torch.testing.assert_close(
         judge.first_token_logprobs([row])[0], torch.log_softmax(logits.float(), -1), atol=2e-4, rtol=0
     )
@@ -122,13 +129,13 @@ async def _answers(judge, requests) -> list[tuple[list[int], str]]:
         await asyncio.to_thread(batcher.stop)
 
 
-async def test_longer_answers_are_those_of_generate(judge, tiny):
+async def test_longer_answers_are_those_of_generate(judge, plain, tiny):
     rows = pair_requests(tiny, 4, max_tokens=9)
     scores = pair_requests(tiny, 3, max_tokens=1)
     answers = await _answers(judge, [row[2] for row in rows + scores])
     for (images, question, _), (ids, reason) in zip(rows, answers, strict=False):
         inputs = plain_inputs(judge, images, question)
-        expected = judge.model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected = plain.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert ids == expected.tolist()
         assert reason == ("stop" if ids[-1] in judge.eos_ids else "length")
     assert all(len(ids) == 1 for ids, _ in answers[4:])

@@ -40,7 +40,7 @@ def test_a_pid_that_belongs_to_another_process_now_is_left_alone():
     innocent = start("sleep", "60")
     recorded = Process(innocent.pid, Process.of(innocent.pid).started - 1)
     assert session_members(recorded) == []
-    assert end_processes([recorded], recorded, gently_s=1.0) == []
+    assert end_processes([recorded], [recorded], gently_s=1.0) == []
     assert innocent.poll() is None
     innocent.kill()
     innocent.wait()
@@ -52,14 +52,14 @@ def test_gently_first():
                   stdout=subprocess.PIPE)  # fmt: skip
     child.stdout.readline()
     process = Process.of(child.pid)
-    assert end_processes([], process) == []
+    assert end_processes([], [process]) == []
     assert child.wait() == 7
 
 
 def test_hard_when_it_does_not_listen():
     child = start(sys.executable, "-c", STUBBORN, stdout=subprocess.PIPE)
     child.stdout.readline()
-    assert end_processes([], Process.of(child.pid), gently_s=0.3) == []
+    assert end_processes([], [Process.of(child.pid)], gently_s=0.3) == []
     assert child.wait() == -signal.SIGKILL
 
 
@@ -73,6 +73,6 @@ def test_children_are_ended_with_their_leader_and_after_it():
         if kill_leader_first:
             child.kill()
             child.wait()
-        assert end_processes(members, leader, gently_s=2.0) == []
+        assert end_processes(members, [leader], gently_s=2.0) == []
         child.wait()
         assert not any(member.alive() for member in members)

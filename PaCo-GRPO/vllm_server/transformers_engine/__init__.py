@@ -2,6 +2,6 @@
 
     python -m vllm_server.transformers_engine --model FOLDER --served-model-name NAME --port 8000
 
-``protocol`` reads and refuses requests, ``model`` prepares and runs batches, ``batching`` collects what is queued into
-batches on one worker thread, ``server`` is the HTTP side.
+``protocol`` reads and refuses requests, ``model`` prepares and runs batches, ``adapters`` holds LoRA beside the base,
+``batching`` collects what is queued into batches on two threads, ``server`` is the HTTP side.
 """

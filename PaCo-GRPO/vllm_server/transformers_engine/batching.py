@@ -1,4 +1,4 @@
-"""One worker thread runs the model; whatever is queued when it is free becomes the next batch."""
+"""Two threads serve the requests: one prepares them, one runs the model; what is queued becomes the next batch."""
 
 import asyncio
 import logging
@@ -34,13 +34,25 @@ class Job:
     cancelled: bool = False
 
 
-class Batcher:
-    """Collects jobs from one event loop and runs them in batches on its own thread.
+@dataclass
+class Lane:
+    """Jobs of one kind: as they came, and prepared for the forward."""
 
-    ``max_batch``: requests in one forward; ``max_batch_tokens``: padded tokens in one forward (default 2048 on a CPU,
-    where more falls out of its caches and is slower a pair; 32768 on a GPU); ``max_waiting``: jobs
-    beyond which new ones are refused with 429. Between the tokens of long answers, waiting one-token questions are
-    answered, so that reasons do not hold up scores.
+    incoming: deque[Job] = field(default_factory=deque)
+    ready: deque[tuple[Job, Prepared]] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.incoming) + len(self.ready)
+
+
+class Batcher:
+    """Collects jobs from one event loop and runs them in batches on threads of its own.
+
+    The next batch is prepared (images decoded and passed through the vision tower, prompts tokenised) while the
+    language model runs the one before it. ``max_batch``: requests in one forward, and those that are kept prepared;
+    ``max_batch_tokens``: padded tokens in one forward (default 2048 on a CPU, where more falls out of its caches and
+    is slower a pair; 32768 on a GPU); ``max_waiting``: jobs beyond which new ones are refused with 429. Between the
+    tokens of long answers, waiting one-token questions are answered, so that reasons do not hold up scores.
     """
 
     def __init__(
@@ -49,82 +61,130 @@ class Batcher:
         self._model = model
         self._max_batch, self._max_waiting = max_batch, max_waiting
         self._max_batch_tokens = max_batch_tokens or (2048 if model.device.type == "cpu" else 32768)
-        self._scores: deque[Job] = deque()
-        self._answers: deque[Job] = deque()
-        self._wake = threading.Condition()
+        self._scores, self._answers = Lane(), Lane()
+        self._lock = threading.Lock()
+        self._may_prepare, self._may_run = threading.Condition(self._lock), threading.Condition(self._lock)
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._prepare, name="engine-prepare", daemon=True),
+            threading.Thread(target=self._work, name="engine-forward", daemon=True),
+        ]
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Let the batch under way end, then end the thread."""
-        with self._wake:
+        """Let the batches under way end, then end the threads."""
+        with self._lock:
             self._stopping = True
-            self._wake.notify()
-        self._thread.join()
+            self._may_prepare.notify()
+            self._may_run.notify()
+        for thread in self._threads:
+            thread.join()
 
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return all(thread.is_alive() for thread in self._threads)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its tokens arrive on ``job.tokens``. Raises RequestError(429) when the queue is full."""
-        with self._wake:
+        with self._lock:
             if len(self._scores) + len(self._answers) >= self._max_waiting:
                 raise RequestError(f"{self._max_waiting} requests are waiting already; try again later", status=429)
-            (self._scores if job.request.max_tokens == 1 else self._answers).append(job)
-            self._wake.notify()
+            (self._scores if job.request.max_tokens == 1 else self._answers).incoming.append(job)
+            self._may_prepare.notify()
 
-    # Everything below runs on the worker thread.
+    # On the preparing thread.
+
+    @torch.inference_mode()
+    def _prepare(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._stopping or (lane := self._lane_to_prepare())):
+                    self._may_prepare.wait()
+                if self._stopping:
+                    return
+                jobs = [lane.incoming.popleft() for _ in range(min(len(lane.incoming), self._max_batch))]
+            jobs = [job for job in jobs if not job.cancelled]
+            self._guarded(jobs, lambda jobs, lane=lane: self._prepare_batch(jobs, lane))
+
+    def _lane_to_prepare(self) -> Lane | None:
+        """Scores first; no further ahead than a batch, for what is prepared takes memory."""
+        for lane in (self._scores, self._answers):
+            if lane.incoming and len(lane.ready) < self._max_batch:
+                return lane
+        return None
+
+    def _prepare_batch(self, jobs: list[Job], lane: Lane) -> None:
+        prepared = list(zip(jobs, self._model.prepare([job.request for job in jobs]), strict=True))
+        refused = [(job, row) for job, row in prepared if isinstance(row, RequestError)]
+        if refused:
+            self._deliver(refused)
+        for job, row in prepared:
+            if not isinstance(row, RequestError):
+                job.prompt_tokens = len(row)
+        with self._lock:
+            lane.ready.extend((job, row) for job, row in prepared if not isinstance(row, RequestError))
+            self._may_run.notify()
+
+    # On the forward thread.
 
     @torch.inference_mode()
     def _work(self) -> None:
         while True:
-            with self._wake:
-                while not (self._scores or self._answers or self._stopping):
-                    self._wake.wait()
+            with self._lock:
+                while not (self._scores.ready or self._answers.ready or self._stopping):
+                    self._may_run.wait()
                 if self._stopping:
                     return
             self._run_scores()
-            self._run_answers()
+            jobs, prepared = self._take(self._answers)
+            self._guarded(jobs, lambda jobs, prepared=prepared: self._generate(jobs, prepared))
 
-    def _take(self, queue: deque[Job]) -> list[Job]:
-        with self._wake:
-            jobs = [queue.popleft() for _ in range(min(len(queue), self._max_batch))]
-        return [job for job in jobs if not job.cancelled]
+    def _take(self, lane: Lane) -> tuple[list[Job], list[Prepared]]:
+        """The next rows for one forward: of one adapter, as many as fit."""
+        jobs: list[Job] = []
+        rows: list[Prepared] = []
+        longest = 0
+        with self._lock:
+            while lane.ready and len(rows) < self._max_batch:
+                job, row = lane.ready[0]
+                longest = max(longest, len(row))
+                if rows and (row.adapter != rows[0].adapter or longest * (len(rows) + 1) > self._max_batch_tokens):
+                    break
+                lane.ready.popleft()
+                if not job.cancelled:
+                    jobs.append(job)
+                    rows.append(row)
+            self._may_prepare.notify()
+        return jobs, rows
 
     def _run_scores(self) -> None:
-        jobs = self._take(self._scores)
-        if jobs:
-            self._guarded(jobs, self._score)
-
-    def _run_answers(self) -> None:
-        jobs = self._take(self._answers)
-        if jobs:
-            self._guarded(jobs, self._answer)
+        """Answer the one-token questions that are ready, one batch at most, so that answers get their turn."""
+        left = self._max_batch
+        while left > 0 and self._scores.ready and not self._stopping:
+            jobs, prepared = self._take(self._scores)
+            left -= max(1, len(jobs))
+            self._guarded(jobs, lambda jobs, prepared=prepared: self._score(jobs, prepared))
 
     def _guarded(self, jobs: list[Job], run) -> None:
         """A batch that goes wrong (out of memory, say) is an error of its requests, not the end of the server."""
+        if not jobs:
+            return
         try:
             run(jobs)
         except Exception as error:
             logger.exception("a batch of %d requests failed", len(jobs))
             self._deliver([(job, error) for job in jobs])
 
-    def _score(self, jobs: list[Job]) -> None:
-        for group, prepared in self._groups(jobs):
-            logprobs = self._model.first_token_logprobs(prepared)
-            tokens = self._tokens(group, logprobs, logprobs.argmax(-1).tolist())
-            for job, token in zip(group, tokens, strict=True):
-                job.finish_reason = "stop" if token.id in self._model.eos_ids else "length"
-            self._deliver([(job, [token], None) for job, token in zip(group, tokens, strict=True)])
-
-    def _answer(self, jobs: list[Job]) -> None:
-        for group, prepared in self._groups(jobs):
-            self._generate(group, prepared)
+    def _score(self, jobs: list[Job], prepared: list[Prepared]) -> None:
+        logprobs = self._model.first_token_logprobs(prepared)
+        tokens = self._tokens(jobs, logprobs, logprobs.argmax(-1).tolist())
+        for job, token in zip(jobs, tokens, strict=True):
+            job.finish_reason = "stop" if token.id in self._model.eos_ids else "length"
+        self._deliver([(job, [token], None) for job, token in zip(jobs, tokens, strict=True)])
 
     def _generate(self, jobs: list[Job], prepared: list[Prepared]) -> None:
         model = self._model
@@ -145,7 +205,7 @@ class Batcher:
                 return
             self._run_scores()
             mask = torch.cat([mask, mask.new_ones((len(jobs), 1))], dim=1)
-            logprobs = model.decode(chosen, positions + (step - 1), cache, mask)
+            logprobs = model.decode(chosen, positions + (step - 1), cache, mask, prepared[0].adapter)
 
     def _step(self, jobs: list[Job], tokens: list[Token], limits: list[int], step: int, open_rows: set[int]) -> list:
         """What to deliver after one step; rows that have ended are taken out of ``open_rows``."""
@@ -159,28 +219,6 @@ class Batcher:
                 open_rows.discard(row)
             deliveries.append((job, [token], None) if last else (job, [token]))
         return deliveries
-
-    def _groups(self, jobs: list[Job]):
-        """Prepare jobs, deliver those that cannot be, and cut the others by padded size."""
-        prepared = self._model.prepare([job.request for job in jobs])
-        refused = [(job, row) for job, row in zip(jobs, prepared, strict=True) if isinstance(row, RequestError)]
-        if refused:
-            self._deliver(refused)
-        group: list[Job] = []
-        rows: list[Prepared] = []
-        longest = 0
-        for job, row in zip(jobs, prepared, strict=True):
-            if isinstance(row, RequestError):
-                continue
-            job.prompt_tokens = len(row)
-            if rows and max(longest, len(row)) * (len(rows) + 1) > self._max_batch_tokens:
-                yield group, rows
-                group, rows, longest = [], [], 0
-            group.append(job)
-            rows.append(row)
-            longest = max(longest, len(row))
-        if rows:
-            yield group, rows
 
     def _tokens(self, jobs: list[Job], logprobs: torch.Tensor, chosen: list[int]) -> list[Token]:
         most = max(job.request.top_logprobs or 0 for job in jobs)

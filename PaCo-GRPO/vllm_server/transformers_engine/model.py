@@ -5,13 +5,17 @@ Shapes: B requests, L tokens, D width, V vocabulary.
 
 import io
 import logging
+import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from vllm_server.transformers_engine.adapters import Adapters, load_adapters
 from vllm_server.transformers_engine.protocol import ChatRequest, RequestError, image_bytes, image_key
 
 logger = logging.getLogger(__name__)
@@ -20,6 +24,9 @@ SUPPORTED = ("qwen2_5_vl",)
 _PROMPT_CACHE_ENTRIES = 8192
 _MAX_PIXELS = 64_000_000  # of a decoded image: above it is not a picture to judge but an attack on memory
 _VISION_PATCHES = 1 << 15  # in one pass of the vision tower
+# Decoding releases the interpreter's lock: worth threads for photographs, not for panels of a few kilobytes.
+_INLINE_BYTES = 1 << 18
+_DECODERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="engine-decode")
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,15 @@ class Prepared:
     """A request ready for the forward."""
 
     prompt: Prompt
-    features: torch.Tensor | None  # (image tokens, D) of all its images
+    features: tuple[torch.Tensor, ...]  # (image tokens, D) of each of its images; shared with the cache
+    adapter: str | None  # None: the base
 
     def __len__(self) -> int:
         return len(self.prompt.ids)
 
 
 class LruCache:
-    """Most recently used values up to a total weight. Used on the worker thread only."""
+    """Most recently used values up to a total weight. Used on one thread."""
 
     def __init__(self, capacity: int):
         self._capacity, self._weight = capacity, 0
@@ -74,9 +82,15 @@ class LruCache:
 
 
 class JudgeModel:
-    """Model, processor and caches. All methods but ``load`` run on one thread."""
+    """Model, processor and caches.
 
-    def __init__(self, model, processor, max_model_len: int, image_cache_bytes: int):
+    ``prepare`` runs on one thread, the forwards (``first_token_logprobs``, ``prefill``, ``decode``) on one, which may be
+    another: the first uses the vision tower, the others the language model.
+    """
+
+    def __init__(
+        self, model, processor, max_model_len: int, image_cache_bytes: int, adapters: Mapping[str, str] | None = None
+    ):
         self.model, self.processor = model, processor
         self.device = model.device
         self.max_model_len = max_model_len
@@ -90,12 +104,19 @@ class JudgeModel:
         self._pad_id = pad if pad is not None else 0  # masked out: any id does
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self._token_texts: dict[int, str] = {}
+        self._vision_adapters = Adapters([model.model.visual], adapters or {})
+        self._text_adapters = Adapters([model.model.language_model, model.lm_head], adapters or {})
+        _last_position_only(model.model.language_model)
 
     @classmethod
-    def load(cls, path: str, max_model_len: int, image_cache_mb: int = 512) -> "JudgeModel":
+    def load(
+        cls, path: str, max_model_len: int, image_cache_mb: int = 512, adapters: Mapping[str, str] | None = None
+    ) -> "JudgeModel":
         """Load a local folder or a hub name; bfloat16 as stored on a GPU, float32 on a CPU.
 
-        Raises ValueError for a model of another kind; OSError (with transformers' message) where there is none.
+        ``adapters``: LoRA folders by the name under which each is asked for; they stay beside the base, unmerged.
+        Raises ValueError for a model of another kind or an adapter that does not fit; OSError (with transformers'
+        message) where there is none.
         """
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in SUPPORTED:
@@ -106,16 +127,30 @@ class JudgeModel:
         on_gpu = torch.cuda.is_available()
         model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto" if on_gpu else torch.float32)
         model = model.to("cuda" if on_gpu else "cpu").eval()
+        keys = load_adapters(model, adapters or {})
         processor = AutoProcessor.from_pretrained(path)
         limit = getattr(config.get_text_config(), "max_position_embeddings", max_model_len)
         logger.info("%s on %s in %s, %d threads", path, model.device, model.dtype, torch.get_num_threads())
-        return cls(model, processor, min(max_model_len, limit), image_cache_mb << 20)
+        return cls(model, processor, min(max_model_len, limit), image_cache_mb << 20, keys)
 
     def prepare(self, requests: list[ChatRequest]) -> list[Prepared | RequestError]:
         """Prepare requests together: new images pass through the vision tower in one batch."""
-        found: dict[bytes, EncodedImage | RequestError] = {}
-        new: dict[bytes, str] = {}
-        keys = [tuple(image_key(url) for url in request.images) for request in requests]
+        rows: list[Prepared | RequestError | None] = [None] * len(requests)
+        for adapter in dict.fromkeys(request.adapter for request in requests):
+            indices = [index for index, request in enumerate(requests) if request.adapter == adapter]
+            self._vision_adapters.use(adapter)
+            for index, row in zip(indices, self._prepare([requests[index] for index in indices]), strict=True):
+                rows[index] = row
+        return rows
+
+    def _prepare(self, requests: list[ChatRequest]) -> list[Prepared | RequestError]:
+        """``prepare`` for requests of one adapter."""
+        found: dict[tuple, EncodedImage | RequestError] = {}
+        new: dict[tuple, str] = {}
+        keys = [
+            tuple((request.adapter if self._vision_adapters else None, image_key(url)) for url in request.images)
+            for request in requests
+        ]
         for request, request_keys in zip(requests, keys, strict=True):
             for key, url in zip(request_keys, request.images, strict=True):
                 if key in found or key in new:
@@ -141,8 +176,11 @@ class JudgeModel:
         hidden, cache, mask = self._forward(batch, use_cache=True)
         return self.logprobs(hidden), cache, mask
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache, mask: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache, mask: torch.Tensor, adapter: str | None = None
+    ) -> torch.Tensor:
         """One further token for each row: tokens (B,), positions (B,), mask (B, L) with the new tokens' column."""
+        self._text_adapters.use(adapter)
         output = self.model.model.language_model(
             inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
             attention_mask=mask,
@@ -175,9 +213,7 @@ class JudgeModel:
             prompt = self._prompt(request, tuple(image.grid for image in images))
         except RequestError as error:
             return error
-        if not images:
-            return Prepared(prompt, None)
-        return Prepared(prompt, torch.cat([image.features for image in images]))
+        return Prepared(prompt, tuple(image.features for image in images), request.adapter)
 
     def _prompt(self, request: ChatRequest, grids: tuple[tuple[int, int, int], ...]) -> Prompt:
         key = (request.turns, grids)
@@ -224,15 +260,13 @@ class JudgeModel:
         )
         return Prompt(ids, positions[:, 0], is_image.nonzero()[:, 0], int(positions.max()) + 1)
 
-    def _encode_images(self, urls: dict[bytes, str]) -> dict[bytes, EncodedImage | RequestError]:
+    def _encode_images(self, urls: dict[tuple, str]) -> dict[tuple, EncodedImage | RequestError]:
         """Decode and encode new images, several in one pass; a bad one is an error of its own."""
-        results: dict[bytes, EncodedImage | RequestError] = {}
-        readable: dict[bytes, dict] = {}
-        for key, url in urls.items():
-            try:
-                readable[key] = open_image(image_bytes(url))
-            except RequestError as error:
-                results[key] = error
+        results: dict[tuple, EncodedImage | RequestError] = {}
+        readable: dict[tuple, Image.Image] = {}
+        large = sum(map(len, urls.values())) > _INLINE_BYTES
+        for key, image in zip(urls, (_DECODERS.map if large else map)(_open_url, urls.values()), strict=True):
+            (results if isinstance(image, RequestError) else readable)[key] = image
         if not readable:
             return results
         inputs = self.processor.image_processor(images=list(readable.values()), return_tensors="pt")
@@ -252,7 +286,8 @@ class JudgeModel:
         return results
 
     def _forward(self, batch: list[Prepared], use_cache: bool):
-        """Left-padded forward: last hidden state (B, D), key-value cache or None, mask (B, L)."""
+        """Left-padded forward of one adapter's rows: last hidden state (B, D), key-value cache or None, mask (B, L)."""
+        self._text_adapters.use(batch[0].adapter)
         longest = max(len(row) for row in batch)
         ids = torch.full((len(batch), longest), self._pad_id, dtype=torch.int64)
         mask = torch.zeros((len(batch), longest), dtype=torch.int64)
@@ -263,10 +298,9 @@ class JudgeModel:
             ids[index, start:] = row.prompt.ids
             mask[index, start:] = 1
             positions[:, index, start:] = row.prompt.positions
-            if row.features is not None:
-                rows.append(torch.full_like(row.prompt.image_slots, index))
-                slots.append(row.prompt.image_slots + start)
-                features.append(row.features)
+            rows.append(torch.full_like(row.prompt.image_slots, index))
+            slots.append(row.prompt.image_slots + start)
+            features += row.features
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
         embeds = self.model.get_input_embeddings()(ids)
         if features:
@@ -290,6 +324,28 @@ def open_image(data: bytes) -> Image.Image:
         return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"an image cannot be read: {error}", "messages", code="invalid_image") from error
+
+
+def _open_url(url: str) -> Image.Image | RequestError:
+    try:
+        return open_image(image_bytes(url))
+    except RequestError as error:
+        return error
+
+
+def _last_position_only(language_model) -> None:
+    """Leave out what only other positions' hidden states need: an answer is read from the last one.
+
+    Keys and values of the last layer come from its input, which is whole; all that follows its attention is computed
+    for the last position and broadcast. With 28 layers this saves 2 % of the forward, with 3 layers 15 %.
+    """
+
+    def last(module, args):
+        return (args[0][:, -1:],)
+
+    layer = language_model.layers[-1]
+    for module in (layer.self_attn.o_proj, layer.post_attention_layernorm, language_model.norm):
+        module.register_forward_pre_hook(last)
 
 
 def _chunks(sizes: list[int], limit: int) -> list[int]:

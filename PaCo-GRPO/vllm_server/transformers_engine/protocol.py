@@ -3,6 +3,7 @@
 import binascii
 import hashlib
 from base64 import b64decode
+from collections.abc import Collection
 from dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
@@ -48,10 +49,11 @@ class ChatRequest:
     top_logprobs: int | None  # None: no log-probabilities
     stream: bool
     include_usage: bool
+    adapter: str | None = None  # None: the base
 
 
-def parse_request(body: object, served: tuple[str, ...]) -> ChatRequest:
-    """Check a decoded JSON body. Raises RequestError naming the field."""
+def parse_request(body: object, served: tuple[str, ...], adapters: Collection[str] = ()) -> ChatRequest:
+    """Check a decoded JSON body; ``adapters``: those of the served names that are one. Raises RequestError."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     model = body.get("model")
@@ -88,6 +90,7 @@ def parse_request(body: object, served: tuple[str, ...]) -> ChatRequest:
         top_logprobs=(top or 0) if wants else None,
         stream=_boolean(body, "stream"),
         include_usage=bool(options.get("include_usage")),
+        adapter=model if model in adapters else None,
     )
 
 

@@ -7,12 +7,15 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+import orjson
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from vllm_server.transformers_engine.batching import Batcher, Job, Token
 from vllm_server.transformers_engine.model import JudgeModel
@@ -25,9 +28,16 @@ class Api:
     """The routes' state: what is served, under which names, within which limits."""
 
     def __init__(
-        self, model: JudgeModel, batcher: Batcher, names: tuple[str, ...], max_body_bytes: int, api_key: str | None
+        self,
+        model: JudgeModel,
+        batcher: Batcher,
+        names: tuple[str, ...],
+        adapters: Mapping[str, str],
+        max_body_bytes: int,
+        api_key: str | None,
     ):
-        self.model, self.batcher, self.names = model, batcher, names
+        self.model, self.batcher = model, batcher
+        self.names, self.adapters = (*names, *adapters), adapters
         self.max_body_bytes, self.api_key = max_body_bytes, api_key
         self.started = int(time.time())
         self._fragments: dict[int, str] = {}
@@ -36,13 +46,14 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         alive = self.batcher.alive()
-        return JSONResponse({"status": "ok" if alive else "the engine's thread has ended"}, 200 if alive else 503)
+        return JSONResponse({"status": "ok" if alive else "a thread of the engine has ended"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
         self._authorize(request)
         limit = self.model.max_model_len
         rows = [
             {"id": name, "object": "model", "created": self.started, "owned_by": "paco-rl", "max_model_len": limit}
+            | ({"root": self.adapters[name], "parent": self.names[0]} if name in self.adapters else {})
             for name in self.names
         ]
         return JSONResponse({"object": "list", "data": rows})
@@ -50,10 +61,10 @@ class Api:
     async def chat(self, request: Request) -> Response:
         self._authorize(request)
         try:
-            body = json.loads(await self._body(request))
-        except (ValueError, RecursionError) as error:
+            body = orjson.loads(await self._body(request))
+        except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
-        job = Job(parse_request(body, self.names))
+        job = Job(parse_request(body, self.names, self.adapters))
         self.batcher.submit(job)
         answer_id, created = next(self._answer_ids), int(time.time())
         head = f'{{"id":"{answer_id}","created":{created},"model":{json.dumps(body["model"])}'
@@ -168,27 +179,32 @@ def build_app(
     model: JudgeModel,
     names: tuple[str, ...],
     *,
+    adapters: Mapping[str, str] | None = None,
     max_batch: int = 64,
     max_body_bytes: int = 32 << 20,
     api_key: str | None = None,
-) -> FastAPI:
-    """The engine as an application; its worker thread lives from start-up to shut-down."""
+) -> Starlette:
+    """The engine as an application; its threads live from start-up to shut-down.
+
+    ``names``: under which the base is served; ``adapters``: folder of each adapter by its name. Plain Starlette:
+    FastAPI's layers cost more per request than the answer itself, and nothing here uses them.
+    """
     batcher = Batcher(model, max_batch=max_batch)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI):
+    async def lifespan(app: Starlette):
         batcher.start(asyncio.get_running_loop())
         yield
         await asyncio.to_thread(batcher.stop)
 
-    api = Api(model, batcher, names, max_body_bytes, api_key)
-    app = FastAPI(title="PaCo-RL judge (transformers engine)", lifespan=lifespan)
-    app.add_route("/health", api.health, methods=["GET"])
-    app.add_route("/v1/models", api.models, methods=["GET"])
-    app.add_route("/v1/chat/completions", api.chat, methods=["POST"])
-    app.add_exception_handler(RequestError, _refuse)
-    app.add_exception_handler(HTTPException, _http_error)
-    return app
+    api = Api(model, batcher, names, adapters or {}, max_body_bytes, api_key)
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/health", api.health, methods=["GET"]),
+    ]
+    handlers = {RequestError: _refuse, HTTPException: _http_error}
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 async def _refuse(request: Request, error: RequestError) -> Response:

@@ -1,6 +1,8 @@
-"""A table over the results of eval_vllm.py: one row per model and prompt template.
+"""A table over the results of eval_vllm.py and eval.py: one row per model and prompt template, and per baseline.
 
 python print_eval_table.py --results_dir results --output_file results_summary.txt --output_format txt [--print_std]
+
+Means over items; with --print_std ± their standard deviation over items. LaTeX needs the package booktabs.
 """
 
 import argparse
@@ -12,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from rank_metrics import METRICS, mean_and_std
 
+from paco_eval.errors import BenchError
 from paco_eval.tables import as_latex, as_text
 
 HEADINGS = {
@@ -31,29 +34,36 @@ def summarise(results_dir: Path) -> list[dict]:
     """One summary per results file: name, items, ties, and (mean, std) of each metric.
 
     Raises:
-        FileNotFoundError: the folder holds no results. ValueError: a line is not a result.
+        BenchError: the folder holds no results, or a line is not a result.
     """
-    files = sorted(results_dir.glob("*-v*.jsonl"))
-    if not files:
-        raise FileNotFoundError(f"no results (<model>-v<template>.jsonl) in {results_dir}; run eval_vllm.py first")
     summaries = []
-    for file in files:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-        if not rows:
-            continue
-        summary = {"name": file.stem, "items": len(rows), "ties": sum(row["metrics"]["ties"] for row in rows)}
-        summaries.append(summary | {m: mean_and_std([row["metrics"][m] for row in rows]) for m in METRICS})
+    for file in sorted(results_dir.glob("*.jsonl")):
+        lines = file.read_text(encoding="utf-8").split("\n")
+        rows = [_metrics(line, f"{file} line {number}") for number, line in enumerate(lines, start=1) if line]
+        if rows:
+            summary = {"name": file.stem, "items": len(rows), "ties": sum(row["ties"] for row in rows)}
+            summaries.append(summary | {m: mean_and_std([row[m] for row in rows]) for m in METRICS})
+    if not summaries:
+        raise BenchError(f"no results (<model>-v<template>.jsonl) in {results_dir}; run eval_vllm.py first")
     return summaries
 
 
-def cells(summaries: list[dict], print_std: bool, plus_minus: str) -> list[list[str]]:
+def _metrics(line: str, place: str) -> dict[str, float]:
+    try:
+        metrics = json.loads(line)["metrics"]
+        return {name: float(metrics[name]) for name in (*METRICS, "ties")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{place} is no result of eval_vllm.py or eval.py: {error!r}") from error
+
+
+def cells(summaries: list[dict], print_std: bool) -> list[list[str]]:
     """The table as text, headings first."""
     table = [["model", "items", *(HEADINGS[metric] for metric in METRICS), "ties"]]
     for summary in summaries:
         numbers = []
         for metric in METRICS:
             mean, std = summary[metric]
-            numbers.append(f"{mean:.4f}" + (f"{plus_minus}{std:.4f}" if print_std else ""))
+            numbers.append(f"{mean:.4f} ± {std:.4f}" if print_std else f"{mean:.4f}")
         table.append([summary["name"], str(summary["items"]), *numbers, f"{summary['ties']:.0f}"])
     return table
 
@@ -67,14 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print_std", action="store_true", help="mean and standard deviation over items")
     args = parser.parse_args(arguments)
     try:
-        summaries = summarise(Path(args.results_dir))
-    except (OSError, ValueError, KeyError) as error:
+        table = cells(summarise(Path(args.results_dir)), args.print_std)
+        text = as_latex(table) if args.output_format == "latex" else as_text(table)
+        Path(args.output_file).write_text(text, encoding="utf-8")
+    except (OSError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    latex = args.output_format == "latex"
-    table = cells(summaries, args.print_std, r" $\pm$ " if latex else " ± ")
-    text = as_latex(table) if latex else as_text(table)
-    Path(args.output_file).write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
 

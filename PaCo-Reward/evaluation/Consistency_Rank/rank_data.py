@@ -32,6 +32,11 @@ class RankItem:
         """What makes the item the same in a results file."""
         return self.index, self.folder, self.ref_image
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"item {self.folder}"
+
 
 @dataclass
 class Bench:

@@ -26,14 +26,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from calculate_statistics import save_tables
-from edit_data import EditBench, load_bench, prepare
+from edit_data import load_bench, prepare
 from edit_source import HUB_NAME, LOCAL_NAME
 
-from paco_eval.engines import add_engine_arguments, asking_once, make_engine, model_names
-from paco_eval.errors import BenchError, ItemError
-from paco_eval.progress import Progress
+from paco_eval.engines import Engine, add_engine_arguments, asking_once, make_engine, model_names
 from paco_eval.results import ResultsFile
-from paco_eval.scoring import results_of
+from paco_eval.running import exit_status, score_missing
 from paco_judge.client import DEFAULT_MODEL
 
 HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
@@ -79,7 +77,16 @@ def run(args: argparse.Namespace) -> int:
         failed = len(bench.broken)
         for name, reason in bench.broken:
             print(f"{name}: {reason}", file=sys.stderr)
-        failed += score_missing(args, bench, results)
+        failed += len(
+            score_missing(
+                bench.rows,
+                results,
+                lambda row: row.identity,
+                lambda row: prepare(bench, row),
+                lambda: remembering(make_engine(args)),
+                args.batch_size,
+            )
+        )
         some = bool(results.done)
     if some:
         print(save_tables(Path(args.results_dir), Path(args.output)))
@@ -97,37 +104,16 @@ def row_identity(row: dict) -> tuple[int, str, str, str]:
     return row["index"], first, second, row["dimension"]
 
 
-def score_missing(args: argparse.Namespace, bench: EditBench, results: ResultsFile) -> int:
-    """Append the results of all rows that have none; returns how many stay without."""
-    todo = [row for row in bench.rows if row.identity not in results.done]
-    if not todo:
-        return 0
-    engine_name, engine = make_engine(args)
-    # The same edit stands in several rows: it is asked about once.
-    scored = results_of(todo, lambda row: prepare(bench, row), asking_once(engine), args.batch_size)
-    failed = 0
-    with Progress(len(bench.rows), len(results.done), "row") as progress:
-        for row, result in scored:
-            if isinstance(result, ItemError):
-                failed += 1
-                progress.say(f"{row.name}: {result}")
-            else:
-                results.append({"engine": engine_name, **result})
-            progress.step(scored=not isinstance(result, ItemError))
-    return failed
+def remembering(named: tuple[str, Engine]) -> tuple[str, Engine]:
+    """The same edit stands in several rows: it is asked about once."""
+    name, engine = named
+    return name, asking_once(engine)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit status is in the module's text."""
     args = parse(arguments)
-    try:
-        return 1 if run(args) else 0
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        return 130
-    except (BenchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
+    return exit_status(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-LINE_EVERY_S = 30.0
+LINE_EVERY_S = 10.0
 
 
 class Progress:

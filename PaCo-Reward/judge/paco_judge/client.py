@@ -62,7 +62,8 @@ class JudgeClient:
 
     ``base_url``: scheme, host and port, with or without a trailing ``/v1``. ``model``: the served name; one that
     differs only by letter case is taken, and said. ``max_concurrency``: requests of this client in flight.
-    ``deadline_s``: the whole of one ``score`` call, retries included, in seconds. ``variants``: sum the probabilities
+    ``deadline_s``: the whole of one ``score`` call, retries included, in seconds; a server that nobody could connect
+    to for this long is no longer waited for by later calls either, until it answers again. ``variants``: sum the probabilities
     of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``. ``cache``: False asks again for what was asked before.
     """
 
@@ -81,6 +82,7 @@ class JudgeClient:
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._chat_url = f"{self.base_url}/v1/chat/completions"
         self.model = model
         self.max_concurrency = max_concurrency
         self.deadline_s = deadline_s
@@ -90,6 +92,7 @@ class JudgeClient:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._served: str | None = None
+        self._resolving: asyncio.Task | None = None
         self._slots: tuple[object, asyncio.Semaphore] | None = None
 
     async def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -124,10 +127,16 @@ class JudgeClient:
     # Everything below runs on the event loop thread of the process.
 
     async def _resolve(self) -> str:
+        """The served name; callers that come while the server is being asked share its answer."""
         if self._served is None:
-            names = await self._served_names()
-            self._served = _pick_name(self.model, names, self.base_url)
+            asking = self._resolving
+            if asking is None or asking.done() or asking.get_loop() is not asyncio.get_running_loop():
+                asking = self._resolving = asyncio.ensure_future(self._served_name())
+            self._served = await asyncio.shield(asking)
         return self._served
+
+    async def _served_name(self) -> str:
+        return _pick_name(self.model, await self._served_names(), self.base_url)
 
     async def _served_names(self) -> list[str]:
         url = f"{self.base_url}/v1/models"
@@ -221,7 +230,7 @@ class JudgeClient:
         runtime = transport.runtime()
         try:
             async with self._semaphore(runtime):
-                answer = await runtime.post(f"{self.base_url}/v1/chat/completions", self._headers, body, deadline)
+                answer = await runtime.post(self._chat_url, self._headers, body, deadline, self.deadline_s)
             return _read_answer(answer, self.variants)
         except (Refused, Unreachable) as error:
             return Verdict(None, f"judge at {self.base_url}: {error}")

@@ -1,22 +1,24 @@
 """One event loop thread, one connection pool and one cache for all judge clients of a process."""
 
 import asyncio
-import atexit
+import concurrent.futures.thread  # noqa: F401 (its exit hook has to be registered before ours)
 import json
 import logging
+import math
 import os
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 
-from paco_judge.connections import Answer, ConnectionFailed, Pool
+from paco_judge.connections import Answer, ConnectionFailed, NoConnection, Origin, Pool
 
 logger = logging.getLogger(__name__)
 
 CACHE_ENTRIES = 200_000
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+_SAY_AGAIN_S = 60.0
 
 
 class Refused(Exception):
@@ -35,6 +37,39 @@ class Refused(Exception):
 
 class Unreachable(Exception):
     """The connection failed, or the deadline passed without an answer."""
+
+
+class Outages:
+    """Which servers answer no connection at present, and since when. Used on one thread.
+
+    A server that is gone is said once, at its first refused connection, again every minute, and once more when it is
+    back; a training run would otherwise stand still without a word until the batch's deadline.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._since: dict[Origin, float] = {}
+        self._said: dict[Origin, float] = {}
+
+    def failed(self, origin: Origin, error: Exception, patience_s: float, left_s: float) -> float:
+        """Note a failed connection of a request that has ``left_s``; returns how long the server has been gone, in s."""
+        now = self._clock()
+        gone = now - self._since.setdefault(origin, now)
+        if now - self._said.get(origin, -math.inf) >= _SAY_AGAIN_S:
+            self._said[origin] = now
+            logger.warning(
+                "no judge answers at %s (%s), for %.0f s now; asking again for %.0f s more. Start it again with "
+                "`bash vllm_server/launch.sh` in PaCo-GRPO",
+                origin, error, gone, max(0.0, min(patience_s - gone, left_s)),
+            )  # fmt: skip
+        return gone
+
+    def answered(self, origin: Origin) -> None:
+        """Note that the server answers (whatever it says)."""
+        since = self._since.pop(origin, None)
+        if since is not None:
+            del self._said[origin]
+            logger.warning("the judge at %s answers again, after %.0f s", origin, self._clock() - since)
 
 
 class Cache:
@@ -71,6 +106,7 @@ class Runtime:
         self.under_way: dict[tuple, asyncio.Future] = {}
         self._pid = os.getpid()
         self._pool = Pool()
+        self._outages = Outages(self.loop.time)
         self._thread = threading.Thread(target=self._run, name="paco-judge", daemon=True)
         self._thread.start()
 
@@ -94,26 +130,41 @@ class Runtime:
         """One attempt. Raises Refused or Unreachable."""
         return await self._attempt("GET", url, headers, b"", self.loop.time() + timeout_s)
 
-    async def post(self, url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
+    async def post(
+        self, url: str, headers: dict[str, str], body: bytes, deadline: float, patience_s: float = math.inf
+    ) -> bytes:
         """Ask until there is an answer, an error that asking again cannot help, or the deadline (loop time).
 
         Asks again after 429, 5xx and connection errors only, with jittered, doubling pauses; a server's Retry-After
-        is respected. Raises Refused or Unreachable.
+        is respected. ``patience_s``: a server that has been gone this long, whichever request met it first, is tried
+        once more and given up. Raises Refused or Unreachable.
         """
-        pause, attempts = _FIRST_BACKOFF_S, 0
+        origin, pause, attempts = Origin.of(url)[0], _FIRST_BACKOFF_S, 0
         while True:
             attempts += 1
             try:
-                return await self._attempt("POST", url, headers, body, deadline)
+                answer = await self._attempt("POST", url, headers, body, deadline)
+                self._outages.answered(origin)
+                return answer
             except (Refused, Unreachable) as error:
-                if isinstance(error, Refused) and not error.passing:
-                    raise
+                self._note(origin, error, patience_s, deadline)
                 wait = max(pause * random.uniform(0.5, 1.5), getattr(error, "retry_after_s", 0.0))
                 if self.loop.time() + wait >= deadline:
                     raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {error}") from error
                 logger.debug("attempt %d failed (%s), again in %.1f s", attempts, error, wait)
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, _MAX_BACKOFF_S)
+
+    def _note(self, origin: Origin, error: Refused | Unreachable, patience_s: float, deadline: float) -> None:
+        """What a failed attempt says about the server. Raises it where asking again cannot help."""
+        if isinstance(error, Refused):
+            self._outages.answered(origin)
+            if not error.passing:
+                raise error
+        elif isinstance(error.__cause__, NoConnection):
+            gone_s = self._outages.failed(origin, error, patience_s, deadline - self.loop.time())
+            if gone_s >= patience_s:
+                raise Unreachable(f"the server has been gone for {gone_s:.0f} s ({error})") from error
 
     async def _attempt(self, method: str, url: str, headers: dict, body: bytes, deadline: float) -> bytes:
         try:
@@ -154,8 +205,17 @@ def runtime() -> Runtime:
     with _lock:
         if _runtime is None or not _runtime.alive():
             _runtime = Runtime()
-            atexit.register(_runtime.close)
+            _end_with_the_process(_runtime)
         return _runtime
+
+
+def _end_with_the_process(runtime: Runtime) -> None:
+    """Abandon what is under way when the interpreter ends.
+
+    Before threads are joined, which is earlier than ``atexit``: a worker thread that waits for scores would keep the
+    process alive until its deadline. The executors' own hook, registered before ours, runs after it.
+    """
+    threading._register_atexit(runtime.close)
 
 
 def _forget_lock() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +20,22 @@ def answer(p_yes: float) -> dict:
     return {"choices": [choice | {"logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]}
 
 
+NO_KEY = (401, {"error": {"message": "a valid API key is needed"}}, {})
+
+
 class FakeJudge:
     """``respond(number, request) -> (status, body bytes or dict, headers)``; None closes the connection unanswered."""
 
     def __init__(
-        self, respond: Callable | None = None, models=("Paco-Reward-7B",), delay_s: float = 0.0, port: int = 0
+        self,
+        respond: Callable | None = None,
+        models=("Paco-Reward-7B",),
+        delay_s: float = 0.0,
+        port: int = 0,
+        key: str | None = None,
     ):
         self.respond = respond or (lambda number, request: (200, answer(0.75), {}))
-        self.models, self.delay_s = list(models), delay_s
+        self.models, self.delay_s, self.key = list(models), delay_s, key
         self.requests: list[dict] = []
         self.headers: list[dict] = []
         self.model_requests = self.in_flight = self.max_in_flight = 0
@@ -62,9 +71,14 @@ class FakeJudge:
             def log_message(self, *_):
                 pass
 
+            def has_key(self) -> bool:
+                return judge.key is None or self.headers.get("authorization") == f"Bearer {judge.key}"
+
             def do_GET(self):
                 judge.model_requests += 1
-                self.reply(200, {"data": [{"id": name} for name in judge.models]}, {})
+                time.sleep(judge.delay_s)
+                models = (200, {"data": [{"id": name} for name in judge.models]}, {})
+                self.reply(*(models if self.has_key() else NO_KEY))
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -76,7 +90,7 @@ class FakeJudge:
                     judge.in_flight += 1
                     judge.max_in_flight = max(judge.max_in_flight, judge.in_flight)
                 time.sleep(judge.delay_s)
-                result = judge.respond(number, request)
+                result = judge.respond(number, request) if self.has_key() else NO_KEY
                 with judge._lock:
                     judge.in_flight -= 1
                 if result is None:
@@ -94,3 +108,8 @@ class FakeJudge:
                 self.wfile.write(body)
 
         return Handler
+
+
+if __name__ == "__main__":  # as a process of its own, to be killed: fake_judge.py PORT [seconds an answer takes]
+    FakeJudge(port=int(sys.argv[1]), delay_s=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    threading.Event().wait()

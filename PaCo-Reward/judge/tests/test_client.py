@@ -53,6 +53,19 @@ def test_a_request_is_what_the_protocol_says():
     }  # fmt: skip
 
 
+def test_one_image_alone_is_asked_about_and_cached_apart_from_pairs():
+    image, question = picture(1), "is it a grid?"
+    with FakeJudge(lambda number, request: (200, answer(0.2 * number), {})) as judge:
+        judging = client(judge)
+        alone, twice, again = (
+            judging.score_blocking([pair])[0].p_yes
+            for pair in (Pair(image, None, question), Pair(image, image, question), Pair(image, None, question))
+        )
+    assert (alone, twice, again) == pytest.approx((0.2, 0.4, 0.2))
+    assert judge.requests[0]["messages"] == build_messages(png_data_url(image), None, question)
+    assert [len(request["messages"][0]["content"]) for request in judge.requests] == [2, 3]
+
+
 def test_images_arrive_pixel_by_pixel():
     image = picture(3, size=33)
     data = base64.b64decode(png_data_url(image).removeprefix("data:image/png;base64,"))

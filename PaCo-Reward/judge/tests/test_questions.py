@@ -79,3 +79,11 @@ def test_message_order_is_image_image_text():
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
     assert [part["image_url"]["url"] for part in message["content"][:2]] == ["data:a", "data:b"]
     assert message["content"][2]["text"] == "same?"
+
+
+def test_grid_layout_is_asked_of_one_image():
+    (message,) = questions.build_messages("data:a", None, questions.grid_layout_question(1, 3))
+    assert [part["type"] for part in message["content"]] == ["image_url", "text"]
+    assert "1x3 grid, that is 1 row of 3 separate pictures" in message["content"][1]["text"]
+    assert "2x1 grid, that is 2 rows of 1 separate picture of" in questions.grid_layout_question(2, 1)
+    assert message["content"][1]["text"].endswith("Answer Yes or No first, then reasons.")

@@ -58,5 +58,10 @@ def check_combinations(config: dict[str, Any]) -> None:
         raise PacoRewardError(
             "first_token_weight needs train_on_prompt: false; with a trained prompt the answer's first token is unknown"
         )
+    if config.get("packing") and not config.get("neat_packing"):
+        raise PacoRewardError(
+            "first_token_weight needs neat_packing: true in place of packing: true; packed plainly, an answer would see "
+            "the other pairs of its row, which a judge never does"
+        )
     if config.get("average_tokens_across_devices") is False:
         raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")

@@ -11,6 +11,7 @@ from paco_judge.verdict import Verdict, editing_score
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 
+TOP_LOGPROBS = 20  # as asked of servers: the same pairs have a score either way (method §1)
 EXAMPLES = """\
 examples:
   all pairs of some images, with the judge's reasons
@@ -115,7 +116,7 @@ class _Local:
         self._scorer = JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size)
 
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        return self._scorer.score(pairs)
+        return self._scorer.score(pairs, top=TOP_LOGPROBS)
 
     def reasons(self, pairs: Sequence[Pair]) -> list[str]:
         return self._scorer.reasons(pairs, self._tokens)

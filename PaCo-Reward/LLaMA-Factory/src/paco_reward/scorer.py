@@ -23,6 +23,8 @@ from paco_reward.images import open_image
 from paco_reward.overlay import option_ids
 from paco_reward.preflight import check_adapter, check_model
 
+UNANSWERED = "neither Yes nor No is among the judge's top {} tokens"
+
 
 class JudgeScorer:
     """Scores pairs with a Qwen2.5-VL judge. A pair's score does not depend on what it is batched with."""
@@ -77,17 +79,21 @@ class JudgeScorer:
         question = theme_question(theme)
         return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
 
-    def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """P(Yes) in [0, 1] for each pair, in order; a pair whose numbers went wrong has an error instead."""
+    def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
+        """P(Yes) in [0, 1] for each pair, in order; a pair without a score has an error instead.
+
+        Args:
+            pairs: images and questions.
+            top: only the so many most probable tokens count, as with a server's ``top_logprobs``: where neither Yes nor
+                No is among them there is no score. None: the whole vocabulary counts, so that even a model that has not
+                learnt to answer has one.
+        """
         verdicts: list[Verdict] = []
         for start in range(0, len(pairs), self.batch_size):
             logits = self.first_token_logits(pairs[start : start + self.batch_size])
             finite = np.isfinite(logits[:, [self.yes_id, self.no_id]]).all(1)
-            p_yes = p_yes_from_logits(np.nan_to_num(logits), self.yes_id, self.no_id)
-            verdicts += [
-                Verdict(float(value)) if good else Verdict(None, "the model's logits are not finite")
-                for value, good in zip(p_yes, finite)
-            ]
+            p_yes = p_yes_from_logits(np.nan_to_num(logits), self.yes_id, self.no_id, top)
+            verdicts += [_verdict(value, good, top) for value, good in zip(p_yes, finite, strict=True)]
         return verdicts
 
     def prompt(self, question: str) -> str:
@@ -120,6 +126,12 @@ class JudgeScorer:
             own = made[:, inputs["input_ids"].shape[1] :]
             answers += self.processor.batch_decode(own, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
+
+
+def _verdict(p_yes: float, finite: bool, top: int | None) -> Verdict:
+    if not finite:
+        return Verdict(None, "the model's logits are not finite")
+    return Verdict(None, UNANSWERED.format(top)) if np.isnan(p_yes) else Verdict(float(p_yes))
 
 
 def quiet() -> None:

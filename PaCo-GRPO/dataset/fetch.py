@@ -1,0 +1,149 @@
+"""Fetch a public prompt set and convert it to ours.
+
+    python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N]
+
+NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source takes a set that was downloaded before, as it is
+published. The output is complete or not there; it is read once as a run would read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import converters
+from converters import ConversionError
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """Where a set is published and what becomes of it."""
+
+    hub: str  # data set on the Hugging Face hub; empty: single files at ``urls``
+    patterns: tuple[str, ...]  # files that are wanted of it
+    kind: str  # config.prompt_fn of the result
+    splits: tuple[str, ...]
+    convert: Callable[[Path, Path, argparse.Namespace], None]
+    urls: tuple[str, ...] = ()
+
+    def download_command(self) -> str:
+        """How to get the set on another machine."""
+        if self.hub:
+            return f"hf download {self.hub} --repo-type dataset --local-dir FOLDER"
+        return "; ".join(f"curl -O {url}" for url in self.urls)
+
+
+_FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/"
+SETS = {
+    "t2is": PublicSet(
+        "ChengyouJia/T2IS-Bench", ("*.jsonl",), "geneval", ("train", "test"),
+        lambda source, out, o: converters.t2is(source, out, o.test_share),
+    ),
+    "gedit": PublicSet(
+        "stepfun-ai/GEdit-Bench", ("*.parquet",), "geneval_image", ("test",),
+        lambda source, out, o: converters.gedit(source, out, o.language),
+    ),
+    "sharegpt-4o-image": PublicSet(
+        "FreedomIntelligence/ShareGPT-4o-Image", ("text_and_image_to_image*",), "arrow_editing", ("train", "test"),
+        lambda source, out, o: converters.sharegpt_4o_image(source, out, o.test_share, o.limit),
+    ),
+    "pickscore": PublicSet(
+        "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",), "general_ocr", ("train", "test"),
+        lambda source, out, o: converters.pickscore(source, out, o.limit),
+    ),
+    "ocr": PublicSet(
+        "", (), "general_ocr", ("train", "test"), lambda source, out, o: converters.ocr(source, out),
+        urls=tuple(_FLOW_GRPO + name for name in ("train.txt", "test.txt")),
+    ),
+}  # fmt: skip
+
+
+class FetchError(RuntimeError):
+    """A set that cannot be had or cannot be used; the message is all that is said."""
+
+
+def download(public: PublicSet, name: str) -> Path:
+    """Folder with the set as it is published.
+
+    Raises:
+        FetchError: It cannot be had; the message says what to do.
+    """
+    try:
+        if public.hub:
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(public.hub, repo_type="dataset", allow_patterns=list(public.patterns)))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        for url in public.urls:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                (folder / url.rpartition("/")[2]).write_bytes(answer.read())
+        return folder
+    except (OSError, ValueError, RuntimeError, ImportError, urllib.error.URLError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FetchError(
+            f"{name} cannot be fetched from here: {cause}\nOn a machine that reaches it: {public.download_command()}\n"
+            f"then here: python dataset/fetch.py {name} --source FOLDER"
+        ) from error
+
+
+def convert(public: PublicSet, source: Path, output: Path, options: argparse.Namespace) -> dict[str, int]:
+    """Write the converted set to ``output``; items of each split.
+
+    Raises:
+        FetchError: ``output`` is already there, or the set is not in the form we know.
+    """
+    from paco_grpo.data.prompts import DataError, load_prompts
+
+    if output.exists() and any(output.iterdir()):
+        raise FetchError(f"{output} is not empty; name another folder with --output, or remove it")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        public.convert(source, scratch, options)
+        counts = {split: len(load_prompts(scratch, split, public.kind)) for split in public.splits}
+        if output.exists():
+            output.rmdir()
+        scratch.chmod(0o755)
+        scratch.rename(output)
+    except (ConversionError, DataError, OSError) as error:
+        raise FetchError(f"{source} cannot be converted: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 with one message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(SETS))
+    parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
+    parser.add_argument("--source", type=Path, help="folder of the set as published; no download then")
+    parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
+    parser.add_argument("--language", default="en", choices=["en", "cn"], help="of GEdit-Bench's instructions")
+    parser.add_argument("--test-share", type=float, default=0.1, help="of sets that have no test split")
+    options = parser.parse_args(arguments)
+    public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"
+    try:
+        if options.source is not None and not options.source.is_dir():
+            raise FetchError(f"--source {options.source} is not a folder")
+        source = options.source or download(public, options.name)
+        counts = convert(public, source, output, options)
+    except FetchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    said = ", ".join(f"{count} {split}" for split, count in counts.items())
+    print(f"{output}: {said} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""What the launch scripts hand on: accelerate's arguments, its configurations, several machines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from serving_reward import free_port
+from tiny_run import ROOT, overrides_for
+
+SCRIPTS = ROOT / "scripts"
+CONFIGS = sorted((SCRIPTS / "accelerate_configs").glob("*.yaml"))
+ALL = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp2"} | {
+    f"deepspeed_zero{stage}" for stage in ("1", "2", "2_offload", "3", "3_offload")
+}
+
+
+def parsed(*arguments: str):
+    """accelerate's own reading of a command line."""
+    parsed, _, _ = _validate_launch_command(launch_command_parser().parse_args([*arguments, "train.py"]))
+    return parsed
+
+
+def test_every_configuration_is_there():
+    assert {path.stem for path in CONFIGS} == ALL
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_the_configuration(path):
+    read = parsed("--config_file", str(path), "--num_processes", "4")
+    name = path.stem
+    assert read.num_processes == 4
+    assert bool(read.use_deepspeed) == name.startswith("deepspeed")
+    assert bool(read.use_fsdp) == (name == "fsdp2")
+    assert bool(read.multi_gpu) == name.startswith("multi")
+    assert bool(read.use_cpu) == (name == "cpu")
+    assert read.num_machines == (2 if name == "multi_node" else 1)
+    if read.use_deepspeed:
+        assert str(read.zero_stage) == name.removeprefix("deepspeed_zero")[0]
+        assert (read.offload_optimizer_device == "cpu") == name.endswith("offload")
+    if read.use_fsdp:
+        assert read.fsdp_version == 2
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_number_of_processes_and_the_precision_are_not_the_files(path):
+    content = yaml.safe_load(path.read_text())
+    assert "num_processes" not in content
+    assert content["mixed_precision"] == "no"
+
+
+def handed_on(tmp_path: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script with an interpreter that only writes down how it was called."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
+    )
+    python.chmod(0o755)
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / "nvidia-smi").unlink(missing_ok=True)
+    clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")}
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *arguments], env=clean | {"PYTHON": str(python)} | environment,
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def called(tmp_path: Path) -> list[str]:
+    return (tmp_path / "called").read_text().splitlines()
+
+
+def test_several_machines_are_handed_to_accelerate(tmp_path):
+    machines = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29601", "NUM_PROCESSES": "3"}
+    assert handed_on(tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines).returncode == 0
+    *arguments, _ = called(tmp_path)
+    assert arguments[:2] == ["-m", "accelerate.commands.launch"]
+    script = arguments.index("scripts/train.py")
+    read = parsed(*[str(ROOT / a) if a.endswith(".yaml") else a for a in arguments[2:script]])
+    assert (read.num_machines, read.machine_rank, read.num_processes) == (2, 1, 6)
+    assert (read.main_process_ip, read.main_process_port, read.rdzv_backend) == ("node0", 29601, "static")
+    assert arguments[script + 1 :] == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "set NNODES"),
+        ({"NNODES": "two"}, "NNODES=two is not a positive integer"),
+        ({"NNODES": "2", "MASTER_ADDR": "x"}, "needs NODE_RANK from 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "needs NODE_RANK from 0 to 1, another one"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "needs MASTER_ADDR"),
+    ],
+)
+def test_what_several_machines_need_is_said(tmp_path, environment, said):
+    ended = handed_on(tmp_path, "multi_node/train_flux.sh", "t2is", **environment)
+    assert ended.returncode != 0 and said in ended.stderr
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("stated", "given", "expected"),
+    [("", "", "1"), ("", "5", "5"), ("num_processes: 7\n", "", None), ("num_processes: 7\n", "5", "5")],
+)
+def test_a_configuration_of_the_users_may_state_its_processes(tmp_path, stated, given, expected):
+    config = tmp_path / "own.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
+    environment = {"ACCELERATE_CONFIG": str(config)} | ({"NUM_PROCESSES": given} if given else {})
+    ended = handed_on(tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment)
+    assert ended.returncode == 0, ended.stderr
+    arguments = called(tmp_path)
+    assert ("--num_processes" in arguments) == (expected is not None)
+    if expected:
+        assert arguments[arguments.index("--num_processes") + 1] == expected
+
+
+@pytest.mark.parametrize("name", ["train_flux", "train_flux_kontext", "train_qwenimage_edit"])
+def test_every_model_has_a_script_for_several_machines(name):
+    assert f"../single_node/{name}.sh" in (SCRIPTS / "multi_node" / f"{name}.sh").read_text()
+
+
+@pytest.mark.long
+def test_two_machines_over_loopback_train_together(tiny_flux_dir, tmp_path):
+    """Two launches that know each other by address alone, one process each, gloo in place of nccl."""
+    options = [f"--config.{key}={value}" for key, value in overrides_for(tiny_flux_dir, tmp_path).items()]
+    command = ["bash", str(SCRIPTS / "multi_node" / "train_flux.sh"), "toy_t2is", *options]
+    shared = {
+        "PYTHON": sys.executable, "NNODES": "2", "NUM_PROCESSES": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }  # fmt: skip
+    machines = [
+        subprocess.Popen(command, env=os.environ | shared | {"NODE_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [machine.communicate(timeout=550)[1] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    run = tmp_path / "runs" / "run"
+    assert json.loads((run / "plan.json").read_text())["num_processes"] == 2
+    epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in epochs if row["phase"] == "train"] == [1, 2]
