@@ -34,7 +34,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
                 f"vLLM is not installed in {python}: run `bash setup.sh --vllm`, correct VLLM_PYTHON, or use "
                 "VLLM_ENGINE=transformers"
             )
-    missing = [name for name in ("transformers", "torch", "fastapi", "uvicorn") if not _version(sys.executable, name)]
+    missing = [name for name in ("transformers", "torch", "uvicorn", "orjson") if not _version(sys.executable, name)]
     if missing:
         raise LaunchError(f"{sys.executable} lacks {', '.join(missing)}: run `bash setup.sh`, or set PYTHON")
     package, version = _version(sys.executable, "transformers")

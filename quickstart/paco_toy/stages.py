@@ -252,7 +252,8 @@ def rl(ctx: Context) -> dict[str, Any]:
         command.append(f"--config.max_train_minutes={ctx.minutes}")
     port = ctx.results["server"]["port"]
     if port != 8000:
-        command += [f"--config.{part}.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}" for part in ("train",)]
+        # Evaluation takes training's arguments where it has none of its own.
+        command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")
     ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(),
                      progress=EpochProgress(ctx.run, ctx.minutes))  # fmt: skip
     found: dict[str, Any] = policy_measures(ctx.run)

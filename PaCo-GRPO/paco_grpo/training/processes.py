@@ -134,9 +134,11 @@ def set_threads(num_threads: int | None, num_processes: int) -> int:
     """Set and return the CPU threads of this process.
 
     Args:
-        num_threads: ``config.num_threads``; None = cores / processes, but not more than OMP_NUM_THREADS allows.
-        num_processes: On this machine.
+        num_threads: ``config.num_threads``; None = this machine's cores / its processes, but not more than
+            OMP_NUM_THREADS allows.
+        num_processes: Of the run; torchrun's LOCAL_WORLD_SIZE says how many of them are on this machine.
     """
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     if num_threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_threads = max(1, min(torch.get_num_threads(), cores // num_processes))
