@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
@@ -35,7 +36,14 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def judge_folder(tiny, tmp_path_factory) -> Path:
-    return tiny.save_judge(tmp_path_factory.mktemp("judge"))
+    """A random judge, whose Yes and No have larger embeddings: random weights seldom put them among the top 20."""
+    folder = tiny.save_judge(tmp_path_factory.mktemp("judge"))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[words] *= 4
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
