@@ -115,6 +115,7 @@ def test_a_stopped_run_continues(judged, tmp_path, capsys):
     assert rows[: len(early)] == early and [row["index"] for row in rows] == list(range(20))
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_with_the_command_as_typed(answering_judge, data, judged, tmp_path):
     """SIGKILL between rows, the same command again: every row once, as a run that was not killed has them."""
     assert judged() == 0

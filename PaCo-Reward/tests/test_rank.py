@@ -226,6 +226,7 @@ def typed_arguments(model, bench, results_dir):
     return [*base, "--engine", "transformers", "--batch_size", "1"]
 
 
+@pytest.mark.slow
 def test_the_commands_as_typed_and_killed(answering_judge, bench, tmp_path):
     """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
     arguments = typed_arguments(answering_judge, bench, tmp_path / "typed")

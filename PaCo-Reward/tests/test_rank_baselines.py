@@ -199,6 +199,7 @@ def test_baselines_stand_beside_judges_in_the_table(evaluated, ranked, tmp_path)
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["histogram", "judge-v3", "pixel"]
 
 
+@pytest.mark.slow
 def test_a_vlm_is_asked_as_eval_vllm_asks(answering_judge, bench, tmp_path):
     arguments = ["--dataset_dir", bench.parent, "--engine", "transformers", "--batch_size", "16"]
     for script, option, folder in (("eval.py", "--scorer", "a"), ("eval_vllm.py", "--model", "b")):

@@ -86,6 +86,7 @@ def test_a_body_of_50_mb_is_refused(open_gateway, server):
     assert server.counts()["asked"] == 1
 
 
+@pytest.mark.slow
 def test_500_requests_at_once(open_gateway, server):
     server.mode("slow:0.3")
     assert ask_many(open_gateway, "Solo", 500, 500) == [200] * 500

@@ -39,6 +39,7 @@ def two(shell, model) -> dict:
     return {"VLLM_MODEL_PATHS": "model,second", "VLLM_MODEL_NAMES": "Judge,Other"}
 
 
+@pytest.mark.slow
 def test_several_models_behind_one_port(shell, two):
     status, output, errors = shell.run("launch.sh", **two)
     assert status == 0, errors
@@ -123,6 +124,7 @@ def test_ctrl_c_while_several_load_leaves_no_process(shell, two):
     assert session() == set()
 
 
+@pytest.mark.slow
 def test_two_groups_beside_each_other(shell, two, tmp_path):
     other = {"VLLM_PORT": str(free_port()), "VLLM_LABEL": "other", "FAKE_VLLM_RECORD": str(tmp_path / "other")}
     assert shell.run("launch.sh", **two)[0] == 0
@@ -132,6 +134,7 @@ def test_two_groups_beside_each_other(shell, two, tmp_path):
     assert LOCAL.get(f"http://127.0.0.1:{other['VLLM_PORT']}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_in_the_foreground_replicas_may_end_until_none_is_left(shell):
     launch = shell.start("launch.sh", "--foreground", VLLM_REPLICAS="2")
     read_until(launch, "Ready:")
