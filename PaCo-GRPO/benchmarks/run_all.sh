@@ -52,7 +52,7 @@ else
 fi
 
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-results="${RESULTS:-benchmarks/results/$("$PYTHON" benchmarks/measuring/machine.py)}"
+results="${RESULTS:-benchmarks/results/$("$PYTHON" -m measuring.machine)}"
 README="${README:-benchmarks/README.md}"
 $dry || mkdir -p "$results"
 if $again && ! $dry; then rm -f "$results"/*.json "$results"/*.png "$results"/tables.md; fi
@@ -95,7 +95,7 @@ fitting() {
 compare=()
 all=("${COMPARISONS[@]}")
 if [[ $size == gpu ]]; then all+=("${GPU_COMPARISONS[@]}"); fi
-known="$("$PYTHON" benchmarks/measuring/options.py)"
+known="$("$PYTHON" -m measuring.options)"
 for each in "${all[@]}"; do
   missing=""
   while read -r -d + key; do
@@ -122,7 +122,7 @@ else
   counts=(1)
   for count in 2 4 8; do if ((count <= gpus)); then counts+=("$count"); fi; done
   if ((gpus > 1)); then
-    must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 2
+    must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 1
   else
     echo "scaling: one GPU, so there is nothing to scale over"
   fi

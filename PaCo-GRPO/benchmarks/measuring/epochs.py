@@ -33,7 +33,9 @@ class Watched:
         self.trainer = Trainer(run)
         self.device = run.accelerator.device
         self.calls: Counter[str] = Counter()
-        self.forwards: Counter[tuple[str, int, int, bool]] = Counter()  # (phase, image, text tokens, gradient) -> images
+        self.forwards: Counter[tuple[str, int, int, bool]] = (
+            Counter()
+        )  # (phase, image, text tokens, gradient) -> images
         self.seconds: Counter[str] = Counter()
         self._phase = "other"
         self._detailed = False

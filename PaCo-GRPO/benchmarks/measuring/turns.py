@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from measuring.epochs import Watched, flops_of
 from measuring.generators import register, shared_weights
 from measuring.peak import matmul_peak
-from measuring.statistics import ratios, summary
+from measuring.repeats import ratios, summary
 from measuring.workload import Workload, make_config, repeat_published_work
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.setup import build_run
