@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,28 @@ from paco_grpo.training.trainer import Trainer
 _TRAINER_TIMES = {"sampling": "time/sample_s", "reward_wait": "time/reward_wait_s", "training": "time/train_s"}
 
 
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What a run sets for the whole process, so that runs which take turns each have their own."""
+
+    threads: int
+    matmul_tf32: bool
+    cudnn_tf32: bool
+    cudnn_benchmark: bool
+
+    @classmethod
+    def now(cls) -> ProcessSettings:
+        """As they are."""
+        cudnn = torch.backends.cudnn
+        return cls(torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
+
+    def apply(self) -> None:
+        """Set them."""
+        torch.set_num_threads(self.threads)
+        torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = self.cudnn_tf32, self.cudnn_benchmark
+
+
 class Watched:
     """A run with a trainer, whose epochs can be measured.
 
@@ -32,6 +55,7 @@ class Watched:
         self.run = run
         self.trainer = Trainer(run)
         self.device = run.accelerator.device
+        self.settings = ProcessSettings.now()
         self.calls: Counter[str] = Counter()
         self.forwards: Counter[tuple[str, int, int, bool]] = (
             Counter()
@@ -56,6 +80,7 @@ class Watched:
         """
         self.calls.clear(), self.forwards.clear(), self.seconds.clear()
         self._detailed = detailed
+        self.settings.apply()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         synchronise(self.device)
