@@ -106,7 +106,7 @@ done
 
 if [[ $size == cpu ]]; then
   must epoch-counting epoch.py --preset toy "${compare[@]}" --repeats 4
-  must epoch-rewards epoch.py --preset toy --reward-seconds 0.05 --repeats 2 --config.sample.reward_batch_size=4
+  must epoch-rewards epoch.py --preset toy --batch 4 --reward-seconds 0.05 --repeats 2
   must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
     --steps 3 --repeats 3 --counted flux-dev kontext-dev --text 512 128
   must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 4
@@ -114,7 +114,7 @@ if [[ $size == cpu ]]; then
 else
   fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
   fitting epoch-compared epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
-  fitting epoch-rewards epoch.py --preset flux-dev --batch 8 --train-batch 2 --repeats 2 --reward-seconds 0.2
+  fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
   fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
     --counted flux-dev kontext-dev --text 512 128
   fitting epoch-kontext epoch.py --preset kontext-dev --batch 4 --train-batch 2 --repeats 2
