@@ -31,10 +31,10 @@ from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.checks import check_config, check_images, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
-from paco_grpo.training.evaluation import captioned
 from paco_grpo.training.generator import load_generator
 from paco_grpo.training.journal import ScoreJournal
 from paco_grpo.training.observe import BaseProbe
+from paco_grpo.training.pictures import captioned
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.processes import set_threads
 from paco_grpo.training.reward_sets import build_reward_sets
