@@ -28,7 +28,7 @@ from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.checks import check_config, check_images, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
 from paco_grpo.training.generator import load_generator
@@ -103,6 +103,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
     """
     check_config(config)
+    check_model(config)
     accelerator = _accelerator()
     threads = set_threads(config.num_threads, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
@@ -209,12 +210,6 @@ def _policy(
 ) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
     policy = load_generator(config, accelerator.device)
-    for group in ("train", "test"):
-        if config[group].resolution % policy.size_multiple:
-            raise ConfigError(
-                f"config.{group}.resolution={config[group].resolution} is not a multiple of {policy.size_multiple}, "
-                f"as {config.pretrained.model} needs"
-            )
     _seed_everything(config.seed)  # the adapter's gaussian start is the same on every process
     if config.use_lora:
         add_lora(policy, config.train.lora_rank, config.train.lora_alpha, lora_path=config.train.lora_path)
