@@ -29,6 +29,7 @@ from paco_grpo.types import Item
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
+_ENCODED_AHEAD = 32  # batches, where text encoders have to be brought to the accelerator first
 
 
 def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
@@ -126,6 +127,9 @@ def _draw(
             return False
         if turn >= len(batches):
             continue
+        if policy.offloads_text_encoders and turn % _ENCODED_AHEAD == 0:
+            ahead = batches[turn : turn + _ENCODED_AHEAD]
+            policy.encode([_sized(images[i][0], size) for batch, size in ahead for i in batch])  # remembered by it
         batch, size = batches[turn]
         batch_items = [images[i][0] for i in batch]
         drawn = draw(policy, batch_items, [images[i][1] for i in batch], *size, config.test.num_steps,
@@ -188,7 +192,7 @@ def draw(
     """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode([dataclasses.replace(item, height=height, width=width) for item in items]),
+        policy.encode([_sized(item, (height, width)) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,
@@ -199,6 +203,10 @@ def draw(
         merge_lora=merge_lora,
     )
     return policy.decode(record.clean_latents, height, width)
+
+
+def _sized(item: Item, size: tuple[int, int]) -> Item:
+    return dataclasses.replace(item, height=size[0], width=size[1])
 
 
 def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
