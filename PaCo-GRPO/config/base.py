@@ -82,6 +82,7 @@ def _train() -> ConfigDict:
     train.adam_weight_decay = 1e-4
     train.adam_epsilon = 1e-8
     train.use_8bit_adam = False
+    train.sharding = placeholder(str)  # fsdp2: divide the transformer over processes; None = as accelerate was started
     train.max_grad_norm = 1.0
     train.num_inner_epochs = 1
     train.gradient_step_per_epoch = placeholder(int)  # optimizer steps an epoch; None = 1 for nft, else 2

@@ -31,6 +31,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "logging_platform": TRACKERS,
     "train.loss_type": OBJECTIVES,
     "train.old_log_prob": ("auto", "rollout", "recompute"),
+    "train.sharding": (None, "fsdp2"),
 }
 _AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -98,9 +99,9 @@ def _choices(config: ConfigDict) -> Iterator[str]:
     for key, known in _CHOICES.items():
         value = _get(config, key)
         if value not in known:
-            near = difflib.get_close_matches(str(value), list(known), n=1)
+            near = difflib.get_close_matches(str(value), [choice for choice in known if choice], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(known)}"
+            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}"
 
 
 def _ranges(config: ConfigDict) -> Iterator[str]:

@@ -160,6 +160,7 @@ class Trainer:
                 same_latent=sample.same_latent,
                 merge_lora=sample.merge_lora and self.config.use_lora,
                 on_batch=on_batch,
+                turns=self.run.engine.turns,
             )
         if rollouts is not None and turns.stop_after_last():
             rollouts = None
@@ -252,6 +253,7 @@ class Trainer:
                     self.accelerator,
                     folder,
                     self._signalled,
+                    self.run.engine.lockstep,
                 )
         except ScoringError as error:
             self._save()
