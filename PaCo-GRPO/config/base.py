@@ -87,6 +87,7 @@ def _train() -> ConfigDict:
     train.adam_weight_decay = 1e-4  # decoupled, times the learning rate
     train.adam_epsilon = 1e-8  # added to the root of the second moment
     train.use_8bit_adam = False  # AdamW's state in 8 bits, with bitsandbytes
+    train.sharding = placeholder(str)  # fsdp2: divide the transformer over processes; None = as accelerate was started
     train.max_grad_norm = 1.0  # gradients are scaled down to this norm
     train.num_inner_epochs = 1  # passes over the samples of an epoch
     train.gradient_step_per_epoch = placeholder(int)  # optimizer steps an epoch; None = 1 for nft, else 2
@@ -134,7 +135,7 @@ def _speed() -> ConfigDict:
     """How the same numbers are computed faster. What changes them, if only by rounding, is off unless asked for."""
     speed = ConfigDict()
     speed.compile = False  # torch.compile of the transformer's blocks: equal to rounding; the first epoch takes longer
-    speed.attention = placeholder(str)  # diffusers' name of an attention back end, e.g. _native_cudnn; None = its default
+    speed.attention = placeholder(str)  # an attention back end of diffusers, e.g. _native_cudnn; None = its default
     speed.fused_adam = placeholder(bool)  # one kernel for a whole AdamW step; None = on CUDA
     speed.offload_text_encoders = placeholder(bool)  # on the CPU while they encode nothing; None = on CUDA
     speed.offload_vae = False  # on the CPU while it decodes nothing

@@ -31,6 +31,7 @@ _CHOICES: dict[str, Iterable] = {
     "sample.tail_order": (1, 2),
     "train.loss_type": OBJECTIVES,
     "train.old_log_prob": ("auto", "rollout", "recompute"),
+    "train.sharding": (None, "fsdp2"),
 }
 _AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -109,7 +110,7 @@ def _choices(config: ConfigDict) -> Iterator[str]:
     for key, known in _CHOICES.items():
         value = _get(config, key)
         if value not in known:
-            near = difflib.get_close_matches(str(value), list(map(str, known)), n=1)
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in known if choice], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             yield f"{key}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}"
 
