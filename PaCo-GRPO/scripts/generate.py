@@ -121,8 +121,9 @@ def main(arguments: list[str]) -> int:
     from paco_grpo.policies import PolicyLoadError, policy_class
     from paco_grpo.rewards.errors import RewardError
     from paco_grpo.training.configuration import ConfigError, read_config
-    from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
+    from paco_grpo.training.evaluation import draw, drawing_batches
     from paco_grpo.training.generator import load_adapter, load_generator
+    from paco_grpo.training.pictures import contact_sheet
     from paco_grpo.training.speed import apply_speed, check_speed
     from paco_grpo.training.texts import settle_text_length
     from paco_judge.client import JudgeError
@@ -161,7 +162,8 @@ def main(arguments: list[str]) -> int:
     captions = []
     if judge is not None:
         captions = write_scores(judge(images, [item for item, _ in wanted]).tolist(), wanted, names, own.output)
-    contact_sheet(images, captions).save(own.output / "sheet.png")
+    references = [item.image for item, _ in wanted] if edits_images else []
+    contact_sheet(images, captions, references).save(own.output / "sheet.png")
     print(f"{len(images)} images and sheet.png in {own.output}")
     return 0
 

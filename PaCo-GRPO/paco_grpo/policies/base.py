@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -155,6 +155,11 @@ class Policy(ABC):
         from paco_grpo.policies.adapters import merged
 
         return merged(self)
+
+    @classmethod
+    def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        """``size_multiple`` by the VAE's configuration alone: its levels halve the sides, and 2x2 latents are a token."""
+        return 2 * 2 ** (len(vae["block_out_channels"]) - 1)
 
     def cached(self, threshold: float) -> AbstractContextManager:
         """Approximate forwards inside the block, by a first-block cache that is empty at its start."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import QwenImageEditPipeline
@@ -61,10 +62,15 @@ class QwenImageEditPolicy(EditingPolicy):
         self.guided = self.negative_prompt is not None and self.guidance_scale > 1
         if (self.negative_prompt is not None) != (self.guidance_scale > 1):
             logger.warning(
-                "no true CFG: guidance_scale is %g and negative_prompt is %r, but it needs a scale above 1 and a "
-                "negative prompt (' ' will do)",
+                "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
+                "scale above 1 and a negative prompt (' ' will do)",
                 self.guidance_scale, self.negative_prompt,
             )  # fmt: skip
+
+    @classmethod
+    def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        """See :meth:`Policy.size_multiple_with`; the VAE of a video model."""
+        return 2 * 2 ** len(vae["temperal_downsample"])  # diffusers' spelling
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""

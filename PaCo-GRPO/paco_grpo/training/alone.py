@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.training.checks import check_images, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
 from paco_grpo.training.evaluation import evaluate
 from paco_grpo.training.generator import load_adapter, load_generator
 from paco_grpo.training.processes import set_threads
@@ -31,6 +31,8 @@ def evaluate_alone(config: ConfigDict, adapter: str | None, output: Path) -> dic
         ConfigError, DataError, RewardError, JudgeError, PolicyLoadError: Before anything is drawn.
         ScoringError: A reward failed.
     """
+    check_config(config)
+    check_model(config)
     accelerator = Accelerator()
     set_threads(config.num_threads, accelerator.num_processes)
     check_writable(output)

@@ -162,6 +162,7 @@ class Trainer:
                 overlap_decode=on_cuda(self.config.speed.overlap_decode, self.policy.device),
                 on_images=observer.add,
                 stop_after_batch=turns.stop_after_batch,
+                turns=self.run.engine.turns,
             )
         if rollouts is not None and turns.stop_after_last():
             rollouts = None
@@ -265,6 +266,7 @@ class Trainer:
                     self.accelerator,
                     folder,
                     self._signalled,
+                    self.run.engine.lockstep,
                 )
         except ScoringError as error:
             self._save()
