@@ -14,6 +14,7 @@ from paco_grpo.data import prompts
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import rollout
+from paco_grpo.training.decoding import Decoder
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Conditioning, Item, RolloutRecord
 
@@ -98,7 +99,9 @@ def collect(
     item_size: str,
     batch_size: int,
     same_latent: bool,
-    on_batch: Callable[[list], bool],
+    on_images: Callable[[list], None],
+    stop_after_batch: Callable[[], bool],
+    overlap_decode: bool = False,
     turns: Callable[[int], int] = lambda own: own,
     **sampling: Any,
 ) -> Rollouts | None:
@@ -114,13 +117,20 @@ def collect(
         item_size: See ``size_of``.
         batch_size: Images per forward.
         same_latent: One initial noise per prompt; the steps before the first noise step are then shared.
-        on_batch: Called with the images after each batch; True = stop here.
+        on_images: Called with the images of each batch, in order; in another thread where decoding overlaps.
+        stop_after_batch: Asked after each batch; True = stop here.
+        overlap_decode: Decode a batch while the next one is sampled (``decoding.Decoder``).
         turns: ``Engine.turns``; in the turns beyond its own batches, this process draws one again and drops it.
-        sampling: ``num_steps``, ``noise_steps``, ``noise_level``, ``cps`` and ``merge_lora`` of ``rollout``.
+        sampling: ``num_steps``, ``noise_steps``, ``noise_level``, ``cps``, ``merge_lora`` and ``tail`` of ``rollout``.
 
     Returns:
-        None when ``on_batch`` asked to stop.
+        None when ``stop_after_batch`` asked to stop.
     """
+
+    def deliver(images: list, batch: list[int]) -> None:
+        queue.submit(images, [items[i] for i in item_ids[batch]], batch)
+        on_images(images)
+
     item_ids = samples.item_ids[positions]
     unique, rows = np.unique(item_ids, return_inverse=True)
     drawn = [at_size(items[i], resolution, item_size, policy) for i in unique]
@@ -128,31 +138,30 @@ def collect(
     keys = [policy.batch_key(item) for item in drawn]
     records, record_keys, numbers = [], [], []
     batches = batches_by_key([keys[row] for row in rows], batch_size)
-    for turn in range(turns(len(batches))):
-        idle = turn >= len(batches)
-        batch = batches[0 if idle else turn]
-        height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
-        batch_rows = torch.from_numpy(rows[batch])
-        record = rollout(
-            policy,
-            conditioning.select(batch_rows),
-            item_ids[batch],
-            samples.seeds[positions[batch]].tolist(),
-            height,
-            width,
-            group_index=batch_rows if same_latent else None,
-            initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
-            **sampling,
-        )
-        if idle:
-            if on_batch([]):
+    with Decoder(policy, deliver, overlap_decode) as decoder:
+        for turn in range(turns(len(batches))):
+            idle = turn >= len(batches)
+            batch = batches[0 if idle else turn]
+            height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
+            batch_rows = torch.from_numpy(rows[batch])
+            record = rollout(
+                policy,
+                conditioning.select(batch_rows),
+                item_ids[batch],
+                samples.seeds[positions[batch]].tolist(),
+                height,
+                width,
+                group_index=batch_rows if same_latent else None,
+                initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
+                **sampling,
+            )
+            if not idle:
+                decoder.submit(record.clean_latents, height, width, batch)
+                rows_only = ItemRows(batch_rows.to(record.item_ids.device))
+                records.append(dataclasses.replace(record, conditioning=rows_only))
+                record_keys.append(keys[rows[batch[0]]])
+                numbers.append(np.array(batch))
+            if stop_after_batch():
                 return None
-            continue
-        images = policy.decode(record.clean_latents, height, width)
-        queue.submit(images, [items[i] for i in item_ids[batch]], batch)
-        records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
-        record_keys.append(keys[rows[batch[0]]])
-        numbers.append(np.array(batch))
-        if on_batch(images):
-            return None
+        decoder.wait()
     return Rollouts(conditioning, records, record_keys, numbers)

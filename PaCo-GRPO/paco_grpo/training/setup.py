@@ -27,17 +27,20 @@ from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.checks import check_config, check_images, check_writable
+from paco_grpo.training.batch_size import settle_batch_size
+from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
 from paco_grpo.training.engine import Engine, build_accelerator, build_engine
-from paco_grpo.training.evaluation import captioned
 from paco_grpo.training.generator import load_generator
 from paco_grpo.training.journal import ScoreJournal
 from paco_grpo.training.observe import BaseProbe
+from paco_grpo.training.pictures import captioned
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.processes import set_threads
 from paco_grpo.training.reward_sets import build_reward_sets
+from paco_grpo.training.speed import apply_speed, check_speed, on_cuda
+from paco_grpo.training.texts import settle_text_length
 from paco_grpo.training.tracking import MetricsFile, Tracker, build_tracker
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -104,6 +107,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
     """
     check_config(config)
+    check_model(config)
     accelerator = build_accelerator()
     engine = build_engine(config, accelerator)
     threads = set_threads(config.num_threads, accelerator.num_processes)
@@ -111,12 +115,16 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     folder = _run_folder(config, configuration_name, accelerator)
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
     check_images(config, {"train": train_items, "test": test_items})
-    plan = make_plan(config, accelerator.num_processes)
+    settle_text_length(config, [*train_items, *test_items])
+    check_speed(config, accelerator.device)
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
     journal = ScoreJournal(folder / "scores", accelerator.process_index)
     rewards = build_reward_sets(config, accelerator.device, journal)
     policy, parameters, extra = _policy(config, engine)
+    apply_speed(config, policy)
+    batch_size = settle_batch_size(config, policy, train_items, accelerator, folder)
+    plan = make_plan(config, accelerator.num_processes, batch_size)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (config.num_checkpoint_limit + 1))
     ema = EMA(parameters, config.train.ema_decay, config.train.ema_update_interval) if config.train.ema else None
@@ -200,12 +208,6 @@ def _policy(
 ) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
     policy = load_generator(config, engine.loading_device)
-    for group in ("train", "test"):
-        if config[group].resolution % policy.size_multiple:
-            raise ConfigError(
-                f"config.{group}.resolution={config[group].resolution} is not a multiple of {policy.size_multiple}, "
-                f"as {config.pretrained.model} needs"
-            )
     _seed_everything(config.seed)  # the adapter's gaussian start is the same on every process
     if config.use_lora:
         add_lora(policy, config.train.lora_rank, config.train.lora_alpha, lora_path=config.train.lora_path)
@@ -239,7 +241,7 @@ def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torc
         "eps": train.adam_epsilon,
     }
     if not train.use_8bit_adam:
-        return torch.optim.AdamW(parameters, fused=parameters[0].is_cuda or None, **kwargs)
+        return torch.optim.AdamW(parameters, fused=on_cuda(config.speed.fused_adam, parameters[0].device), **kwargs)
     try:
         import bitsandbytes
     except ImportError as error:

@@ -59,13 +59,17 @@ class Updater:
     step: int = 0
     recompute: bool | None = None
 
+    def prepare(self, rollouts: Rollouts) -> None:
+        """What comes before ``run`` and needs no scores: old log-probabilities computed anew, in place, where wanted."""
+        self._old_log_prob(rollouts)
+
     def run(
         self, rollouts: Rollouts, positions: np.ndarray, advantages: np.ndarray, kept: np.ndarray, epoch: int
     ) -> dict[str, float]:
         """Train on one epoch's samples.
 
         Args:
-            rollouts: What this process sampled.
+            rollouts: What this process sampled, after ``prepare``.
             positions: (n,) global position of each local sample.
             advantages: (N,) over all processes, by global position.
             kept: (N,) bool over all processes; the others are left out, the loss is divided by the global number kept.
@@ -77,7 +81,6 @@ class Updater:
         Raises:
             NonFiniteError: On every process, before the update.
         """
-        self._old_log_prob(rollouts)
         number_at = {int(position): number for number, position in enumerate(positions)}
         collected: list[dict[str, float]] = []
         for inner in range(self.config.train.num_inner_epochs):
@@ -196,7 +199,7 @@ class Updater:
 
     def _deviates(self, rollouts: Rollouts) -> bool:
         """Whether the ratio of the first micro-batch, which should be 1, is off by a quarter of the clip range."""
-        if self.policy.dtype == torch.float32:
+        if self.policy.dtype == torch.float32 and not self.config.speed.compile:
             return False
         _, record = next(rollouts.micro_batches(rollouts.samples[0].tolist(), self.config.train.batch_size))
         ratio = (recompute_old(self.policy, record).log_prob - record.log_prob).exp()
@@ -206,10 +209,10 @@ class Updater:
         logger.info("first ratio deviates from 1 by %.1e (a quarter of clip_range is %.1e)", deviation, limit)
         if off:
             logger.warning(
-                "%s: old log-probabilities are recomputed before each update (one more forward); "
-                "config.train.old_log_prob='rollout' forbids it, mixed_precision='no' makes it needless",
-                self.config.mixed_precision,
-            )
+                "mixed_precision=%s, speed.compile=%s: old log-probabilities are recomputed before each update (one more "
+                "forward); config.train.old_log_prob='rollout' forbids it, mixed_precision='no' makes it needless",
+                self.config.mixed_precision, self.config.speed.compile,
+            )  # fmt: skip
         return off
 
 
