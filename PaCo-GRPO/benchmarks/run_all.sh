@@ -21,12 +21,16 @@ COMPARISONS=(
   "work=published,ours"
   "sample.merge_lora=off,on"
   "sample.same_latent=off,on"
-  "speed.compile=off,on"
+  "speed.fused_adam=off,on"
 )
+COMPILED="speed.compile=off,on" # apart, since its first epoch takes minutes
 # those that need a GPU to mean anything
 GPU_COMPARISONS=(
   "enable_gradient_checkpointing=off,on"
   "allow_tf32=off,on"
+  "speed.offload_text_encoders=off,on"
+  "speed.overlap_decode=off,on"
+  "speed.attention=None,_native_cudnn,_native_flash"
 )
 # ------------------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +96,7 @@ fitting() {
   ((status == 0)) || failed+=("$name")
 }
 
-compare=()
+compare=() compiled=()
 all=("${COMPARISONS[@]}")
 if [[ $size == gpu ]]; then all+=("${GPU_COMPARISONS[@]}"); fi
 known="$("$PYTHON" -m measuring.options)"
@@ -103,6 +107,7 @@ for each in "${all[@]}"; do
   done <<<"${each%%=*}+"
   if [[ -z "$missing" ]]; then compare+=(--compare "$each"); else echo "no option $missing: $each is left out"; fi
 done
+if grep -qx -- "${COMPILED%%=*}" <<<"$known"; then compiled=(--compare "$COMPILED"); fi
 
 if [[ $size == cpu ]]; then
   must epoch-counting epoch.py --preset toy "${compare[@]}" --repeats 4
@@ -111,9 +116,13 @@ if [[ $size == cpu ]]; then
     --steps 3 --repeats 3 --counted flux-dev kontext-dev --text 512 128
   must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 4
   must profile epoch.py --preset toy --repeats 1 --warmup 0 --profile
+  if ((${#compiled[@]})); then must epoch-compiled epoch.py --preset toy --k 4 "${compiled[@]}" --repeats 2; fi
 else
   fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
   fitting epoch-compared epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
+  if ((${#compiled[@]})); then
+    fitting epoch-compiled epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compiled[@]}" --repeats 3
+  fi
   fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
   fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
     --counted flux-dev kontext-dev --text 512 128
