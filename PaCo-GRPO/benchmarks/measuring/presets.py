@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
@@ -105,11 +106,11 @@ def resolve(model: str) -> str:
 def build(
     name: str, dtype: torch.dtype = torch.float32, inside: AbstractContextManager | None = None
 ) -> DiffusionPipeline:
-    """The pipeline called ``name`` (see :func:`resolve`), its parameters as each class initialises them, in ``dtype``.
+    """The pipeline called ``name`` (see :func:`resolve`), its parameters as each class initialises them.
 
     Args:
         name: A preset, a hub name that is known, or a folder.
-        dtype: Of every parameter.
+        dtype: Of every parameter but the VAE's, which are float32, as the policies want it.
         inside: The modules (and nothing else) are made in this context, for example ``torch.device("cuda")``.
 
     Raises:
@@ -120,14 +121,22 @@ def build(
         class_name, parts = _folder_parts(Path(name).expanduser())
     else:
         class_name, parts = PRESETS[name], _flux_parts() if name.startswith("flux") else _qwen_parts()
+    modules = {
+        part: _made(make, torch.float32 if part == "vae" else dtype, inside or nullcontext())
+        for part, make in parts.items()
+        if isinstance(make, FunctionType)
+    }
+    return getattr(diffusers, class_name)(**(parts | modules))
+
+
+def _made(make: Callable[[], torch.nn.Module], dtype: torch.dtype, inside: AbstractContextManager) -> torch.nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with inside or nullcontext():
-            modules = {part: make() for part, make in parts.items() if isinstance(make, FunctionType)}
+        with inside:
+            return make()
     finally:
         torch.set_default_dtype(before)
-    return getattr(diffusers, class_name)(**(parts | modules))
 
 
 # Each part is the object itself, or, for what has parameters, a function that makes it.
