@@ -29,6 +29,7 @@ from paco_grpo.types import Item
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
+_ENCODED_AHEAD = 32  # batches, where text encoders have to be brought to the accelerator first
 
 
 def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
@@ -55,6 +56,7 @@ def evaluate(
     accelerator: Accelerator,
     folder: Path,
     should_stop: Callable[[], bool],
+    lockstep: bool = False,
 ) -> dict[str, float] | None:
     """Draw and score the evaluation set with the weights the policy holds now.
 
@@ -69,6 +71,7 @@ def evaluate(
         accelerator: Process r of P draws images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
+        lockstep: See ``Engine``.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
@@ -85,7 +88,8 @@ def evaluate(
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     queue = ScoringQueue(rewards, config.sample.reward_batch_size)
     try:
-        if not _draw(policy, [chosen[i] for i in mine], mine, config, folder, queue, accelerator, should_stop):
+        spare = chosen[:1] if lockstep else []
+        if not _draw(policy, [chosen[i] for i in mine], mine, spare, config, folder, queue, accelerator, should_stop):
             return None
         scores = queue.gathered(accelerator, len(mine), len(chosen), should_stop)
     finally:
@@ -112,6 +116,7 @@ def _draw(
     policy: Policy,
     images: Sequence[tuple[Item, int]],
     numbers: Sequence[int],
+    spare: Sequence[tuple[Item, int]],
     config: ConfigDict,
     folder: Path,
     queue: ScoringQueue,
@@ -120,17 +125,25 @@ def _draw(
 ) -> bool:
     batches = drawing_batches(policy, [item for item, _ in images], config)
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
+
+    def drawn_images(of: Sequence[tuple[Item, int]], batch: Sequence[int], size: tuple[int, int]) -> list[Image.Image]:
+        return draw(policy, [of[i][0] for i in batch], [of[i][1] for i in batch], *size, config.test.num_steps,
+                    config.sample.merge_lora and config.use_lora)  # fmt: skip
+
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
         if any_process(accelerator, should_stop()):
             return False
         if turn >= len(batches):
+            for batch, size in drawing_batches(policy, [item for item, _ in spare], config):
+                drawn_images(spare, batch, size)  # only because the others need this process's part of the weights
             continue
+        if policy.offloads_text_encoders and turn % _ENCODED_AHEAD == 0:
+            ahead = batches[turn : turn + _ENCODED_AHEAD]
+            policy.encode([_sized(images[i][0], size) for batch, size in ahead for i in batch])  # remembered by it
         batch, size = batches[turn]
-        batch_items = [images[i][0] for i in batch]
-        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *size, config.test.num_steps,
-                     config.sample.merge_lora and config.use_lora)  # fmt: skip
-        queue.submit(drawn, batch_items, batch)
+        drawn = drawn_images(images, batch, size)
+        queue.submit(drawn, [images[i][0] for i in batch], batch)
         for i, image in zip(batch, drawn, strict=True):
             number, item = numbers[i], images[i][0]
             in_sheet = number < _SHEET_IMAGES
@@ -188,7 +201,7 @@ def draw(
     """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode([dataclasses.replace(item, height=height, width=width) for item in items]),
+        policy.encode([_sized(item, (height, width)) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,
@@ -199,6 +212,10 @@ def draw(
         merge_lora=merge_lora,
     )
     return policy.decode(record.clean_latents, height, width)
+
+
+def _sized(item: Item, size: tuple[int, int]) -> Item:
+    return dataclasses.replace(item, height=size[0], width=size[1])
 
 
 def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
