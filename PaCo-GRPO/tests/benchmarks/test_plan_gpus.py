@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_rules(work, gpus):
     found = plan.splits(work, gpus)
     assert [(s.generating, s.serving) for s in found] == [(gpus - j, j) for j in range(1, gpus)]
     assert min(s.epoch for s in found) == plan.best(found).epoch
-    for fewer, more in zip(found, found[1:], strict=False):
+    for fewer, more in itertools.pairwise(found):
         assert more.reward <= fewer.reward and more.sample >= fewer.sample and more.train >= fewer.train
     for split in found:
         more = plan.predict(work, split.generating, split.serving + 1)
@@ -92,7 +93,13 @@ def test_a_judge_of_several_gpus_and_no_judge_at_all():
 def run_folder(tmp_path):
     """Two processes, 96 images; the first epoch is slower than the others."""
     rows = [
-        {"phase": "train", "time/sample_s": s, "time/reward_wait_s": 20.0, "time/train_s": 48.0, "time/epoch_s": s + 73.0}
+        {
+            "phase": "train",
+            "time/sample_s": s,
+            "time/reward_wait_s": 20.0,
+            "time/train_s": 48.0,
+            "time/epoch_s": s + 73.0,
+        }
         for s in (150.0, 96.0, 94.0, 98.0)
     ]
     rows.append({"phase": "eval", "time/eval_s": 5.0})
