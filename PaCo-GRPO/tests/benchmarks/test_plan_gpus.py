@@ -135,6 +135,23 @@ def test_check_compares_with_the_measured_epoch(run_folder, capsys):
     assert "4.00s    20.00s" in said and "153.00s   169.00s" in said and "0.905" in said
 
 
+def test_a_real_run_takes_the_predicted_time(tiny_flux_dir, tmp_path):
+    """A reward of two images a second; sampling and training seconds are the run's own."""
+    from tiny_run import tiny_config, train
+
+    reward = {"train__reward_fn": '{"tiny_run:slow": 1.0}', "train__reward_fn_kwargs": '{"tiny_run:slow": {"seconds_per_image": 0.5}}'}  # fmt: skip
+    train(tiny_config(tiny_flux_dir, tmp_path, num_epochs=2, **reward))
+    measured = plan.read_run(tmp_path / "runs" / "run")
+    work = plan.Workload(
+        measured.images, measured.batch_size, 1, measured.sample_seconds, measured.train_seconds,
+        measured.other_seconds, pairs_per_second=2.0,
+    )  # fmt: skip
+    split = plan.predict(work, 1, 1)
+    assert split.reward == pytest.approx(4.0)
+    assert split.epoch == pytest.approx(measured.epoch, rel=0.25)
+    assert split.wait == pytest.approx(measured.reward_wait, rel=0.25, abs=0.3)
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
