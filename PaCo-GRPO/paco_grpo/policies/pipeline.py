@@ -162,7 +162,8 @@ class PipelinePolicy(Policy):
         with self.vae_at_work():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
-        arrays = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
+        arrays = rounded.cpu().numpy()
         return [Image.fromarray(array) for array in arrays]
 
     def offload(self, text_encoders: bool, vae: bool) -> None:

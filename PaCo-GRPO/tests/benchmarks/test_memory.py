@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
-import memory
 import pytest
 import torch
+from named import override
+
+import memory
 from measuring import footprint as fp
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes
-from named import override
 
 ROOT = Path(__file__).resolve().parents[2]
 
