@@ -244,7 +244,9 @@ def parser() -> argparse.ArgumentParser:
     speed.add_argument("--run", type=Path, help="folder of a run, for seconds per image")
     speed.add_argument("--sample-seconds", type=float, help="to sample and decode an image")
     speed.add_argument("--train-seconds", type=float, help="to train on an image")
-    speed.add_argument("--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run, else 0)")
+    speed.add_argument(
+        "--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run, else 0)"
+    )
     speed.add_argument("--judge-load", type=Path, help="judge_load.json of benchmarks/judge_load.py")
     speed.add_argument("--judge-target", help="which of its servers, where it has several")
     speed.add_argument("--judge-gpus", type=int, default=1, help="GPUs that server had (default 1)")

@@ -8,7 +8,7 @@ model of any size can be counted on any machine.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
@@ -59,8 +59,8 @@ class LiveBytes(TorchDispatchMode):
 class SavedBytes:
     """Bytes that autograd keeps for the backward pass (each storage once); parameters and buffers are not counted.
 
-        with SavedBytes(module) as saved: loss = ...
-        saved.total
+    with SavedBytes(module) as saved: loss = ...
+    saved.total
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -81,11 +81,11 @@ class SavedBytes:
         """Bytes so far."""
         return sum(self._seen.values())
 
-    def __enter__(self) -> SavedBytes:
+    def __enter__(self) -> Self:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
         self._held.clear()
 
@@ -121,7 +121,7 @@ class MetaAutocast(TorchFunctionMode):
         self.dtype, self.float32 = dtype, float32
         self._cache: dict[int, torch.Tensor] = {}
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Forget the cast weights."""
         self._cache.clear()
         super().__exit__(*error)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_rules(work, gpus):
     found = plan.splits(work, gpus)
     assert [(s.generating, s.serving) for s in found] == [(gpus - j, j) for j in range(1, gpus)]
     assert min(s.epoch for s in found) == plan.best(found).epoch
-    for fewer, more in zip(found, found[1:], strict=False):
+    for fewer, more in itertools.pairwise(found):
         assert more.reward <= fewer.reward and more.sample >= fewer.sample and more.train >= fewer.train
     for split in found:
         more = plan.predict(work, split.generating, split.serving + 1)
@@ -92,7 +93,13 @@ def test_a_judge_of_several_gpus_and_no_judge_at_all():
 def run_folder(tmp_path):
     """Two processes, 96 images; the first epoch is slower than the others."""
     rows = [
-        {"phase": "train", "time/sample_s": s, "time/reward_wait_s": 20.0, "time/train_s": 48.0, "time/epoch_s": s + 73.0}
+        {
+            "phase": "train",
+            "time/sample_s": s,
+            "time/reward_wait_s": 20.0,
+            "time/train_s": 48.0,
+            "time/epoch_s": s + 73.0,
+        }
         for s in (150.0, 96.0, 94.0, 98.0)
     ]
     rows.append({"phase": "eval", "time/eval_s": 5.0})
@@ -126,6 +133,23 @@ def test_check_compares_with_the_measured_epoch(run_folder, capsys):
     said = capsys.readouterr().out
     # 12 batches of 8 s; 48 s of judging begin after 8 s and end before the sampling does: the last batch's 4 s remain
     assert "4.00s    20.00s" in said and "153.00s   169.00s" in said and "0.905" in said
+
+
+def test_a_real_run_takes_the_predicted_time(tiny_flux_dir, tmp_path):
+    """A reward of two images a second; sampling and training seconds are the run's own."""
+    from tiny_run import tiny_config, train
+
+    reward = {"train__reward_fn": '{"tiny_run:slow": 1.0}', "train__reward_fn_kwargs": '{"tiny_run:slow": {"seconds_per_image": 0.5}}'}  # fmt: skip
+    train(tiny_config(tiny_flux_dir, tmp_path, num_epochs=2, **reward))
+    measured = plan.read_run(tmp_path / "runs" / "run")
+    work = plan.Workload(
+        measured.images, measured.batch_size, 1, measured.sample_seconds, measured.train_seconds,
+        measured.other_seconds, pairs_per_second=2.0,
+    )  # fmt: skip
+    split = plan.predict(work, 1, 1)
+    assert split.reward == pytest.approx(4.0)
+    assert split.epoch == pytest.approx(measured.epoch, rel=0.25)
+    assert split.wait == pytest.approx(measured.reward_wait, rel=0.25, abs=0.3)
 
 
 @pytest.mark.parametrize(
