@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paco_toy.bases.edit_batches import VALUES, EditBatch, draw_edits
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
-from paco_toy.bases.generator import LatentCache, new_text_encoders, trained_modules, word_tokenizer
+from paco_toy.bases.generator import LatentCache, flux_latents, new_text_encoders, trained_modules, word_tokenizer
 from paco_toy.bases.panels import PanelCache
 from paco_toy.world import SHAPES
 
@@ -117,10 +117,10 @@ def edit_loss(
     return ((velocity - (noise - tokens)).square().mean(dim=2) * weight).mean()
 
 
-def asked_weight(place: np.ndarray, panel_tokens: int) -> torch.Tensor:
+def asked_weight(place: np.ndarray, panel_tokens: int, asked: float = ASKED_WEIGHT) -> torch.Tensor:
     """Weights of tokens, mean 1: (B, 4·P²) for panels of P x P tokens and the panels (B,) that are asked for."""
     weight = torch.ones(len(place), 4)
-    weight[torch.arange(len(place)), torch.from_numpy(place)] = ASKED_WEIGHT
+    weight[torch.arange(len(place)), torch.from_numpy(place)] = asked
     weight = weight / weight.mean()
     grid = weight.unflatten(1, (2, 2)).repeat_interleave(panel_tokens, 1).repeat_interleave(panel_tokens, 2)
     return grid.flatten(1)
@@ -141,7 +141,7 @@ def train(
         snapshot: Handed a copy with the averaged weights every five minutes, for a look while training goes on.
     """
     panels = {side: PanelCache(side, 4, seed) for side in SIDES}
-    latents = LatentCache(pipe.vae, panels, seed)
+    latents = LatentCache(flux_latents(pipe.vae), panels, seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 3])
 

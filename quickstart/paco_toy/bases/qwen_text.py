@@ -25,7 +25,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from paco_toy.bases.edit_batches import VALUES, EditBatch, random_edits, split
+from paco_toy.bases.edit_batches import VALUES, EditBatch, draw_edits, draw_pixels
 from paco_toy.bases.judge import SPECIAL_TOKENS
 from paco_toy.bases.panels import PanelCache
 from paco_toy.world import COLOURS, SHAPES, STYLES, VIEWS
@@ -137,7 +137,7 @@ def pretrain_reader(
     rng = np.random.default_rng([seed, 4])
     world = {"style": len(STYLES), "colour": len(COLOURS), "shape": len(SHAPES), "view": len(VIEWS)}
     counts = {f"panel {n}": c for n, c in world.items()} | {f"there {n}": c for n, c in world.items()}
-    counts |= {"asked shape": len(SHAPES), "place": 4, "value": len(VALUES)}
+    counts |= {"panel place": 4, "asked shape": len(SHAPES), "place": 4, "value": len(VALUES)}
     probes = nn.ModuleDict({name: nn.Linear(WIDTH, count) for name, count in counts.items()})
     modules = nn.ModuleList([reader.encoder, probes]).train()
     optimizer = torch.optim.AdamW(modules.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -145,11 +145,9 @@ def pretrain_reader(
     while (elapsed := time.monotonic() - started) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * max(0.01, min(1.0, (1 - elapsed / seconds) / 0.6))
-        edits = random_edits(batch, rng)
-        side = (32, 64)[step % 2]
-        pixels = caches[side].draw_grids(edits.characters, edits.views, rng)
+        edits = draw_edits(batch, rng)
         wanted = _what_to_know(edits)
-        features = reader(pixels, edits.instructions())
+        features = reader(draw_pixels(edits, list(caches.values())[step % len(caches)])[0], edits.instructions)
         loss = 0.0
         for name, probe in probes.items():
             tokens = features[:, _PANELS] if name.startswith("panel") else features[:, _SHAPE:]
@@ -175,9 +173,10 @@ def pretrain_reader(
 
 def _what_to_know(edits: EditBatch) -> dict[str, torch.Tensor]:
     """Labels of every probe: (B, 4) for panels, (B,) for words."""
-    style, colour, shape = split(edits.characters)
-    panels = {"style": style, "colour": colour, "shape": shape, "view": edits.views}
-    there = {f"there {n}": v[np.arange(len(edits)), edits.place] for n, v in panels.items()}
-    words = {"asked shape": edits.shape, "place": edits.place, "value": edits.value}
-    known = {f"panel {n}": v for n, v in panels.items()} | words | there
+    shown = edits.before
+    places = np.broadcast_to(np.arange(4), shown.shape).copy()
+    panels = {"style": shown // 35, "colour": shown // 5 % 7, "shape": shown % 5, "view": edits.views}
+    there = {n: v[np.arange(len(shown)), edits.place] for n, v in panels.items()}
+    words = {"asked shape": there["shape"], "place": edits.place, "value": edits.value}
+    known = {f"panel {n}": v for n, v in panels.items()} | {"panel place": places} | {f"there {n}": v for n, v in there.items()} | words
     return {name: torch.from_numpy(v) for name, v in known.items()}

@@ -23,7 +23,8 @@ from torch import nn
 from paco_toy.bases.panels import PanelCache
 from paco_toy.bases.vae import fit_vae, grid_pixels
 
-Z = 4
+Z = 4  # latent channels
+_WHOLE_SHARE = 0.45  # of the time; the rest is the decoder's alone
 
 
 def new_qwen_vae(seed: int) -> AutoencoderKLQwenImage:
@@ -73,28 +74,42 @@ def stills_only(vae: AutoencoderKLQwenImage):
             del module.forward
 
 
-def train_qwen_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> AutoencoderKLQwenImage:
-    """Trains a VAE as `paco_toy.bases.vae.train_vae` does and sets its latents' means and deviations from data.
+def train_qwen_vae(vae: AutoencoderKLQwenImage, caches: dict[int, PanelCache], seconds: float, seed: int) -> None:
+    """Trains a VAE of `new_qwen_vae` and sets its latents' means and deviations from data; then trains its decoder longer.
 
     Args:
         caches: panel side in pixels -> panels; grids of 2S pixels are trained on.
     """
-    vae = new_qwen_vae(seed)
+    _fit(vae, caches, _WHOLE_SHARE * seconds, seed, lr=3e-3)
+    rng = np.random.default_rng([seed, 5])
+    with torch.no_grad(), stills_only(vae):
+        rows = [_encode(vae, grid_pixels(caches, s, 64, rng))[0].transpose(0, 1).flatten(1) for s in (32, 64)]
+    values = torch.cat(rows, dim=1).double()
+    vae.register_to_config(latents_mean=values.mean(dim=1).tolist(), latents_std=values.std(dim=1).tolist())
+    train_decoder(vae, caches, (1 - _WHOLE_SHARE) * seconds, seed + 1)
 
-    def encode(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return vae.quant_conv(vae.encoder(pixels.unsqueeze(2))).squeeze(2).chunk(2, dim=1)
 
+def train_decoder(vae: AutoencoderKLQwenImage, caches: dict[int, PanelCache], seconds: float, seed: int) -> None:
+    """Trains the decoder alone: what latents mean stays as it is, so a transformer that knows them may learn meanwhile."""
+    learning = [p for m in (vae.encoder, vae.quant_conv) for p in m.parameters() if p.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    _fit(vae, caches, seconds, seed, lr=2e-3)
+    for parameter in learning:
+        parameter.requires_grad_(True)
+
+
+def _encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and log variance of latents of pixels (B, 3, H, W)."""
+    return vae.quant_conv(vae.encoder(pixels.unsqueeze(2))).squeeze(2).chunk(2, dim=1)
+
+
+def _fit(vae: AutoencoderKLQwenImage, caches: dict[int, PanelCache], seconds: float, seed: int, lr: float) -> None:
     def decode(latents: torch.Tensor) -> torch.Tensor:
         return vae.decoder(vae.post_quant_conv(latents.unsqueeze(2))).squeeze(2)
 
     with stills_only(vae):
-        fit_vae(vae, encode, decode, caches, seconds, seed)
-    rng = np.random.default_rng([seed, 5])
-    with torch.no_grad():
-        rows = [encode(grid_pixels(caches, s, 64, rng))[0].transpose(0, 1).flatten(1) for s in (32, 64)]
-    values = torch.cat(rows, dim=1).double()
-    vae.register_to_config(latents_mean=values.mean(dim=1).tolist(), latents_std=values.std(dim=1).tolist())
-    return vae
+        fit_vae(vae, lambda pixels: _encode(vae, pixels), decode, caches, seconds, seed, lr)
 
 
 def normalised_latents(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ def fit_vae(
     caches: dict[int, PanelCache],
     seconds: float,
     seed: int,
+    lr: float = 3e-3,
 ) -> None:
     """Trains any image VAE for a fixed wall-clock time and leaves it in eval mode.
 
@@ -66,14 +67,14 @@ def fit_vae(
     rng = np.random.default_rng(seed)
     vae.train()
     optimizer = torch.optim.AdamW(
-        [p for p in vae.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+        [p for p in vae.parameters() if p.requires_grad], lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
     )
     batches = {16: 8, 32: 4, 64: 1}
     started, step, log_at = time.monotonic(), 0, 0.0
     while (elapsed := time.monotonic() - started) < seconds:
         progress = elapsed / seconds
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 50) * max(0.02, min(1.0, (1 - progress) / 0.5))
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * max(0.02, min(1.0, (1 - progress) / 0.5))
         side = (32, 64, 32, 16, 32)[step % 5]
         pixels = grid_pixels(caches, side, batches[side], rng).contiguous(memory_format=torch.channels_last)
         mean, log_var = encode(pixels)
