@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 #   train(pipe, seconds, seed, snapshot=f)     in place; f(copy of the pipeline) now and then
 #   train_longer(pipe, seconds, seed, snapshot=f)
 #   draw(pipe, references, instructions, seeds, steps) -> images, through diffusers' own pipeline
-EDITORS = {"flux_kontext": "paco_toy.bases.kontext"}
+EDITORS = {"flux_kontext": "paco_toy.bases.kontext", "qwen_image_edit": "paco_toy.bases.qwen_edit"}
 
 
 def editor_module(name: str) -> ModuleType:

@@ -41,6 +41,7 @@ NAME = "qwen_image_edit"
 GUIDANCE = 2.0  # true CFG, as `toy_qwen_edit` samples
 VAE_MINUTES, READER_MINUTES = 15.0, 3.5
 SIDES = (16, 32)  # panel sides in pixels: the transformer sees scenes of 32 and 64 px
+_PROBE_WEIGHT = 0.5
 _UNTOLD = 0.1  # share of batches without an instruction
 _ASKED_WEIGHT = 8.0  # of the panel that the instruction names, in the loss; the others are mostly copied
 _BATCH = {16: 40, 32: 14}
@@ -86,6 +87,39 @@ def _panels(seed: int) -> dict[int, PanelCache]:
     return {side: PanelCache(side, 4, seed) for side in SIDES}
 
 
+class AskedProbes(nn.Module):
+    """Linear probes of what the transformer knows between its blocks: is this token's panel the one that is asked for?
+
+    From drawing alone that is learned late: the noise of the task drowns it. The probes are thrown away after training.
+    """
+
+    def __init__(self, transformer: QwenImageTransformer2DModel):
+        super().__init__()
+        self._found: list[torch.Tensor] = []
+        blocks = transformer.transformer_blocks[1:-1]
+        self.probes = nn.ModuleList([nn.Linear(transformer.inner_dim, 1) for _ in blocks])
+        self._hooks = [block.register_forward_hook(self._keep) for block in blocks]
+
+    def _keep(self, block: nn.Module, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._found.append(output[1])
+
+    def loss(self, asked: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy after the forward just made; ``asked``: float (B, N) in {0, 1} of all image tokens."""
+        found = [*self._found]
+        self._found.clear()
+        quarter = torch.tensor(3.0)  # one panel in four is asked for
+        losses = [
+            nn.functional.binary_cross_entropy_with_logits(probe(x).squeeze(2), asked, pos_weight=quarter)
+            for probe, x in zip(self.probes, found, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    def remove(self) -> None:
+        """Takes the hooks off the transformer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 def edit_loss(
     pipe: QwenImageEditPipeline, latents: LatentCache, batch: EditBatch, text: torch.Tensor, side: int
 ) -> torch.Tensor:
@@ -127,7 +161,8 @@ def train(
         latents = LatentCache(lambda pixels: normalised_latents(pipe.vae, pixels), panels, seed)
     reader = SceneReader(pipe.text_encoder, pipe.processor)
     torch.manual_seed(1000 * seed)
-    rng = np.random.default_rng([seed, 3])
+    rng, known = np.random.default_rng([seed, 3]), {}
+    probes = AskedProbes(pipe.transformer)
 
     def next_loss(step: int, progress: float) -> tuple[int, torch.Tensor]:
         order, departure = [leg[1:] for leg in legs if progress >= leg[0]][-1]
@@ -136,17 +171,26 @@ def train(
         told = batch.instructions if rng.random() >= _UNTOLD else [NO_INSTRUCTION] * _BATCH[side]
         with torch.no_grad():
             text = reader(draw_pixels(batch, panels[side])[0], told)
-        return 2 * side, edit_loss(pipe, latents, batch, text, side)
+        drawing = edit_loss(pipe, latents, batch, text, side)
+        asked = (asked_weight(batch.place, side // 8) > 1).float()
+        if told is not batch.instructions:
+            asked = torch.full_like(asked, 0.25)
+        probed = probes.loss(asked.repeat(1, 2))
+        known[side] = 0.95 * known.get(side, 0.8) + 0.05 * probed.item()
+        if step % 50 == 0:
+            logger.info("%s step %d probes %s", NAME, step, {s: round(v, 3) for s, v in known.items()})
+        return 2 * side, drawing + _PROBE_WEIGHT * probed
 
     def look(averaged: nn.ModuleList) -> None:
-        copied = copy.deepcopy(pipe)
-        with_weights(nn.ModuleList([copied.transformer]), averaged)
+        copied = copy.copy(pipe)
+        copied.transformer = copy.deepcopy(averaged[0])
         snapshot(copied)
 
     train_average(
-        nn.ModuleList([pipe.transformer]), (lr,), next_loss, seconds, label=NAME,
+        nn.ModuleList([pipe.transformer, probes]), (lr, 1e-3), next_loss, seconds, label=NAME,
         look=look if snapshot else None, look_every=300.0,
     )  # fmt: skip
+    probes.remove()
 
 
 def train_longer(pipe: QwenImageEditPipeline, seconds: float, seed: int, snapshot: Callable | None = None) -> None:
