@@ -9,7 +9,13 @@ from PIL import Image
 from paco_toy.bases import qwen_edit
 from paco_toy.bases.edit_batches import VALUES, draw_edits, draw_pixels
 from paco_toy.bases.panels import PanelCache
-from paco_toy.bases.qwen_text import NO_INSTRUCTION, SceneReader, new_editor_processor, new_text_encoder, prompt_template
+from paco_toy.bases.qwen_text import (
+    NO_INSTRUCTION,
+    SceneReader,
+    new_editor_processor,
+    new_text_encoder,
+    prompt_template,
+)
 from paco_toy.bases.qwen_vae import new_qwen_vae, normalised_latents, stills_only, train_decoder, train_qwen_vae
 from paco_toy.world import SHAPES
 
