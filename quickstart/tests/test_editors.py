@@ -16,8 +16,10 @@ from paco_grpo.policies import load_policy
 from paco_grpo.types import Item
 from paco_toy.bases.edit_batches import DEPARTURE, KINDS, VALUES, draw_edits, draw_pixels
 from paco_toy.bases.edit_quality import editor_quality
-from paco_toy.bases.kontext import TEXT_TOKENS, PanelProbes, panel_tokens, word_tokenizer
+from paco_toy.bases.generator import word_tokenizer
+from paco_toy.bases.kontext import TEXT_TOKENS
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, panel_tokens
 from paco_toy.build_editors import EDITORS, editor_module, note_quality
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit

@@ -20,13 +20,15 @@ from transformers import PreTrainedTokenizerFast
 
 from paco_toy.bases.edit_batches import DEPARTURE, VALUES, EditBatch, draw_edits
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
-from paco_toy.bases.generator import LatentCache, new_text_encoders, trained_modules, word_tokenizer
+from paco_toy.bases.generator import LatentCache, flux_latents, new_text_encoders, trained_modules, word_tokenizer
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, asked_tokens, panel_tokens
 from paco_toy.world import SHAPES
 
 logger = logging.getLogger(__name__)
 
 NAME = "flux_kontext"
+IMAGE_SIDES = (64, 128)  # pixels of the scenes that it edits well
 TEXT_TOKENS = 8  # an instruction has four words and an end
 GUIDANCE = 2.5  # always, as `kontext_editing` samples
 ASKED_WEIGHT = 3.0  # of the panel that the instruction names, in the loss; the others are mostly copied
@@ -91,47 +93,6 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torc
     ).input_ids
 
 
-class PanelProbes(nn.Module):
-    """Linear probes of what the transformer knows of each image token's panel: its shape, and whether it is asked for.
-
-    Which shape a panel shows, and whether the instruction names it, is learned late from drawing alone: the noise of the
-    task drowns it. The probes learn along and are thrown away, as those of the text encoders. Shapes are asked for after
-    the double blocks, the panel that is asked for after all blocks but the first and the last.
-    """
-
-    def __init__(self, transformer: nn.Module):
-        super().__init__()
-        self._found: list[torch.Tensor] = []
-        blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-        self.shape = nn.ModuleList([nn.Linear(transformer.inner_dim, len(SHAPES)) for _ in transformer.transformer_blocks])
-        self.asked = nn.ModuleList([nn.Linear(transformer.inner_dim, 1) for _ in blocks[1:-1]])
-        self._hooks = [block.register_forward_hook(self._keep) for block in blocks]
-
-    def _keep(self, block: nn.Module, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self._found.append(output[1])
-
-    def losses(self, shape: torch.Tensor, asked: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Mean cross-entropies after the forward just made.
-
-        Args:
-            shape: int (B, N), index into SHAPES, of all image tokens' panels.
-            asked: float (B, N) in {0, 1}.
-        """
-        found, self._found = self._found, []
-        quarter = torch.tensor(3.0)  # one panel in four is asked for
-        shapes = [nn.functional.cross_entropy(probe(x).flatten(0, 1), shape.flatten()) for probe, x in zip(self.shape, found)]
-        places = [
-            nn.functional.binary_cross_entropy_with_logits(probe(x).squeeze(2), asked, pos_weight=quarter)
-            for probe, x in zip(self.asked, found[1:])
-        ]
-        return {"shape": torch.stack(shapes).mean(), "asked": torch.stack(places).mean()}
-
-    def remove(self) -> None:
-        """Takes the hooks off the transformer."""
-        for hook in self._hooks:
-            hook.remove()
-
-
 def edit_losses(
     pipe: FluxKontextPipeline, probes: PanelProbes, latents: LatentCache, batch: EditBatch, side: int,
     reference_noise: float = 0.05,
@@ -158,17 +119,11 @@ def edit_losses(
         encoder_hidden_states=pipe.text_encoder_2(text).last_hidden_state,
         txt_ids=torch.zeros(text.shape[1], 3), img_ids=torch.cat([ids, reference_ids]), return_dict=False,
     )[0][:, : tokens.shape[1]]  # fmt: skip
-    asked = panel_tokens(np.eye(4, dtype=np.float32)[batch.place], h // 4)
+    asked = asked_tokens(batch.place, h // 4)
     weight = (1 + (ASKED_WEIGHT - 1) * asked) / (1 + (ASKED_WEIGHT - 1) / 4)  # mean 1
     drawing = ((velocity - (noise - tokens)).square().mean(dim=2) * weight).mean()
     shape = panel_tokens(batch.before % len(SHAPES), h // 4)
     return {"drawing": drawing, **probes.losses(shape.repeat(1, 2), asked.repeat(1, 2))}
-
-
-def panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:
-    """Values of panels (B, 4) for each of their tokens: (B, 4·P²) for panels of P x P tokens."""
-    grid = torch.from_numpy(values).unflatten(1, (2, 2))
-    return grid.repeat_interleave(side, 1).repeat_interleave(side, 2).flatten(1)
 
 
 def train(
@@ -187,7 +142,7 @@ def train(
     """
     used = sorted({side for _, order in orders for side in order})
     panels = {side: PanelCache(side, 2, seed) for side in used}
-    latents = LatentCache(pipe.vae, panels, seed)
+    latents = LatentCache(flux_latents(pipe.vae), panels, seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 3])
 
