@@ -70,6 +70,34 @@ def qwen_editing() -> ConfigDict:
     return config
 
 
+def _one_image(resolution: int = 256) -> ConfigDict:
+    """One image for each prompt with FLUX.1-dev, evaluated at 512 px; prompts are lines of text."""
+    config = base.get_config()
+    config.prompt_fn = "general_ocr"
+    config.train.resolution = resolution
+    config.test.resolution = 512
+    return config
+
+
+def ocr(resolution: int = 256) -> ConfigDict:
+    """Text rendering: the published study of training resolutions (128, 256 and 512 px, all evaluated at 512 px)."""
+    config = _one_image(resolution)
+    config.dataset = "dataset/public-ocr"  # python dataset/fetch.py ocr
+    config.sample.noise_level = 0.8
+    config.train.reward_fn = base.open_dict(ocr=1.0)
+    # bash scripts/reward_service.sh ocr --port 8101 (PaddleOCR wants an environment of its own)
+    config.train.reward_fn_kwargs = base.open_dict(ocr={"server": "http://127.0.0.1:8101"})
+    return config
+
+
+def pickscore() -> ConfigDict:
+    """Human preference."""
+    config = _one_image()
+    config.dataset = "dataset/public-pickscore"  # python dataset/fetch.py pickscore
+    config.train.reward_fn = base.open_dict(pickscore=1.0)
+    return config
+
+
 def _toy(config: ConfigDict) -> ConfigDict:
     """``config`` at the size of the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
@@ -135,7 +163,7 @@ def toy_kontext() -> ConfigDict:
     """kontext_editing with toy weights, on a CPU."""
     config = _toy_editing(kontext_editing())
     config.pretrained.model = "../quickstart/models/flux_kontext"
-    config.max_sequence_length = 32
+    config.max_sequence_length = 8  # what the toy model was built with; an instruction has 5 tokens
     return config
 
 
@@ -154,6 +182,10 @@ CONFIGS = {
     "t2is": t2is,
     "kontext_editing": kontext_editing,
     "qwen_editing": qwen_editing,
+    "ocr": ocr,
+    "ocr_128": lambda: ocr(128),
+    "ocr_512": lambda: ocr(512),
+    "pickscore": pickscore,
     "toy_t2is": toy_t2is,
     "toy_kontext": toy_kontext,
     "toy_qwen_edit": toy_qwen_edit,

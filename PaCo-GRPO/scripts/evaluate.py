@@ -48,13 +48,11 @@ def run(config, adapter: str | None, output: Path) -> int:
     from paco_grpo.policies import PolicyLoadError
     from paco_grpo.rewards.registry import RewardError
     from paco_grpo.training.alone import evaluate_alone
-    from paco_grpo.training.checks import check_config
     from paco_grpo.training.configuration import ConfigError
     from paco_grpo.training.scoring import ScoringError
     from paco_judge.client import JudgeError
 
     try:
-        check_config(config)
         metrics = evaluate_alone(config, adapter, output)
     except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)

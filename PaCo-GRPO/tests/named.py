@@ -5,7 +5,10 @@ from pathlib import Path
 from paco_grpo.training.configuration import apply_overrides, load_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
-NAMES = ("t2is", "kontext_editing", "qwen_editing", "toy_t2is", "toy_kontext", "toy_qwen_edit")
+NAMES = (
+    "t2is", "kontext_editing", "qwen_editing", "ocr", "ocr_128", "ocr_512", "pickscore", "toy_t2is", "toy_kontext",
+    "toy_qwen_edit",
+)  # fmt: skip
 
 
 def load(name="toy_t2is"):

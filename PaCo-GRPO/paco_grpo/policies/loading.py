@@ -89,21 +89,7 @@ def pipeline_class_name(model_path: str | Path) -> str:
     Raises:
         PolicyLoadError: It cannot be had.
     """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        index = folder / "model_index.json"
-        if not index.is_file():
-            raise PolicyLoadError(
-                f"model folder {folder} has no model_index.json, so it is not a diffusers pipeline. "
-                "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
-            )
-    elif _looks_like_a_path(str(model_path)):
-        raise PolicyLoadError(
-            f"model folder {model_path} does not exist (looked at {folder.absolute()}). "
-            "Correct config.pretrained.model, or download the model to that place."
-        )
-    else:
-        index = _download_index(str(model_path))
+    index = _small_file(model_path, "model_index.json")
     try:
         return json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
@@ -112,11 +98,48 @@ def pipeline_class_name(model_path: str | Path) -> str:
         ) from error
 
 
+def size_multiple(model_path: str | Path) -> int:
+    """``Policy.size_multiple`` of the generator at ``model_path``, whose weights are not read.
+
+    Raises:
+        PolicyLoadError: The VAE's configuration cannot be had.
+    """
+    file = _small_file(model_path, "vae/config.json")
+    try:
+        return policy_class(model_path).size_multiple_with(json.loads(file.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise PolicyLoadError(
+            f"{file} is not the VAE's configuration ({type(error).__name__}: {error}). Download it again."
+        ) from error
+
+
+def _small_file(model_path: str | Path, name: str) -> Path:
+    """The file ``name`` of a pipeline folder or hub repository.
+
+    Raises:
+        PolicyLoadError: It cannot be had.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        if not (folder / name).is_file():
+            raise PolicyLoadError(
+                f"model folder {folder} has no {name}, so it is not a whole diffusers pipeline. "
+                "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
+            )
+        return folder / name
+    if _looks_like_a_path(str(model_path)):
+        raise PolicyLoadError(
+            f"model folder {model_path} does not exist (looked at {folder.absolute()}). "
+            "Correct config.pretrained.model, or download the model to that place."
+        )
+    return _download(str(model_path), name)
+
+
 def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
 
 
-def _download_index(name: str) -> Path:
+def _download(name: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (  # fmt: skip
         EntryNotFoundError,
@@ -129,7 +152,7 @@ def _download_index(name: str) -> Path:
 
     remedy = f"There is no local folder {Path(name).absolute()} either."
     try:
-        return Path(hf_hub_download(name, "model_index.json"))
+        return Path(hf_hub_download(name, file))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
         raise PolicyLoadError(
             f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
@@ -143,7 +166,7 @@ def _download_index(name: str) -> Path:
         raise PolicyLoadError(f"the hub has no model {name!r} that you may read. {remedy} Check the name.") from error
     except EntryNotFoundError as error:
         raise PolicyLoadError(
-            f"the hub model {name!r} has no model_index.json, so it is not a diffusers pipeline. Choose another model."
+            f"the hub model {name!r} has no {file}, so it is not a diffusers pipeline. Choose another model."
         ) from error
     except HfHubHTTPError as error:
         raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import QwenImageEditPipeline
@@ -46,6 +47,7 @@ class QwenImageEditPolicy(EditingPolicy):
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
     has_true_cfg = True
+    masks_text = True
     text_limit = 1024
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
@@ -60,10 +62,15 @@ class QwenImageEditPolicy(EditingPolicy):
         self.guided = self.negative_prompt is not None and self.guidance_scale > 1
         if (self.negative_prompt is not None) != (self.guidance_scale > 1):
             logger.warning(
-                "no true CFG: guidance_scale is %g and negative_prompt is %r, but it needs a scale above 1 and a "
-                "negative prompt (' ' will do)",
+                "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
+                "scale above 1 and a negative prompt (' ' will do)",
                 self.guidance_scale, self.negative_prompt,
             )  # fmt: skip
+
+    @classmethod
+    def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        """See :meth:`Policy.size_multiple_with`; the VAE of a video model."""
+        return 2 * 2 ** len(vae["temperal_downsample"])  # diffusers' spelling
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""
@@ -93,10 +100,11 @@ class QwenImageEditPolicy(EditingPolicy):
     def _encode_texts(
         self, references: Sequence[Reference], texts: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = [
-            self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
-            for reference, text in zip(references, texts, strict=True)
-        ]
+        with self.encoders_held():
+            rows = [
+                self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
+                for reference, text in zip(references, texts, strict=True)
+            ]
         embeds = pad_sequence(rows, batch_first=True).to(self.device)
         lengths = torch.tensor([len(row) for row in rows])
         if (lengths == embeds.shape[1]).all():
@@ -105,10 +113,10 @@ class QwenImageEditPolicy(EditingPolicy):
 
     def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
         """Features (L, D) of the instruction and the image; the pipeline drops those of its fixed beginning."""
-        encoder = self.pipeline.text_encoder
-        embeds, _ = self.pipeline.encode_prompt(
-            prompt=self._shortened(text), image=reference.image, device=encoder.device
-        )
+        with self.text_at_work():
+            embeds, _ = self.pipeline.encode_prompt(
+                prompt=self._shortened(text), image=reference.image, device=self.pipeline.text_encoder.device
+            )
         return embeds[0].to(self.dtype)
 
     def _shortened(self, text: str) -> str:
@@ -136,7 +144,7 @@ class QwenImageEditPolicy(EditingPolicy):
         if conditioning.negative_embeds is None:
             return conditional
         text = conditioning.negative_embeds, conditioning.negative_mask
-        negative = self._velocity(latents, sigma, conditioning, text, height, width)
+        negative = self._velocity(latents, sigma, conditioning, text, "negative", height, width)
         guided = negative + self.guidance_scale * (conditional - negative)
         return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
@@ -145,7 +153,7 @@ class QwenImageEditPolicy(EditingPolicy):
     ) -> torch.Tensor:
         """See :meth:`Policy.conditional_velocity`."""
         text = conditioning.prompt_embeds, conditioning.prompt_mask
-        return self._velocity(latents, sigma, conditioning, text, height, width)
+        return self._velocity(latents, sigma, conditioning, text, "text", height, width)
 
     def _velocity(
         self,
@@ -153,13 +161,14 @@ class QwenImageEditPolicy(EditingPolicy):
         sigma: torch.Tensor,
         conditioning: QwenEditConditioning,
         text: tuple[torch.Tensor, torch.Tensor | None],
+        name: str,
         height: int,
         width: int,
     ) -> torch.Tensor:
         reference, rows, columns = conditioning.reference_tokens()
         tokens = torch.cat([latents, reference.to(latents.dtype)], dim=1)
         shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
-        with self.autocast():
+        with self.autocast(), self._cache_context(name):
             velocity = self.transformer(
                 hidden_states=tokens.to(self.dtype),
                 timestep=sigma,  # the transformer multiplies by 1000 itself

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from paco_grpo.training.sharded import divided_like, whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -136,9 +138,16 @@ def prune(root: Path, limit: int) -> None:
         shutil.rmtree(path)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Tensors by name as safetensors."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool = True) -> None:
+    """Tensors by name as safetensors, whole also where they are divided over processes; these then all call it, and
+    those with ``write`` False only take part."""
+    kept = {}
+    for name, tensor in tensors.items():
+        value = whole(tensor)
+        if write:
+            kept[name] = value.cpu().contiguous().clone()
+    if write:
+        save_file(kept, path)
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -183,27 +192,31 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) ->
             f"{path} holds other weights than this run trains; is config.train.lora_rank or the model another one?"
         )
     for name, parameter in parameters.items():
-        parameter.copy_(saved[name])
+        parameter.copy_(divided_like(saved[name], parameter))
 
 
-def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state: tensors apart from numbers."""
+def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, write: bool = True) -> None:
+    """Optimizer state: tensors apart from numbers; ``write`` as in ``save_tensors``."""
     state = optimizer.state_dict()
     tensors, numbers = {}, {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, torch.Tensor) else numbers)[f"{index}.{name}"] = value
-    save_tensors(folder / "optimizer.safetensors", tensors)
-    save_json(folder / "optimizer.json", {"numbers": numbers, "param_groups": state["param_groups"]})
+    save_tensors(folder / "optimizer.safetensors", tensors, write)
+    if write:
+        save_json(folder / "optimizer.json", {"numbers": numbers, "param_groups": state["param_groups"]})
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore what ``save_optimizer`` wrote."""
     rest = load_json(folder / "optimizer.json")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**load_tensors(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
         index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
+        of = parameters[int(index)]
+        divided = isinstance(value, torch.Tensor) and value.shape == of.shape
+        state.setdefault(int(index), {})[name] = divided_like(value, of) if divided else value
     groups = rest["param_groups"]
     for group in groups:
         group["betas"] = tuple(group["betas"])

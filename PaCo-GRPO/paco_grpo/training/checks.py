@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.policies import policy_class
+from paco_grpo.policies import policy_class, size_multiple
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
@@ -24,13 +23,15 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
-_CHOICES: dict[str, Iterable[str]] = {
+_CHOICES: dict[str, Iterable] = {
     "prompt_fn": KINDS,
     "item_size": ("exact", "aspect"),
     "mixed_precision": ("bf16", "no"),
     "logging_platform": TRACKERS,
+    "sample.tail_order": (1, 2),
     "train.loss_type": OBJECTIVES,
     "train.old_log_prob": ("auto", "rollout", "recompute"),
+    "train.sharding": (None, "fsdp2"),
 }
 _AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -38,22 +39,26 @@ _AT_LEAST: dict[str, float] = {
     "eval_freq": 0,
     "num_checkpoint_limit": 1,
     "num_epochs": 0,
-    "max_sequence_length": 1,
+    "max_train_minutes": 0,
+    "max_sequence_length": 0,
     "num_threads": 1,
     "sample.num_steps": 1,
     "sample.num_noise_steps": 1,
     "sample.noise_level": 0,
-    "sample.batch_size": 1,
+    "sample.guidance_scale": 0,
+    "sample.batch_size": 0,
     "sample.num_images_per_prompt": 1,
     "sample.unique_sample_num_per_epoch": 1,
     "sample.reward_batch_size": 1,
+    "sample.tail_steps": 1,
+    "sample.tail_cache": 0,
     "train.resolution": 1,
     "train.batch_size": 1,
     "train.learning_rate": 0,
     "train.lr_warmup_steps": 0,
+    "train.adam_weight_decay": 0,
     "train.num_inner_epochs": 1,
     "train.gradient_step_per_epoch": 1,
-    "train.max_grad_norm": 0,
     "train.clip_range": 0,
     "train.beta": 0,
     "train.ema_update_interval": 1,
@@ -62,6 +67,7 @@ _AT_LEAST: dict[str, float] = {
     "test.batch_size": 1,
     "test.num_steps": 1,
     "test.num_images": 1,
+    "test.seed": 0,
     "health.probe_images": 0,
     "health.max_velocity_change": 0,
     "health.max_contrast_change": 1,
@@ -73,6 +79,8 @@ _AT_LEAST: dict[str, float] = {
     "health.max_zero_std_share": 0,
     "health.max_reward_divergence": 0,
 }
+_BELOW_ONE = ("train.adam_beta1", "train.adam_beta2", "train.ema_decay")
+_POSITIVE = ("train.adv_clip_max", "train.nft_beta", "train.lora_alpha", "train.adam_epsilon", "train.max_grad_norm")
 
 
 def check_config(config: ConfigDict) -> None:
@@ -82,8 +90,12 @@ def check_config(config: ConfigDict) -> None:
         ConfigError: All problems found, one line each; every line names the field to change.
     """
     problems: list[str] = []
-    for rule in (_choices, _ranges, _sampling, _training, _rewards, _model):
+    for rule in (_choices, _ranges, _sampling, _tail, _speed, _training, _data):
         problems.extend(rule(config))
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
 
@@ -98,9 +110,9 @@ def _choices(config: ConfigDict) -> Iterator[str]:
     for key, known in _CHOICES.items():
         value = _get(config, key)
         if value not in known:
-            near = difflib.get_close_matches(str(value), list(known), n=1)
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in known if choice], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(known)}"
+            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}"
 
 
 def _ranges(config: ConfigDict) -> Iterator[str]:
@@ -108,20 +120,22 @@ def _ranges(config: ConfigDict) -> Iterator[str]:
         value = _get(config, key)
         if value is not None and (not math.isfinite(value) or value < least):
             yield f"{key}={value} must be at least {least:g}"
-    if not 0 <= config.train.ema_decay < 1:
-        yield f"train.ema_decay={config.train.ema_decay} must lie in [0, 1)"
+    for key in _BELOW_ONE:
+        if not 0 <= _get(config, key) < 1:
+            yield f"{key}={_get(config, key)} must lie in [0, 1)"
+    for key in _POSITIVE:
+        if not 0 < _get(config, key) < math.inf:
+            yield f"{key}={_get(config, key)} must be greater than 0"
     if not 0 <= config.train.max_missing_reward_fraction <= 1:
         yield f"train.max_missing_reward_fraction={config.train.max_missing_reward_fraction} must lie in [0, 1]"
-    if config.train.adv_clip_max <= 0:
-        yield f"train.adv_clip_max={config.train.adv_clip_max} must be greater than 0"
-    if config.max_train_minutes is not None and config.max_train_minutes < 0:
-        yield f"max_train_minutes={config.max_train_minutes} must not be negative"
 
 
 def _sampling(config: ConfigDict) -> Iterator[str]:
     sample, train = config.sample, config.train
     if not sample.noise_steps and train.loss_type != "nft":
         yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on noise steps"
+    if not sample.noise_steps and train.loss_type == "nft" and train.timesteps is None:
+        yield "train.timesteps is not given and sample.noise_steps is empty: give one of them, or there is no step to train on"
     for step in sample.noise_steps:
         if not 0 <= step < sample.num_steps:
             yield f"sample.noise_steps has step {step}, but sample.num_steps={sample.num_steps}: steps are 0 to " + str(
@@ -133,16 +147,43 @@ def _sampling(config: ConfigDict) -> Iterator[str]:
         yield f"sample.num_noise_steps={sample.num_noise_steps} is more than sample.noise_steps has"
     if sample.noise_level == 0 and train.loss_type != "nft":
         yield f"sample.noise_level=0 leaves nothing to train on with train.loss_type={train.loss_type!r}"
-    if train.timesteps is not None and train.loss_type != "nft":
-        for step in train.timesteps:
-            if step not in sample.noise_steps:
-                yield f"train.timesteps has step {step}, which is not among sample.noise_steps"
-        if sample.num_noise_steps is not None:
-            yield "train.timesteps cannot be given together with sample.num_noise_steps: trained steps are those drawn"
-        if not train.timesteps:
-            yield "train.timesteps is empty; None trains on every noise step"
+    yield from _timesteps(config)
     if sample.cps and train.loss_type == "guard_grpo":
         yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
+
+
+def _timesteps(config: ConfigDict) -> Iterator[str]:
+    sample, train = config.sample, config.train
+    if train.timesteps is None:
+        return
+    if not train.timesteps:
+        yield "train.timesteps is empty; None trains on every noise step"
+    for step in train.timesteps:
+        if train.loss_type == "nft" and not 0 <= step < sample.num_steps:
+            yield f"train.timesteps has step {step}, but sample.num_steps={sample.num_steps}"
+        if train.loss_type != "nft" and step not in sample.noise_steps:
+            yield f"train.timesteps has step {step}, which is not among sample.noise_steps"
+    if train.loss_type != "nft" and sample.num_noise_steps is not None:
+        yield "train.timesteps cannot be given together with sample.num_noise_steps: trained steps are those drawn"
+
+
+def _tail(config: ConfigDict) -> Iterator[str]:
+    sample = config.sample
+    for name, default in (("tail_steps", None), ("tail_order", 1), ("tail_cache", 0.0)):
+        if sample[name] != default and not (sample.noise_steps and sample.noise_level):
+            yield f"sample.{name}={sample[name]} changes the steps after the last noise step, but sampling has no noise"
+    if sample.tail_cache and config.speed.compile:
+        yield "sample.tail_cache cannot be used with speed.compile=True: it decides at each forward which blocks to skip"
+
+
+def _speed(config: ConfigDict) -> Iterator[str]:
+    if config.speed.attention is not None:
+        from paco_grpo.policies.acceleration import attention_problem
+
+        if problem := attention_problem(config.speed.attention):
+            yield f"speed.attention={problem}"
+    if config.speed.fused_adam and config.train.use_8bit_adam:
+        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
 
 
 def _training(config: ConfigDict) -> Iterator[str]:
@@ -163,7 +204,9 @@ def _training(config: ConfigDict) -> Iterator[str]:
             yield "train.lora_path is given, but use_lora=False"
 
 
-def _rewards(config: ConfigDict) -> Iterator[str]:
+def _data(config: ConfigDict) -> Iterator[str]:
+    if not config.dataset:
+        yield "dataset is empty; give the folder of the prompt set"
     if not config.train.reward_fn:
         yield "train.reward_fn is empty; give one, e.g. --config.train.reward_fn.jpeg_compressibility=1"
     for group in ("train", "test"):
@@ -196,31 +239,32 @@ def _said(action: Callable[[], object], prefix: str) -> Iterator[str]:
         yield prefix + str(error)
 
 
-def _model(config: ConfigDict) -> Iterator[str]:
-    if not config.dataset:
-        yield "dataset is empty; give the folder of the prompt set"
-    multiple = _size_multiple(Path(config.pretrained.model).expanduser())
+def check_model(config: ConfigDict) -> None:
+    """Refuse what the model cannot do. Only its small configuration files are read, or fetched from the hub.
+
+    Raises:
+        ConfigError: All problems found, one line each; every line names the field to change.
+        PolicyLoadError: There is no such model, or it is not reached.
+    """
+    model, sample = config.pretrained.model, config.sample
+    problems = []
+    if not policy_class(model).has_true_cfg and sample.negative_prompt is not None:
+        problems.append(
+            f"sample.negative_prompt={sample.negative_prompt!r} is given, but the guidance of {model} is embedded, not "
+            "true CFG: leave it at None"
+        )
+    multiple = size_multiple(model)
     for group in ("train", "test"):
-        if multiple and config[group].resolution % multiple:
-            yield f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as this model needs"
-
-
-def _size_multiple(folder: Path) -> int | None:
-    """Pixels per latent token of a local model, read from its configuration; None when it is not at hand."""
-    file = folder / "vae" / "config.json"
-    if not file.is_file():
-        return None
-    vae = json.loads(file.read_text())
-    if "temperal_downsample" in vae:  # diffusers' spelling, in the VAE of Qwen-Image
-        return 2 * 2 ** len(vae["temperal_downsample"])
-    return 2 * 2 ** (len(vae.get("block_out_channels", [0] * 4)) - 1)
+        if config[group].resolution % multiple:
+            problems.append(f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as {model} needs")
+    _refuse(problems)
 
 
 def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
-    """An editor needs items with reference images; known before its weights are read.
+    """An editor needs items with reference images, another generator none; known before weights are read.
 
     Raises:
-        DataError: They have none.
+        DataError: It is otherwise.
     """
     edits_images = policy_class(config.pretrained.model).edits_images
     for split, items in splits.items():
@@ -232,7 +276,11 @@ def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:
                 "'geneval_image' or 'arrow_editing'"
             )
         if has_images and not edits_images:
-            logger.warning("the %s items have reference images, which this model does not look at", split)
+            raise DataError(
+                f"config.pretrained.model={config.pretrained.model} draws from text alone, but the {split} items of "
+                f"config.dataset={config.dataset} have reference images (config.prompt_fn={config.prompt_fn!r}): use "
+                "config.prompt_fn=geneval, or an editing model"
+            )
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:

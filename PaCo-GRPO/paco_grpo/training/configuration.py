@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _find(config: ConfigDict, key: str) -> tuple[ConfigDict, str, str]:
 
 
 def _unknown(config: ConfigDict, key: str) -> str:
-    known = list(_leaves(config))
+    known = list(option_names(config))
     last = key.rsplit(".", 1)[-1]
     # The right name in the wrong group is likelier than another name.
     near = [k for k in known if k.rsplit(".", 1)[-1] == last] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -141,11 +141,13 @@ def _unknown(config: ConfigDict, key: str) -> str:
     return f"unknown option config.{key}.{hint}"
 
 
-def _leaves(config: ConfigDict, prefix: str = "") -> Iterable[str]:
+def option_names(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """``dotted.key`` of every option; a table whose keys are the user's is one option."""
     for key, value in config.items():
-        yield prefix + key
         if isinstance(value, ConfigDict) and not _is_open(value):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from option_names(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def _is_open(node: ConfigDict) -> bool:

@@ -30,7 +30,7 @@ def test_t2is_is_the_published_table():
     assert config.train.timesteps is None  # trained steps are the noise steps
     assert gradient_steps(config) == 2
     train = config.train
-    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_weight_decay) == (3e-4, 0.9, 0.99, 1e-4)
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_weight_decay) == (3e-4, 0.9, 0.999, 1e-4)
     assert (train.adam_epsilon, train.max_grad_norm, train.clip_range, train.adv_clip_max) == (1e-8, 1.0, 1e-4, 5.0)
     assert (train.lora_rank, train.lora_alpha, train.ema_decay, train.ema_update_interval) == (64, 128, 0.9, 8)
     assert (config.seed, config.save_freq, config.eval_freq, config.num_checkpoint_limit) == (42, 10, 10, 5)
@@ -54,6 +54,17 @@ def test_editing_configurations_are_the_published_table(name):
     assert config.train.reward_fn.to_dict() == {"consistency_for_editing": 1.0}
     assert (config.sample.num_images_per_prompt, config.sample.unique_sample_num_per_epoch) == (16, 42)
     assert config.prompt_fn == "arrow_editing"
+
+
+@pytest.mark.parametrize(("name", "resolution"), [("ocr", 256), ("ocr_128", 128), ("ocr_512", 512), ("pickscore", 256)])
+def test_configurations_of_one_image_are_the_published_table(name, resolution):
+    config = override(name=name)
+    assert config.pretrained.model == "black-forest-labs/FLUX.1-dev"
+    assert (config.train.resolution, config.test.resolution) == (resolution, 512)
+    assert config.sample.noise_steps == (1,)
+    assert config.sample.noise_level == (0.7 if name == "pickscore" else 0.8)
+    assert config.train.reward_fn.to_dict() == {name.partition("_")[0]: 1.0}
+    assert config.prompt_fn == "general_ocr"
 
 
 def test_a_negative_prompt_may_be_a_space(tmp_path):

@@ -136,7 +136,7 @@ def test_errors_and_warnings(tiny_folder, name, caplog):
     for options in ({"negative_prompt": None}, {"guidance_scale": 1.0}):
         caplog.clear()
         assert not load(name, tiny_folder(name), **options).guided
-        assert "no true CFG" in caplog.text
+        assert "no true CFG: config.sample.guidance_scale" in caplog.text
     caplog.clear()
     long = policy.encode(items(name, "x" * 30))
     assert "cut to config.max_sequence_length=24 of its 30 tokens" in caplog.text

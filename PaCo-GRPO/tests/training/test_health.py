@@ -23,16 +23,16 @@ WELL = {
     "health/pixel_detail_vs_first": 1.2, "health/pixel_mean_vs_first": 0.02, "health/distinctness_vs_first": 0.8,
 }  # fmt: skip
 
-# limit → (metric that breaks it, value, stops, another limit that allows the value)
+# option → (metric that breaks it, value, stops, another limit that allows the value)
 BROKEN = {
-    "max_velocity_change": ("health/velocity_change", 0.9, True, 1.0),
-    "max_contrast_change": ("health/pixel_std_vs_first", 2.5, True, 3.0),
-    "max_detail_change": ("health/pixel_detail_vs_first", 0.2, True, 6.0),
-    "max_brightness_change": ("health/pixel_mean_vs_first", -0.4, True, 0.5),
-    "min_distinctness": ("health/distinctness_vs_first", 0.1, True, 0.05),
-    "max_gradient_spike": ("train/grad_norm", 3.0, False, 40.0),
-    "max_clip_share": ("train/clip_share", 0.49, False, 0.99),
-    "max_zero_std_share": ("advantage/zero_std_share", 0.9, False, 0.95),
+    "health.max_velocity_change": ("health/velocity_change", 0.9, True, 1.0),
+    "health.max_contrast_change": ("health/pixel_std_vs_first", 2.5, True, 3.0),
+    "health.max_detail_change": ("health/pixel_detail_vs_first", 0.2, True, 6.0),
+    "health.max_brightness_change": ("health/pixel_mean_vs_first", -0.4, True, 0.5),
+    "health.min_distinctness": ("health/distinctness_vs_first", 0.1, True, 0.05),
+    "health.max_gradient_spike": ("train/grad_norm", 3.0, False, 40.0),
+    "health.max_clip_share": ("train/clip_share", 0.49, False, 0.99),
+    "health.max_zero_std_share": ("advantage/zero_std_share", 0.9, False, 0.95),
 }
 
 
@@ -44,6 +44,7 @@ def test_a_healthy_run_has_no_findings():
 @pytest.mark.parametrize("limit", BROKEN)
 def test_each_limit(limit):
     metric, value, stops, wider = BROKEN[limit]
+    limit = limit.removeprefix("health.")
     rows = [WELL] * 9 + [WELL | {metric: value}]
     (finding,) = judge_epoch(rows, LIMITS, 2)
     assert (finding.sign, finding.collapse) == (limit, stops)
@@ -85,9 +86,9 @@ def test_trained_rewards_beside_watched_ones():
     assert judge_evaluation([first, good], ["judge"], LIMITS) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
     assert judge_evaluation([first], ["judge"], LIMITS) == []
-    wide = load("t2is").health
-    wide.max_reward_divergence = 8.0
-    assert judge_evaluation([first, hacked], ["judge"], wide) == []
+    config = load("t2is")
+    config.health.max_reward_divergence = 8.0
+    assert judge_evaluation([first, hacked], ["judge"], config.health) == []
     assert side_by_side([first, hacked], ["judge"]) == "trained: judge +0.4000; watched: oracle -0.3000"
     assert side_by_side([first], ["judge"]) == ""
 

@@ -1,15 +1,20 @@
 """Every option of the toy path does what it says: turn it, and see the change."""
 
+import functools
+import itertools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_run import rows_of, tiny_config
+from tiny_run import rows_of, tiny_config, tiny_edit_config
 
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.training.collect import collect
+from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.evaluation import draw
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.training.setup import build_run
@@ -21,6 +26,7 @@ def make(tiny_flux_dir, tmp_path_factory):
     """A run that is built but not started, by changed options."""
 
     def build(**changes):
+        changes = {"health__probe_images": 0} | changes
         return build_run(tiny_config(tiny_flux_dir, tmp_path_factory.mktemp("options"), **changes))
 
     return build
@@ -34,7 +40,8 @@ def epoch(run, **changes):
     positions = samples.positions_of(0, 1)
     arguments = {
         "batch_size": run.plan.sample_batch_size, "num_steps": 3, "noise_steps": (1,), "noise_level": 0.7, "cps": False,
-        "same_latent": False, "merge_lora": False, "on_batch": lambda images: False, "resolution": 16, "item_size": "aspect",
+        "same_latent": False, "merge_lora": False, "on_images": lambda images: None,
+        "stop_after_batch": lambda: False, "resolution": 16, "item_size": "aspect",
     } | changes  # fmt: skip
     queue = ScoringQueue(run.train_rewards)
     rollouts = collect(run.policy, run.train_items, samples, positions, queue, **arguments)
@@ -113,63 +120,81 @@ def test_gradient_does_not_depend_on_the_micro_batch(make):
         torch.testing.assert_close(whole[name], single[name], rtol=1e-3, atol=1e-5 * float(scale))
 
 
-def weights_after(make, **changes):
-    run = make(num_epochs=1, save_freq=0, **changes)
-    Trainer(run).train()
-    return torch.cat([p.detach().flatten() for p in run.parameters.values()]), run
+def one_epoch(run):
+    """Train one epoch, without evaluation and checkpoint; returns the run."""
+    Trainer(run)._epoch()
+    run.close()
+    return run
 
 
 @pytest.fixture(scope="module")
-def plain(make):
-    return weights_after(make)
+def weights_after(make):
+    """The trained weights after an epoch with changed options, in one vector; each set of options runs once."""
+
+    @functools.cache
+    def weights(changes: tuple) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).parameters.values()])
+
+    return lambda **changes: weights(tuple(sorted(changes.items())))
+
+
+FLAT = {"train__adam_epsilon": 0.1}  # Adam's steps then show the size of gradients, not their sign alone
+TWO_STEPS = {"train__gradient_step_per_epoch": 2}
+TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness': 20}"}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "beside"),
     [
-        {"seed": 1},
-        {"train__learning_rate": 1e-4},
-        {"train__lr_warmup_steps": 10},
-        {"train__adam_weight_decay": 5.0},
-        {"train__adam_epsilon": 0.1},
-        {"train__max_grad_norm": 1e-9, "train__adam_epsilon": 1e-4},
-        {"train__num_inner_epochs": 2},
-        {"train__gradient_step_per_epoch": 2},
-        {"train__resolution": 24},
-        {"train__rank_grpo": True},
-        {"train__adv_clip_max": 0.1, "train__adam_epsilon": 0.1},
-        {"sample__noise_steps": "0,1"},
-        {"sample__noise_steps": "0,1", "sample__num_noise_steps": 1},
-        {"sample__noise_steps": "0,1", "train__timesteps": "0"},
-        {"sample__noise_level": 0.3},
-        {"sample__cps": True},
-        {"sample__same_latent": True},
-        {"sample__guidance_scale": 1.0},
-        {"sample__global_std": True, "train__adam_epsilon": 0.1},
-        {"sample__num_images_per_prompt": 8},
-        {"sample__unique_sample_num_per_epoch": 4},
-        {"sample__num_steps": 4},
-        {"per_prompt_stat_tracking": False},
-        {"max_sequence_length": 8},
-        {"train__loss_type": "guard_grpo"},
-        {"train__loss_type": "nft"},
-        {"train__reward_fn_kwargs": "{'tiny_run:brightness': {'scale': -1.0}}"},
-        {"train__aggregate_fn": "tiny_run:reversed_aggregate"},
+        ({"seed": 1}, {}),
+        ({"train__learning_rate": 1e-4}, {}),
+        ({"train__lr_warmup_steps": 10}, {}),
+        ({"train__adam_weight_decay": 5.0}, {}),
+        ({"train__adam_epsilon": 0.1}, {}),
+        ({"train__adam_beta1": 0.5}, TWO_STEPS),
+        ({"train__adam_beta2": 0.5}, TWO_STEPS),
+        ({"train__max_grad_norm": 1e-9}, {"train__adam_epsilon": 1e-4}),
+        ({"train__num_inner_epochs": 2}, {}),
+        (TWO_STEPS, {}),
+        ({"train__clip_range": 10.0}, TWO_STEPS),
+        ({"train__beta": 1.0}, TWO_STEPS),
+        ({"train__resolution": 24}, {}),
+        ({"train__rank_grpo": True}, FLAT),
+        ({"train__adv_clip_max": 0.1}, FLAT),
+        ({"sample__noise_steps": "0,1"}, {}),
+        ({"sample__num_noise_steps": 1}, {"sample__noise_steps": "0,1"}),
+        ({"train__timesteps": "0"}, {"sample__noise_steps": "0,1"}),
+        ({"sample__noise_level": 0.3}, {}),
+        ({"sample__cps": True}, {}),
+        ({"sample__same_latent": True}, {}),
+        ({"sample__guidance_scale": 1.0}, {}),
+        ({"sample__global_std": True}, FLAT),
+        ({"sample__num_images_per_prompt": 8}, {}),
+        ({"sample__unique_sample_num_per_epoch": 4}, {}),
+        ({"sample__num_steps": 4}, {}),
+        ({"per_prompt_stat_tracking": False}, {}),
+        ({"max_sequence_length": 8}, {}),
+        ({"train__loss_type": "guard_grpo"}, {}),
+        ({"train__loss_type": "nft"}, {}),
+        ({"train__nft_beta": 0.1}, {"train__loss_type": "nft"} | TWO_STEPS),
+        ({"train__timesteps": "2"}, {"train__loss_type": "nft"}),
+        ({"train__reward_fn_kwargs": "{'tiny_run:brightness': {'scale': -1.0}}"}, {}),
+        ({"train__aggregate_fn": "tiny_run:reversed_aggregate"}, {}),
+        ({"train__aggregate_fn_kwargs": "{'reward_weights': {'brightness': 0, 'redness': 1}}"},
+         TWO_REWARDS | {"train__aggregate_fn": "weighted_advantage_sum_aggregate_fn"}),
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
-)
+)  # fmt: skip
 @pytest.mark.slow
-def test_option_changes_the_update(make, plain, changes):
-    weights, _ = weights_after(make, **changes)
+def test_option_changes_the_update(weights_after, changes, beside):
+    weights = weights_after(**beside, **changes)
     assert torch.isfinite(weights).all()
-    reference = plain[0]
-    if "train__adam_epsilon" in changes and len(changes) > 1:  # the plain run with the same epsilon
-        reference = weights_after(make, train__adam_epsilon=changes["train__adam_epsilon"])[0]
-    assert not torch.equal(weights, reference)
+    assert (weights - weights_after(**beside)).abs().max() > 1e-7
 
 
-def test_rerun_is_bit_identical(make, plain):
-    assert torch.equal(weights_after(make)[0], plain[0])
+def test_rerun_is_bit_identical(make, weights_after):
+    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).parameters.values()])
+    assert torch.equal(again, weights_after())
 
 
 @pytest.mark.parametrize(
@@ -178,33 +203,28 @@ def test_rerun_is_bit_identical(make, plain):
         {"train__batch_size": 8},
         {"enable_gradient_checkpointing": True},
         {"sample__reward_batch_size": 1},
+        {"sample__merge_lora": True},
         {"train__ema": False},
     ],
     ids=str,
 )
-def test_option_that_must_not_change_the_update(make, changes):
-    reference = weights_after(make, train__adam_epsilon=1.0)[0]
-    weights, _ = weights_after(make, train__adam_epsilon=1.0, **changes)
-    torch.testing.assert_close(weights, reference, rtol=0, atol=1e-7)
+def test_option_that_must_not_change_the_update(weights_after, changes):
+    reference = weights_after(train__adam_epsilon=1.0)
+    torch.testing.assert_close(weights_after(train__adam_epsilon=1.0, **changes), reference, rtol=0, atol=1e-7)
 
 
 def test_kl_term_uses_the_reference_only_when_it_counts(make, monkeypatch):
-    calls = []
-    run = make(num_epochs=2, save_freq=0, train__beta=0.5, health__probe_images=0)
-    reference = run.policy.reference
-    monkeypatch.setattr(run.policy, "reference", lambda: calls.append(1) or reference())
-    Trainer(run).train()
-    assert calls
-    assert "train/kl" in rows_of(run.config, "train")[1]
-    calls.clear()
-    run = make(num_epochs=1, save_freq=0, health__probe_images=0)
-    monkeypatch.setattr(run.policy, "reference", lambda: calls.append(1))
-    Trainer(run).train()
-    assert not calls
+    for beta in (0.5, 0.0):
+        run, calls = make(train__beta=beta), []
+        counted = lambda calls=calls, reference=run.policy.reference: calls.append(1) or reference()
+        monkeypatch.setattr(run.policy, "reference", counted)
+        one_epoch(run)
+        assert ("train/kl" in rows_of(run.config, "train")[0]) == bool(calls) == (beta > 0)
 
 
-def test_lora_size_and_start(make, plain, tmp_path):
-    _, run = plain
+def test_lora_size_and_start(make):
+    run = make(num_epochs=1, eval_freq=0)
+    Trainer(run).train()
     sizes = {name: p.shape for name, p in run.parameters.items()}
     assert {min(shape) for shape in sizes.values()} == {8}
     other = make(train__lora_rank=2, train__lora_alpha=6)
@@ -216,15 +236,16 @@ def test_lora_size_and_start(make, plain, tmp_path):
 
 
 def test_full_training_without_lora(make):
-    _, run = weights_after(make, use_lora=False, train__learning_rate=1e-4)
+    run = make(num_epochs=1, use_lora=False, train__learning_rate=1e-4)
+    Trainer(run).train()
     assert all("lora" not in name for name in run.parameters)
     assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
 
 
 def test_ema_options(make):
-    _, run = weights_after(make, train__gradient_step_per_epoch=2, train__ema_decay=0.0)
+    run = one_epoch(make(**TWO_STEPS, train__ema_decay=0.0))
     assert all(torch.equal(p, run.ema.shadow[n]) for n, p in run.parameters.items())
-    _, run = weights_after(make, train__gradient_step_per_epoch=2, train__ema_update_interval=3)
+    run = one_epoch(make(**TWO_STEPS, train__ema_update_interval=3))
     assert any(not torch.equal(p, run.ema.shadow[n]) for n, p in run.parameters.items())
     assert make(train__ema=False).ema is None
 
@@ -294,17 +315,62 @@ def test_item_size(make, tmp_path):
             assert image.size == size
 
 
-def test_memory_and_thread_options(make):
-    _, run = weights_after(make, enable_mem_log=True)
-    assert rows_of(run.config, "train")[0]["memory/peak_rss_mb"] > 0
-    assert json.loads((run.folder / "plan.json").read_text())["threads_per_process"] == 1
+def test_memory_thread_and_precision_options(make):
+    for told in (False, True):  # True is the default
+        run = one_epoch(make(enable_mem_log=told, allow_tf32=told))
+        assert ("memory/peak_rss_mb" in rows_of(run.config, "train")[0]) == told
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == told
+    run = make(num_threads=2)
+    assert json.loads((run.folder / "plan.json").read_text())["threads_per_process"] == torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 @pytest.mark.slow
 def test_low_precision_recomputes_old_values_where_it_must(make):
     """bf16 on the CPU: the training batch differs from the sampling batch, so 'auto' measures and decides."""
-    _, run = weights_after(make, mixed_precision="bf16", train__clip_range=1e-12)
-    assert run.updater.recompute in (True, False)
-    _, run = weights_after(make, mixed_precision="bf16", train__old_log_prob="recompute")
+    run = one_epoch(make(mixed_precision="bf16", train__clip_range=1e-12))
+    assert run.policy.dtype == torch.bfloat16 and run.updater.recompute in (True, False)
+    run = one_epoch(make(mixed_precision="bf16", train__old_log_prob="recompute"))
     assert run.updater.recompute is True
     assert rows_of(run.config, "train")[0]["train/ratio_deviation"] == 0
+
+
+@pytest.mark.parametrize(("decay_type", "follows"), [(0, True), (1, False), (2, True), (None, False)])
+def test_how_the_old_adapter_follows(make, decay_type, follows):
+    """After one optimizer step: types 0 and 2 take the new weights, type 1 (the default of nft) 0.001 of the old ones."""
+    run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
+    new = {name.replace(".default.", ".old."): p for name, p in run.parameters.items()}
+    same = [torch.equal(p, new[name]) for name, p in run.extra_parameters["old"].items()]
+    assert all(same) == follows
+    for name, p in run.extra_parameters["old"].items():
+        torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
+
+
+def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
+    latents = []
+    for number, text in enumerate((" ", "blurred", "None")):
+        changes = {"sample__negative_prompt": text, "run_name": number, "health__probe_images": 0}
+        run = build_run(tiny_edit_config("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path, **changes))
+        assert run.policy.guided == (text != "None")
+        latents.append(epoch(run, resolution=32)[2])
+    assert min((one - two).abs().max() for one, two in itertools.combinations(latents, 2)) > 1e-4
+
+
+def test_8_bit_adam_needs_its_package(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes: pip install"):
+        make(train__use_8bit_adam=True)
+    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=torch.optim.SGD))  # the real one wants a GPU
+    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one wants a GPU
+    assert make(train__use_8bit_adam=True).updater.optimizer == {
+        "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
+    }  # fmt: skip
+
+
+def test_where_and_what_a_run_reads_and_writes(make, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
+    run = make(save_dir=tmp_path / "elsewhere", run_name="mine", dataset=tmp_path, prompt_fn="text")
+    assert run.folder == tmp_path / "elsewhere" / "mine" and (run.folder / "config.yaml").is_file()
+    assert [item.prompt for item in (*run.train_items, *run.test_items)] == ["a train prompt", "a test prompt"]

@@ -23,8 +23,8 @@ from torch import nn
 from paco_toy.bases.edit_batches import DEPARTURE, EditBatch, draw_edits, draw_pixels
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
 from paco_toy.bases.generator import LatentCache
-from paco_toy.bases.kontext import PROBE_WEIGHT, AskedProbes, asked_tokens
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import AskedProbes, asked_tokens
 from paco_toy.bases.qwen_text import (
     NO_INSTRUCTION,
     WIDTH,
@@ -43,6 +43,7 @@ GUIDANCE = 1.0  # no true CFG, as `toy_qwen_edit` samples: the base follows less
 VAE_MINUTES, READER_MINUTES = 15.0, 3.5
 SIDES = (16, 32)  # panel sides in pixels: the transformer sees scenes of 32 and 64 px
 _UNTOLD = 0.1  # share of batches without an instruction
+_PROBE_WEIGHT = 0.5
 _ASKED_WEIGHT = 8.0  # of the panel that the instruction names, in the loss; the others are mostly copied
 _BATCH = {16: 40, 32: 14}
 # From which share of the time on: what panel side each step trains on, in turn, and how often a target departs from what is
@@ -144,7 +145,7 @@ def train(
         asked = asked_tokens(batch.place, side // 8).repeat(1, 2)
         if told is not batch.instructions:
             asked = torch.full_like(asked, 0.25)  # nothing is asked: each panel may be it
-        return 2 * side, drawing + PROBE_WEIGHT * probes.loss(asked)
+        return 2 * side, drawing + _PROBE_WEIGHT * probes.loss(asked)
 
     def look(averaged: nn.ModuleList) -> None:
         copied = copy.deepcopy(pipe)
