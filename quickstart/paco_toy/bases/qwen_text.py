@@ -113,9 +113,9 @@ class SceneReader:
         """Features (B, L, D) for uint8 scenes (B, S, S, 3)."""
         images = self.processor.image_processor(images=torch.from_numpy(pixels).permute(0, 3, 1, 2), return_tensors="pt")
         ids = torch.tensor([self._tokens(text) for text in instructions])
+        # Only what the pipeline passes on: without mm_token_type_ids every token has one position, image tokens too.
         hidden = self.encoder.model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **images, use_cache=False,
-            mm_token_type_ids=(ids == self.encoder.config.image_token_id).int(),
+            input_ids=ids, attention_mask=torch.ones_like(ids), **images, use_cache=False
         ).last_hidden_state  # fmt: skip
         return hidden[:, self.dropped :]
 
