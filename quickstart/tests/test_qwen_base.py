@@ -33,7 +33,7 @@ def test_it_is_small_and_its_quality_is_on_record():
     weights = [path for path in FOLDER.rglob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pkl")]
     assert {path.suffix for path in weights} == {".safetensors"} and sum(p.stat().st_size for p in weights) < 7 << 20
     found = json.loads((MODELS / "quality.json").read_text())["editors"][qwen_edit.NAME]["64px"]
-    assert found["valid"] > 0.9 and found["kept"] > 0.8 and 0.35 <= found["edit"] <= 0.65
+    assert found["valid"] > 0.9 and found["kept"] > 0.8 and 0.25 <= found["edit"] <= 0.65
     assert (MODELS / f"build_{qwen_edit.NAME}.log").stat().st_size > 0
 
 
@@ -64,5 +64,10 @@ def test_the_policy_draws_what_diffusers_pipeline_draws(pipe):
 def test_it_edits_as_well_as_is_on_record(pipe):
     count, found = 48, json.loads((MODELS / "quality.json").read_text())["editors"][qwen_edit.NAME]
     drawn = editor_quality(qwen_edit, pipe, seed=11, count=count, sizes=(64,))["64px"]
-    for name in ("edit", "followed", "kept", "valid"):  # other scenes, other noise: three standard errors at their widest
+    for name in (
+        "edit",
+        "followed",
+        "kept",
+        "valid",
+    ):  # other scenes, other noise: three standard errors at their widest
         assert drawn[name] == pytest.approx(found["64px"][name], abs=3 * 0.5 / np.sqrt(count)), name
