@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     config.dataset = ""  # folder of the prompt set
     config.prompt_fn = "geneval"  # kind of prompt set: geneval | general_ocr | text | geneval_image | arrow_editing
     config.item_size = "exact"  # as items say; aspect: their (or else their images') shape at the resolution's area
-    config.max_sequence_length = 512  # text tokens
+    config.max_sequence_length = 512  # text tokens; 0 = the longest prompt of the data set, up to a multiple of 64
 
     config.mixed_precision = "bf16"  # bf16 | no
     config.allow_tf32 = True  # TF32 in float32 matrix products of the GPU
@@ -48,6 +48,7 @@ def get_config() -> ConfigDict:
     config.train = _train()
     config.test = _test()
     config.health = _health()
+    config.speed = _speed()
     return config
 
 
@@ -63,10 +64,14 @@ def _sample() -> ConfigDict:
     sample.same_latent = False  # one initial noise per prompt
     sample.merge_lora = False  # merge the LoRA into the base for noiseless steps: faster, equal to rounding there
     sample.global_std = False  # divide advantages by the std over everything
-    sample.batch_size = 1  # images per process and forward
+    sample.batch_size = 1  # images per process and forward; 0 = from the memory that is free
     sample.num_images_per_prompt = 16  # k
     sample.unique_sample_num_per_epoch = 42  # m
     sample.reward_batch_size = placeholder(int)  # images per call of a reward; None = a whole sampling batch
+    # What follows the last noise step of a rollout enters no log-probability, only the image: it may be approximate.
+    sample.tail_steps = placeholder(int)  # fewer, larger steps there; None = those of the schedule
+    sample.tail_order = 1  # 1 = Euler; 2 = second order from the velocities of two steps, at no further forward
+    sample.tail_cache = 0.0  # first-block cache: threshold below which a forward reuses the last one's blocks; 0 = off
     return sample
 
 
@@ -82,6 +87,7 @@ def _train() -> ConfigDict:
     train.adam_weight_decay = 1e-4  # decoupled, times the learning rate
     train.adam_epsilon = 1e-8  # added to the root of the second moment
     train.use_8bit_adam = False  # AdamW's state in 8 bits, with bitsandbytes
+    train.sharding = placeholder(str)  # fsdp2: divide the transformer over processes; None = as accelerate was started
     train.max_grad_norm = 1.0  # gradients are scaled down to this norm
     train.num_inner_epochs = 1  # passes over the samples of an epoch
     train.gradient_step_per_epoch = placeholder(int)  # optimizer steps an epoch; None = 1 for nft, else 2
@@ -123,6 +129,18 @@ def _health() -> ConfigDict:
     health.max_zero_std_share = 0.8  # of groups
     health.max_reward_divergence = 3.0  # standard errors
     return health
+
+
+def _speed() -> ConfigDict:
+    """How the same numbers are computed faster. What changes them, if only by rounding, is off unless asked for."""
+    speed = ConfigDict()
+    speed.compile = False  # torch.compile of the transformer's blocks: equal to rounding; the first epoch takes longer
+    speed.attention = placeholder(str)  # an attention back end of diffusers, e.g. _native_cudnn; None = its default
+    speed.fused_adam = placeholder(bool)  # one kernel for a whole AdamW step; None = on CUDA
+    speed.offload_text_encoders = placeholder(bool)  # on the CPU while they encode nothing; None = on CUDA
+    speed.offload_vae = False  # on the CPU while it decodes nothing
+    speed.overlap_decode = placeholder(bool)  # decode a batch while the next one is sampled; None = on CUDA
+    return speed
 
 
 def _test() -> ConfigDict:

@@ -117,11 +117,15 @@ def main(arguments: list[str]) -> int:
 
     import torch
 
+    from paco_grpo.data.prompts import DataError, load_prompts
     from paco_grpo.policies import PolicyLoadError, policy_class
     from paco_grpo.rewards.errors import RewardError
     from paco_grpo.training.configuration import ConfigError, read_config
-    from paco_grpo.training.evaluation import contact_sheet, draw, drawing_batches
+    from paco_grpo.training.evaluation import draw, drawing_batches
     from paco_grpo.training.generator import load_adapter, load_generator
+    from paco_grpo.training.pictures import contact_sheet
+    from paco_grpo.training.speed import apply_speed, check_speed
+    from paco_grpo.training.texts import settle_text_length
     from paco_judge.client import JudgeError
 
     try:
@@ -132,10 +136,17 @@ def main(arguments: list[str]) -> int:
         check_images(items, config.pretrained.model)
         edits_images = policy_class(config.pretrained.model).edits_images
         judge = judge_reward(config, edits_images, own.judge, own.judge_model)
-        policy = load_generator(config, "cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if config.max_sequence_length == 0:  # as the run was trained, whatever the length of these prompts
+            sets = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
+            settle_text_length(config, [item for items_of_split in sets for item in items_of_split])
+        settle_text_length(config, items)
+        check_speed(config, device)
+        policy = load_generator(config, device)
         if own.adapter:
             load_adapter(policy, own.adapter)
-    except (ConfigError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
+        apply_speed(config, policy)
+    except (ConfigError, DataError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
@@ -151,7 +162,8 @@ def main(arguments: list[str]) -> int:
     captions = []
     if judge is not None:
         captions = write_scores(judge(images, [item for item, _ in wanted]).tolist(), wanted, names, own.output)
-    contact_sheet(images, captions).save(own.output / "sheet.png")
+    references = [item.image for item, _ in wanted] if edits_images else []
+    contact_sheet(images, captions, references).save(own.output / "sheet.png")
     print(f"{len(images)} images and sheet.png in {own.output}")
     return 0
 

@@ -1,5 +1,7 @@
 """Reward factories that tests name by import path."""
 
+import time
+
 import numpy as np
 
 
@@ -23,3 +25,13 @@ def infinite():
 
 def not_callable():
     return 3
+
+
+def sleeping(seconds: float = 0.1):
+    """brightness of a judge that takes ``seconds`` for a call."""
+
+    def score(images, items):
+        time.sleep(seconds)
+        return np.array([np.asarray(image, dtype=np.float64).mean() for image in images])
+
+    return score

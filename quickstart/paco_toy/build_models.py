@@ -165,13 +165,13 @@ def build_all(arguments: argparse.Namespace) -> None:
             failed = [s for s, process in running.items() if process.wait() != 0]
             if failed:
                 raise SystemExit(f"building stopped: {', '.join(failed)} failed; see above")
-        _forget_paths(arguments.out)
+        forget_paths(arguments.out)
         if final.exists():
             final.rename(Path(workplace) / "replaced")
         arguments.out.rename(final)
 
 
-def _forget_paths(out: Path) -> None:
+def forget_paths(out: Path) -> None:
     """Takes out of the JSON files where the weights lay while they were built."""
     for path in (*out.rglob("config.json"), *out.rglob("model_index.json")):
         lines = path.read_text().splitlines(keepends=True)

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
 
@@ -140,15 +141,44 @@ def merged(policy: Policy) -> Iterator[None]:
     rounding, in the base's precision.
     """
     layers = _layers(policy)
-    kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
+    weights = [_own_part(layer.get_base_layer().weight) for layer in layers]
+    kept = [weight.clone() for weight in weights]
     try:
         for layer in layers:
-            layer.merge(adapter_names=list(layer.active_adapters))
+            _merge(layer)
         yield
     finally:
-        for layer, weight in zip(layers, kept, strict=True):
+        for layer, weight, before in zip(layers, weights, kept, strict=True):
             layer.merged_adapters.clear()
-            layer.get_base_layer().weight.data.copy_(weight)
+            weight.copy_(before)
+
+
+def _merge(layer: BaseTunerLayer) -> None:
+    """Add the active adapters to the base weights; of a weight that is divided over processes, to this one's part."""
+    weight, names = layer.get_base_layer().weight, list(layer.active_adapters)
+    if not isinstance(weight, DTensor):
+        layer.merge(adapter_names=names)
+        return
+    for name in names:
+        part = _own_part(weight)
+        delta = distribute_tensor(
+            layer.get_delta_weight(name), weight.device_mesh, weight.placements, src_data_rank=None
+        )
+        part.add_(_own_part(delta).to(part.device))
+        layer.merged_adapters.append(name)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``tensor``, sharing its memory, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lora_parameters(policy: Policy) -> list[nn.Parameter]:
+    """The parameters of all adapters of the transformer, trainable or not; none where there is no adapter."""
+    transformer = unwrap(policy.transformer)
+    names = getattr(transformer, "peft_config", {})
+    return [parameter for name in names for parameter in _adapter_parameters(transformer, name)]
 
 
 def trainable_parameters(policy: Policy) -> list[nn.Parameter]:

@@ -36,7 +36,11 @@ class Policy(ABC):
         lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (method §6).
         edits_images: Whether an item needs a reference image.
         has_true_cfg: Whether a negative prompt means something to it.
+        masks_text: Whether texts of unequal length are padded and masked (else the padding counts as text).
+        text_limit: Most text tokens it takes.
+        tokenizer_folder: Of the pipeline; its tokens are what ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
+        offloads_text_encoders: Whether ``encode`` has to bring them first, so that many items at a time are better.
         device: Where the transformer computes.
         dtype: Computing precision of the transformer; latents stay float32.
     """
@@ -44,6 +48,10 @@ class Policy(ABC):
     lora_targets: ClassVar[tuple[str, ...]] = ()
     edits_images: ClassVar[bool] = False
     has_true_cfg: ClassVar[bool] = False
+    masks_text: ClassVar[bool] = False
+    text_limit: ClassVar[int] = 512
+    tokenizer_folder: ClassVar[str] = "tokenizer"
+    offloads_text_encoders: bool = False
 
     transformer: nn.Module
     size_multiple: int
@@ -121,6 +129,9 @@ class Policy(ABC):
     def move_vae(self, device: torch.device | str) -> None:
         """Move what only ``decode`` (and encoding of reference images) needs; both work wherever it is."""
 
+    def offload(self, text_encoders: bool, vae: bool) -> None:
+        """From now on keep these off the accelerator while they compute nothing; a policy may ignore it."""
+
     def autocast(self) -> AbstractContextManager:
         """The autocast of every transformer forward, in rollout and training alike."""
         if self.dtype == torch.float32:
@@ -149,6 +160,12 @@ class Policy(ABC):
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """``size_multiple`` by the VAE's configuration alone: its levels halve the sides, and 2x2 latents are a token."""
         return 2 * 2 ** (len(vae["block_out_channels"]) - 1)
+
+    def cached(self, threshold: float) -> AbstractContextManager:
+        """Approximate forwards inside the block, by a first-block cache that is empty at its start."""
+        from paco_grpo.policies.acceleration import block_cache
+
+        return block_cache(self, threshold)
 
     def batch_key(self, item: Item) -> Hashable:
         """Samples may share a forward if their items' keys are equal; ``item`` has the size at which it is drawn."""

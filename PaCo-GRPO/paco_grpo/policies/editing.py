@@ -121,9 +121,8 @@ class EditingPolicy(PipelinePolicy):
 
     def _encode_references(self, references: Sequence[Reference]) -> dict[str, torch.Tensor]:
         """The fields of :class:`ReferenceConditioning`; each picture goes through the VAE once, alone."""
-        tokens = [
-            self._latents.get(reference.key, lambda r=reference: (self._encode_one(r),))[0] for reference in references
-        ]
+        with self.encoders_held():
+            tokens = [self._latents.get(r.key, lambda r=r: (self._encode_one(r),))[0] for r in references]
         grids = [self._grid(*reference.size) for reference in references]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
@@ -135,9 +134,10 @@ class EditingPolicy(PipelinePolicy):
         rows, columns = self._grid(*reference.size)
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
         vae = self.pipeline.vae
-        latents = self.pipeline._encode_vae_image(
-            image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
-        )
+        with self.vae_at_work():
+            latents = self.pipeline._encode_vae_image(
+                image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
+            )
         packed = self.pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed[0].to(self.dtype)
 

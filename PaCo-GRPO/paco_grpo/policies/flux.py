@@ -26,6 +26,7 @@ class FluxPolicy(PipelinePolicy):
 
     pipeline_class = FluxPipeline
     family = "FLUX"
+    tokenizer_folder = "tokenizer_2"  # T5's; CLIP takes 77 tokens in any case
     lora_targets = lora_targets_with("ff", "ff_context")
 
     def __init__(self, pipeline: FluxPipeline, **options) -> None:
@@ -41,7 +42,8 @@ class FluxPolicy(PipelinePolicy):
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> FluxConditioning:
         """See :meth:`Policy.encode`; a prompt goes through T5 and CLIP once as long as it stays in the cache."""
-        rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
+        with self.encoders_held():
+            rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
         return FluxConditioning(
             prompt_embeds=torch.stack([row[0] for row in rows]).to(self.device),
             pooled_prompt_embeds=torch.stack([row[1] for row in rows]).to(self.device),
@@ -50,9 +52,10 @@ class FluxPolicy(PipelinePolicy):
     def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
         # One prompt at a time: the features then do not depend, to the last bit, on which prompts come together, so
         # a resumed run (whose cache is empty) computes the same numbers.
-        embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt, device="cpu", max_sequence_length=self.max_sequence_length
-        )
+        with self.text_at_work():
+            embeds, pooled, _ = self.pipeline.encode_prompt(
+                prompt, device="cpu", max_sequence_length=self.max_sequence_length
+            )
         return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
 
     def velocity(
@@ -60,7 +63,7 @@ class FluxPolicy(PipelinePolicy):
     ) -> torch.Tensor:
         """See :meth:`Policy.velocity`. FluxTransformer2DModel takes σ in [0, 1] and multiplies by 1000 itself."""
         tokens, position_ids = self._tokens(latents, conditioning, height, width)
-        with self.autocast():
+        with self.autocast(), self._cache_context("text"):
             velocity = self.transformer(
                 hidden_states=tokens.to(self.dtype),
                 timestep=sigma,

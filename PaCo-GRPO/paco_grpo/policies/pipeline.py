@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from PIL import Image
 from torch import nn
 
-from paco_grpo.policies.adapters import save_diffusers
+from paco_grpo.policies.adapters import save_diffusers, unwrap
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.cache import TensorCache
-
-if TYPE_CHECKING:
-    from PIL import Image
+from paco_grpo.policies.offload import Offloaded
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
@@ -43,7 +43,6 @@ class PipelinePolicy(Policy):
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
-    text_limit: ClassVar[int] = 512  # most text tokens the pipeline takes
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class PipelinePolicy(Policy):
         """Wrap a loaded pipeline: freeze it, put it on ``device``; arguments as in ``from_pretrained``."""
         if not 1 <= max_sequence_length <= self.text_limit:
             raise ValueError(
-                f"max_sequence_length = {max_sequence_length} must lie between 1 and {self.text_limit} "
+                f"config.max_sequence_length={max_sequence_length} must lie between 1 and {self.text_limit} "
                 f"({self.family}'s limit)"
             )
         if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
@@ -78,6 +77,8 @@ class PipelinePolicy(Policy):
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self.size_multiple = 2 * pipeline.vae_scale_factor
         self._texts = TensorCache(CACHE_BYTES)
+        self._text_duty: Offloaded | None = None
+        self._vae_duty: Offloaded | None = None
         self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
@@ -145,10 +146,45 @@ class PipelinePolicy(Policy):
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """See :meth:`Policy.decode`; all of ``latents`` in one VAE call, so the caller's batch bounds the memory."""
+        """See :meth:`Policy.decode`; all of ``latents`` in one VAE call, so the caller's batch bounds the memory.
+
+        The bytes are made where the VAE is: a fourth of diffusers' float32 pixels crosses to the CPU, which rounds none
+        of them. Each operation is diffusers' own, in the same order, so the images are the same bits.
+        """
         unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
-        pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
-        return self.pipeline.image_processor.postprocess(pixels, output_type="pil")
+        with self.vae_at_work():
+            pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
+        scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
+        arrays = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        return [Image.fromarray(array) for array in arrays]
+
+    def offload(self, text_encoders: bool, vae: bool) -> None:
+        """See :meth:`Policy.offload`."""
+        if text_encoders and self._text_duty is None:
+            self._text_duty = Offloaded(self.text_encoders(), self.device)
+        if vae and self._vae_duty is None:
+            self._vae_duty = Offloaded([self.pipeline.vae], self.device)
+
+    @property
+    def offloads_text_encoders(self) -> bool:
+        """See :class:`Policy`."""
+        return self._text_duty is not None
+
+    def text_at_work(self) -> AbstractContextManager:
+        """The text encoders are on the accelerator inside the block."""
+        return self._text_duty.at_work() if self._text_duty else nullcontext()
+
+    def vae_at_work(self) -> AbstractContextManager:
+        """The VAE is on the accelerator inside the block."""
+        return self._vae_duty.at_work() if self._vae_duty else nullcontext()
+
+    @contextmanager
+    def encoders_held(self) -> Iterator[None]:
+        """Text encoders and VAE that come to work inside the block stay until its end."""
+        with ExitStack() as stack:
+            for duty in filter(None, (self._text_duty, self._vae_duty)):
+                stack.enter_context(duty.held())
+            yield
 
     def move_text_encoders(self, device: torch.device | str) -> None:
         """See :meth:`Policy.move_text_encoders`."""
@@ -162,6 +198,11 @@ class PipelinePolicy(Policy):
     def save_lora(self, directory: str | Path) -> None:
         """See :meth:`Policy.save_lora`."""
         save_diffusers(self, directory)
+
+    def _cache_context(self, name: str) -> AbstractContextManager:
+        """Every forward runs inside it: a first-block cache keeps the passes ``name`` of one velocity apart."""
+        transformer = unwrap(self.transformer)
+        return transformer.cache_context(name) if transformer.is_cache_enabled else nullcontext()
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""

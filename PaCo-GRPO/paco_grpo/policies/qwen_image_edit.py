@@ -47,6 +47,7 @@ class QwenImageEditPolicy(EditingPolicy):
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
     has_true_cfg = True
+    masks_text = True
     text_limit = 1024
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
@@ -99,10 +100,11 @@ class QwenImageEditPolicy(EditingPolicy):
     def _encode_texts(
         self, references: Sequence[Reference], texts: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = [
-            self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
-            for reference, text in zip(references, texts, strict=True)
-        ]
+        with self.encoders_held():
+            rows = [
+                self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
+                for reference, text in zip(references, texts, strict=True)
+            ]
         embeds = pad_sequence(rows, batch_first=True).to(self.device)
         lengths = torch.tensor([len(row) for row in rows])
         if (lengths == embeds.shape[1]).all():
@@ -111,10 +113,10 @@ class QwenImageEditPolicy(EditingPolicy):
 
     def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
         """Features (L, D) of the instruction and the image; the pipeline drops those of its fixed beginning."""
-        encoder = self.pipeline.text_encoder
-        embeds, _ = self.pipeline.encode_prompt(
-            prompt=self._shortened(text), image=reference.image, device=encoder.device
-        )
+        with self.text_at_work():
+            embeds, _ = self.pipeline.encode_prompt(
+                prompt=self._shortened(text), image=reference.image, device=self.pipeline.text_encoder.device
+            )
         return embeds[0].to(self.dtype)
 
     def _shortened(self, text: str) -> str:
@@ -142,7 +144,7 @@ class QwenImageEditPolicy(EditingPolicy):
         if conditioning.negative_embeds is None:
             return conditional
         text = conditioning.negative_embeds, conditioning.negative_mask
-        negative = self._velocity(latents, sigma, conditioning, text, height, width)
+        negative = self._velocity(latents, sigma, conditioning, text, "negative", height, width)
         guided = negative + self.guidance_scale * (conditional - negative)
         return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
@@ -151,7 +153,7 @@ class QwenImageEditPolicy(EditingPolicy):
     ) -> torch.Tensor:
         """See :meth:`Policy.conditional_velocity`."""
         text = conditioning.prompt_embeds, conditioning.prompt_mask
-        return self._velocity(latents, sigma, conditioning, text, height, width)
+        return self._velocity(latents, sigma, conditioning, text, "text", height, width)
 
     def _velocity(
         self,
@@ -159,13 +161,14 @@ class QwenImageEditPolicy(EditingPolicy):
         sigma: torch.Tensor,
         conditioning: QwenEditConditioning,
         text: tuple[torch.Tensor, torch.Tensor | None],
+        name: str,
         height: int,
         width: int,
     ) -> torch.Tensor:
         reference, rows, columns = conditioning.reference_tokens()
         tokens = torch.cat([latents, reference.to(latents.dtype)], dim=1)
         shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
-        with self.autocast():
+        with self.autocast(), self._cache_context(name):
             velocity = self.transformer(
                 hidden_states=tokens.to(self.dtype),
                 timestep=sigma,  # the transformer multiplies by 1000 itself

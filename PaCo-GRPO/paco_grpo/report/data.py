@@ -35,12 +35,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of an evaluation: its file, prompt, category and scores."""
+    """One image of an evaluation: its file, prompt, category and scores; an edited one's reference image."""
 
     file: Path
     prompt: str
     category: str | None
     rewards: Mapping[str, float | None]
+    reference: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,11 @@ def pictures(folder: Path) -> list[Picture]:
     found = []
     for row in read_json_lines(folder / "eval_data.jsonl"):
         if row.get("file") and (folder / row["file"]).is_file():
-            found.append(Picture(folder / row["file"], row["prompt"], row.get("category"), row.get("rewards", {})))
+            reference = folder / row["reference"] if row.get("reference") else None
+            if reference and not reference.is_file():
+                reference = None
+            picture = Picture(folder / row["file"], row["prompt"], row.get("category"), row.get("rewards", {}), reference)
+            found.append(picture)
     return found
 
 

@@ -20,8 +20,12 @@ LABELS = {
     "oracle_view": "oracle: panels in the view asked for",
     "oracle_valid": "oracle: valid panels",
     "oracle_distinct": "oracle: panels differ",
+    "oracle_edit": "oracle: edit",
+    "oracle_followed": "oracle: instruction followed",
+    "oracle_kept": "oracle: the rest is kept",
 }
-SHORT = {"consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle"}
+SHORT = {"consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle",
+         "oracle_edit": "edit", "oracle_followed": "followed", "oracle_kept": "kept"}  # fmt: skip
 # What the oracle says of the images beyond consistency goes into a plot of its own.
 SIDE = ("oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
 

@@ -77,7 +77,7 @@ def _scores(picture: Picture, names: Sequence[str]) -> str:
 
 
 def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> str:
-    """Before and after, side by side, with scores."""
+    """Before and after, side by side, with scores; for edits with the reference image on the left and the instruction above."""
     if not pairs:
         return "<p>No two evaluations with saved images yet.</p>"
     cards = []
@@ -88,9 +88,16 @@ def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> s
             "</figcaption></figure>"
             for when, picture in zip(("before", "after"), pair, strict=True)
         )
-        prompt = html.escape(pair[0].prompt)
-        cards.append(f'<article>{category}<div class="pair">{figures}</div><p class="prompt" title="{prompt}">{prompt}</p></article>')
-    return f'<div class="gallery">{"".join(cards)}</div>'
+        prompt, reference = html.escape(pair[0].prompt), pair[0].reference
+        if reference is None:
+            text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
+            cards.append(f'<article>{category}<div class="pair">{figures}</div>{text}</article>')
+            continue
+        shown = f'<figure><img alt="reference" src="{picture_uri(reference)}"><figcaption><em>reference</em></figcaption></figure>'
+        text = f'<p class="instruction" title="{prompt}">{prompt}</p>'
+        cards.append(f'<article>{category}{text}<div class="pair edit">{shown}{figures}</div></article>')
+    edits = " edits" if any(before.reference for before, _ in pairs) else ""
+    return f'<div class="gallery{edits}">{"".join(cards)}</div>'
 
 
 def facts(run: Run) -> str:

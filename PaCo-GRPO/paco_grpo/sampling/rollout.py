@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.schedule import check_noise_steps
-from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
+from paco_grpo.sampling.sde import Transition, cps_step, sde_step
+from paco_grpo.sampling.tail import Tail, integrate
 from paco_grpo.types import Conditioning, RolloutRecord
 
 
@@ -32,6 +33,7 @@ def rollout(
     group_index: torch.Tensor | None = None,
     initial_seeds: Sequence[int] | None = None,
     merge_lora: bool = False,
+    tail: Tail = Tail(),  # noqa: B008 - it is frozen
 ) -> RolloutRecord:
     """Sample B images' latents (method §4): Euler steps, with noise injected at ``noise_steps`` only.
 
@@ -52,6 +54,7 @@ def rollout(
             of its first member here: give equal values within a group that is spread over batches or processes.
         merge_lora: Noiseless steps run with the LoRA merged into the base weights: faster, equal to rounding. The noise
             steps never do, so that their log-probabilities are the ones that training computes.
+        tail: How the steps after the last noise step are done; without noise there is no tail.
 
     Raises:
         ValueError: Sizes disagree, or a noise step lies outside the schedule.
@@ -63,14 +66,14 @@ def rollout(
     sigmas = policy.sigmas(num_steps, height, width)
     first_noise_step = steps[0] if steps else num_steps
 
-    denoise = partial(_euler_steps, policy, sigmas=sigmas, height=height, width=width, merge_lora=merge_lora)
+    denoise = partial(_noiseless, policy, height=height, width=width, merge_lora=merge_lora)
     if group_index is None:
         x = policy.initial_latents(initial_seeds, height, width)
-        x = denoise(x, conditioning, range(first_noise_step))
+        x = denoise(x, conditioning, sigmas[: first_noise_step + 1])
     else:
         first, inverse = _first_of_each_group(group_index, batch)
         x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-        x = denoise(x, conditioning.select(first), range(first_noise_step))[inverse.to(x.device)]
+        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[inverse.to(x.device)]
 
     before, after, means, log_probs = [], [], [], []
     for position, i in enumerate(steps):
@@ -80,7 +83,8 @@ def rollout(
         after.append(x)
         means.append(transition.mean)
         log_probs.append(transition.log_prob(x))
-        x = denoise(x, conditioning, range(i + 1, (*steps, num_steps)[position + 1]))
+        until = (*steps, num_steps)[position + 1]
+        x = denoise(x, conditioning, sigmas[i + 1 : until + 1], tail=tail if i == steps[-1] else Tail())
 
     return RolloutRecord(
         item_ids=torch.as_tensor(item_ids, dtype=torch.int64, device=x.device),
@@ -162,22 +166,25 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
     return torch.from_numpy(np.stack(rows)).to(like.device)
 
 
-def _euler_steps(
+def _noiseless(
     policy: Policy,
     x: torch.Tensor,
     conditioning: Conditioning,
-    steps: range,
-    *,
     sigmas: torch.Tensor,
+    *,
     height: int,
     width: int,
     merge_lora: bool,
+    tail: Tail = Tail(),  # noqa: B008 - it is frozen
 ) -> torch.Tensor:
-    with policy.merged() if merge_lora and len(steps) > 0 else nullcontext():
-        for i in steps:
-            sigma, sigma_next = _sigma_at(sigmas, i, x)
-            x = euler_step(x, policy.velocity(x, sigma, conditioning, height, width), sigma, sigma_next)
-    return x
+    """Deterministic steps from the first to the last of ``sigmas``."""
+    sigmas = tail.sigmas(sigmas)
+    with ExitStack() as stack:
+        if merge_lora and len(sigmas) > 1:
+            stack.enter_context(policy.merged())
+        if tail.cache > 0 and len(sigmas) > 2:
+            stack.enter_context(policy.cached(tail.cache))
+        return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
 
 
 def _sigma_at(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

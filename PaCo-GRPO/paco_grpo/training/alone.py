@@ -15,6 +15,8 @@ from paco_grpo.training.evaluation import evaluate
 from paco_grpo.training.generator import load_adapter, load_generator
 from paco_grpo.training.processes import set_threads
 from paco_grpo.training.reward_sets import test_reward_kwargs
+from paco_grpo.training.speed import apply_speed, check_speed
+from paco_grpo.training.texts import settle_text_length
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,11 @@ def evaluate_alone(config: ConfigDict, adapter: str | None, output: Path) -> dic
     check_writable(output)
     items = load_prompts(config.dataset, "test", config.prompt_fn)
     check_images(config, {"test": items})
+    every = (
+        [*items, *load_prompts(config.dataset, "train", config.prompt_fn)] if config.max_sequence_length == 0 else items
+    )
+    settle_text_length(config, every)
+    check_speed(config, accelerator.device)
     kwargs = test_reward_kwargs(config)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():
@@ -46,6 +53,7 @@ def evaluate_alone(config: ConfigDict, adapter: str | None, output: Path) -> dic
         logger.info("no --adapter: the base model %s is evaluated", config.pretrained.model)
     else:
         load_adapter(policy, adapter)
+    apply_speed(config, policy)
     metrics = evaluate(policy, items, rewards, config, accelerator, output, should_stop=lambda: False)
     is_main = accelerator.is_main_process
     accelerator.end_training()

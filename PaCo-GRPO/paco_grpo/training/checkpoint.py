@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from paco_grpo.training.sharded import divided_like, whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -136,9 +138,16 @@ def prune(root: Path, limit: int) -> None:
         shutil.rmtree(path)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Tensors by name as safetensors."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool = True) -> None:
+    """Tensors by name as safetensors, whole also where they are divided over processes; these then all call it, and
+    those with ``write`` False only take part."""
+    kept = {}
+    for name, tensor in tensors.items():
+        value = whole(tensor)
+        if write:
+            kept[name] = value.cpu().contiguous().clone()
+    if write:
+        save_file(kept, path)
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -183,22 +192,39 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) ->
             f"{path} holds other weights than this run trains; is config.train.lora_rank or the model another one?"
         )
     for name, parameter in parameters.items():
-        parameter.copy_(saved[name])
+        parameter.copy_(divided_like(saved[name], parameter))
 
 
-def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state: tensors apart from numbers."""
-    state = optimizer.state_dict()
+def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, write: bool = True) -> None:
+    """Optimizer state; ``write`` as in ``save_tensors``."""
+    save_optimizer_state(folder, optimizer.state_dict(), write)
+
+
+def save_optimizer_state(folder: Path, state: Mapping[str, Any], write: bool = True) -> None:
+    """A ``state_dict`` of an optimizer: tensors apart from numbers; ``write`` as in ``save_tensors``."""
     tensors, numbers = {}, {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, torch.Tensor) else numbers)[f"{index}.{name}"] = value
-    save_tensors(folder / "optimizer.safetensors", tensors)
-    save_json(folder / "optimizer.json", {"numbers": numbers, "param_groups": state["param_groups"]})
+    save_tensors(folder / "optimizer.safetensors", tensors, write)
+    if write:
+        save_json(folder / "optimizer.json", {"numbers": numbers, "param_groups": state["param_groups"]})
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore what ``save_optimizer`` wrote."""
+    saved = load_optimizer_state(folder)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in saved["state"].items():
+        of = parameters[index]
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.shape == of.shape:
+                entries[name] = divided_like(value, of)
+    optimizer.load_state_dict(saved)
+
+
+def load_optimizer_state(folder: Path) -> dict[str, Any]:
+    """What ``save_optimizer_state`` wrote, tensors whole and on the CPU."""
     rest = load_json(folder / "optimizer.json")
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**load_tensors(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
@@ -207,7 +233,7 @@ def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     groups = rest["param_groups"]
     for group in groups:
         group["betas"] = tuple(group["betas"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 @dataclass(frozen=True)

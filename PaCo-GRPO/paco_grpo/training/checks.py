@@ -23,13 +23,15 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
-_CHOICES: dict[str, Iterable[str]] = {
+_CHOICES: dict[str, Iterable] = {
     "prompt_fn": KINDS,
     "item_size": ("exact", "aspect"),
     "mixed_precision": ("bf16", "no"),
     "logging_platform": TRACKERS,
+    "sample.tail_order": (1, 2),
     "train.loss_type": OBJECTIVES,
     "train.old_log_prob": ("auto", "rollout", "recompute"),
+    "train.sharding": (None, "fsdp2"),
 }
 _AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -38,16 +40,18 @@ _AT_LEAST: dict[str, float] = {
     "num_checkpoint_limit": 1,
     "num_epochs": 0,
     "max_train_minutes": 0,
-    "max_sequence_length": 1,
+    "max_sequence_length": 0,
     "num_threads": 1,
     "sample.num_steps": 1,
     "sample.num_noise_steps": 1,
     "sample.noise_level": 0,
     "sample.guidance_scale": 0,
-    "sample.batch_size": 1,
+    "sample.batch_size": 0,
     "sample.num_images_per_prompt": 1,
     "sample.unique_sample_num_per_epoch": 1,
     "sample.reward_batch_size": 1,
+    "sample.tail_steps": 1,
+    "sample.tail_cache": 0,
     "train.resolution": 1,
     "train.batch_size": 1,
     "train.learning_rate": 0,
@@ -86,7 +90,7 @@ def check_config(config: ConfigDict) -> None:
         ConfigError: All problems found, one line each; every line names the field to change.
     """
     problems: list[str] = []
-    for rule in (_choices, _ranges, _sampling, _training, _data):
+    for rule in (_choices, _ranges, _sampling, _tail, _speed, _training, _data):
         problems.extend(rule(config))
     _refuse(problems)
 
@@ -106,9 +110,9 @@ def _choices(config: ConfigDict) -> Iterator[str]:
     for key, known in _CHOICES.items():
         value = _get(config, key)
         if value not in known:
-            near = difflib.get_close_matches(str(value), list(known), n=1)
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in known if choice], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(known)}"
+            yield f"{key}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}"
 
 
 def _ranges(config: ConfigDict) -> Iterator[str]:
@@ -161,6 +165,25 @@ def _timesteps(config: ConfigDict) -> Iterator[str]:
             yield f"train.timesteps has step {step}, which is not among sample.noise_steps"
     if train.loss_type != "nft" and sample.num_noise_steps is not None:
         yield "train.timesteps cannot be given together with sample.num_noise_steps: trained steps are those drawn"
+
+
+def _tail(config: ConfigDict) -> Iterator[str]:
+    sample = config.sample
+    for name, default in (("tail_steps", None), ("tail_order", 1), ("tail_cache", 0.0)):
+        if sample[name] != default and not (sample.noise_steps and sample.noise_level):
+            yield f"sample.{name}={sample[name]} changes the steps after the last noise step, but sampling has no noise"
+    if sample.tail_cache and config.speed.compile:
+        yield "sample.tail_cache cannot be used with speed.compile=True: it decides at each forward which blocks to skip"
+
+
+def _speed(config: ConfigDict) -> Iterator[str]:
+    if config.speed.attention is not None:
+        from paco_grpo.policies.acceleration import attention_problem
+
+        if problem := attention_problem(config.speed.attention):
+            yield f"speed.attention={problem}"
+    if config.speed.fused_adam and config.train.use_8bit_adam:
+        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
 
 
 def _training(config: ConfigDict) -> Iterator[str]:

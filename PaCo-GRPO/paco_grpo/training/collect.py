@@ -14,6 +14,7 @@ from paco_grpo.data import prompts
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import rollout
+from paco_grpo.training.decoding import Decoder
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Conditioning, Item, RolloutRecord
 
@@ -35,19 +36,24 @@ class Rollouts:
     samples: list[np.ndarray]  # per record: local sample numbers of its rows
 
     def micro_batches(self, wanted: Sequence[int], size: int) -> Iterator[tuple[np.ndarray, RolloutRecord]]:
-        """Local samples ``wanted`` in the given order, as (local sample numbers, record) of at most ``size``.
+        """Local samples ``wanted`` in the given order, as (local sample numbers, record) of at most ``size``."""
+        for numbers in self.batches(wanted, size):
+            yield numbers, self.record(numbers)
+
+    def batches(self, wanted: Sequence[int], size: int) -> list[np.ndarray]:
+        """The local sample numbers of each of the ``micro_batches``.
 
         A micro-batch has one image size (and size of reference): other samples are gathered beside it, order kept
         within each.
         """
+        key_of = {int(s): self.keys[r] for r, group in enumerate(self.samples) for s in group}
+        keys = [key_of[int(sample)] for sample in wanted]
+        return [np.asarray(wanted)[batch] for batch in batches_by_key(keys, size)]
+
+    def record(self, numbers: Sequence[int]) -> RolloutRecord:
+        """Local samples ``numbers``, of one image size, as one record with its conditioning."""
         place = {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
-        by_key: dict[Hashable, list[int]] = {}
-        for sample in wanted:
-            by_key.setdefault(self.keys[place[int(sample)][0]], []).append(int(sample))
-        for group in by_key.values():
-            for start in range(0, len(group), size):
-                chosen = group[start : start + size]
-                yield np.array(chosen), self._join([place[sample] for sample in chosen])
+        return self._join([place[int(sample)] for sample in numbers])
 
     def _join(self, places: list[tuple[int, int]]) -> RolloutRecord:
         # Runs of neighbours out of one record are taken in one go; a batch mostly comes from few records.
@@ -93,7 +99,10 @@ def collect(
     item_size: str,
     batch_size: int,
     same_latent: bool,
-    on_batch: Callable[[list], bool],
+    on_images: Callable[[list], None],
+    stop_after_batch: Callable[[], bool],
+    overlap_decode: bool = False,
+    turns: Callable[[int], int] = lambda own: own,
     **sampling: Any,
 ) -> Rollouts | None:
     """Sample this process's share of an epoch; scores arrive in ``queue`` while sampling goes on.
@@ -108,37 +117,51 @@ def collect(
         item_size: See ``size_of``.
         batch_size: Images per forward.
         same_latent: One initial noise per prompt; the steps before the first noise step are then shared.
-        on_batch: Called with the images after each batch; True = stop here.
-        sampling: ``num_steps``, ``noise_steps``, ``noise_level``, ``cps`` and ``merge_lora`` of ``rollout``.
+        on_images: Called with the images of each batch, in order; in another thread where decoding overlaps.
+        stop_after_batch: Asked after each batch; True = stop here.
+        overlap_decode: Decode a batch while the next one is sampled (``decoding.Decoder``).
+        turns: ``Engine.turns``; in the turns beyond its own batches, this process draws one again and drops it.
+        sampling: ``num_steps``, ``noise_steps``, ``noise_level``, ``cps``, ``merge_lora`` and ``tail`` of ``rollout``.
 
     Returns:
-        None when ``on_batch`` asked to stop.
+        None when ``stop_after_batch`` asked to stop.
     """
+
+    def deliver(images: list, batch: list[int]) -> None:
+        queue.submit(images, [items[i] for i in item_ids[batch]], batch)
+        on_images(images)
+
     item_ids = samples.item_ids[positions]
     unique, rows = np.unique(item_ids, return_inverse=True)
     drawn = [at_size(items[i], resolution, item_size, policy) for i in unique]
     conditioning = policy.encode(drawn)
     keys = [policy.batch_key(item) for item in drawn]
     records, record_keys, numbers = [], [], []
-    for batch in batches_by_key([keys[row] for row in rows], batch_size):
-        height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
-        batch_rows = torch.from_numpy(rows[batch])
-        record = rollout(
-            policy,
-            conditioning.select(batch_rows),
-            item_ids[batch],
-            samples.seeds[positions[batch]].tolist(),
-            height,
-            width,
-            group_index=batch_rows if same_latent else None,
-            initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
-            **sampling,
-        )
-        images = policy.decode(record.clean_latents, height, width)
-        queue.submit(images, [items[i] for i in item_ids[batch]], batch)
-        records.append(dataclasses.replace(record, conditioning=ItemRows(batch_rows.to(record.item_ids.device))))
-        record_keys.append(keys[rows[batch[0]]])
-        numbers.append(np.array(batch))
-        if on_batch(images):
-            return None
+    batches = batches_by_key([keys[row] for row in rows], batch_size)
+    with Decoder(policy, deliver, overlap_decode) as decoder:
+        for turn in range(turns(len(batches))):
+            idle = turn >= len(batches)
+            batch = batches[0 if idle else turn]
+            height, width = drawn[rows[batch[0]]].height, drawn[rows[batch[0]]].width
+            batch_rows = torch.from_numpy(rows[batch])
+            record = rollout(
+                policy,
+                conditioning.select(batch_rows),
+                item_ids[batch],
+                samples.seeds[positions[batch]].tolist(),
+                height,
+                width,
+                group_index=batch_rows if same_latent else None,
+                initial_seeds=samples.group_seeds[positions[batch]].tolist() if same_latent else None,
+                **sampling,
+            )
+            if not idle:
+                decoder.submit(record.clean_latents, height, width, batch)
+                rows_only = ItemRows(batch_rows.to(record.item_ids.device))
+                records.append(dataclasses.replace(record, conditioning=rows_only))
+                record_keys.append(keys[rows[batch[0]]])
+                numbers.append(np.array(batch))
+            if stop_after_batch():
+                return None
+        decoder.wait()
     return Rollouts(conditioning, records, record_keys, numbers)

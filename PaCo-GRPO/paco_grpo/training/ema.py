@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from paco_grpo.training.sharded import divided_like
+
 
 class EMA:
     """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s), decay).
@@ -62,4 +64,4 @@ class EMA:
         if set(state) != set(self.shadow):
             raise KeyError("the saved average belongs to other parameters (another lora_rank or other targets?)")
         for name, value in state.items():
-            self.shadow[name].copy_(value)
+            self.shadow[name].copy_(divided_like(value, self.shadow[name]))

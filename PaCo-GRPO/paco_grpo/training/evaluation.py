@@ -15,12 +15,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.rollout import rollout
 from paco_grpo.training.collect import at_size, batches_by_key
+from paco_grpo.training.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.types import Item
@@ -28,7 +29,7 @@ from paco_grpo.types import Item
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
-_SHEET_CELL = 160  # pixels
+_ENCODED_AHEAD = 32  # batches, where text encoders have to be brought to the accelerator first
 
 
 def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
@@ -55,11 +56,12 @@ def evaluate(
     accelerator: Accelerator,
     folder: Path,
     should_stop: Callable[[], bool],
+    joint_forwards: bool = False,
 ) -> dict[str, float] | None:
     """Draw and score the evaluation set with the weights the policy holds now.
 
-    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``), ``eval_data.jsonl``, ``sheet.png`` and
-    ``categories.md``.
+    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``; for an editor also a small copy of each
+    reference image, ``references/00000.png …``), ``eval_data.jsonl``, ``sheet.png`` and ``categories.md``.
 
     Args:
         policy: The caller puts the EMA weights in place.
@@ -69,6 +71,7 @@ def evaluate(
         accelerator: Process r of P draws images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
+        joint_forwards: See ``Engine``.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
@@ -85,7 +88,8 @@ def evaluate(
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     queue = ScoringQueue(rewards, config.sample.reward_batch_size)
     try:
-        if not _draw(policy, [chosen[i] for i in mine], mine, config, folder, queue, accelerator, should_stop):
+        spare = chosen[:1] if joint_forwards else []
+        if not _draw(policy, [chosen[i] for i in mine], mine, spare, config, folder, queue, accelerator, should_stop):
             return None
         scores = queue.gathered(accelerator, len(mine), len(chosen), should_stop)
     finally:
@@ -112,6 +116,7 @@ def _draw(
     policy: Policy,
     images: Sequence[tuple[Item, int]],
     numbers: Sequence[int],
+    spare: Sequence[tuple[Item, int]],
     config: ConfigDict,
     folder: Path,
     queue: ScoringQueue,
@@ -119,27 +124,56 @@ def _draw(
     should_stop: Callable[[], bool],
 ) -> bool:
     batches = drawing_batches(policy, [item for item, _ in images], config)
-    thumbnails: list[tuple[int, Image.Image]] = []
+    thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
+
+    def drawn_images(of: Sequence[tuple[Item, int]], batch: Sequence[int], size: tuple[int, int]) -> list[Image.Image]:
+        return draw(policy, [of[i][0] for i in batch], [of[i][1] for i in batch], *size, config.test.num_steps,
+                    config.sample.merge_lora and config.use_lora)  # fmt: skip
+
     # Every process asks equally often, so that the answers of all can be joined.
     for turn in range(max(gather_object([len(batches)]))):
         if any_process(accelerator, should_stop()):
             return False
         if turn >= len(batches):
+            for batch, size in drawing_batches(policy, [item for item, _ in spare], config):
+                drawn_images(spare, batch, size)  # only because the others need this process's part of the weights
             continue
+        if policy.offloads_text_encoders and turn % _ENCODED_AHEAD == 0:
+            ahead = batches[turn : turn + _ENCODED_AHEAD]
+            policy.encode([_sized(images[i][0], size) for batch, size in ahead for i in batch])  # remembered by it
         batch, size = batches[turn]
-        batch_items = [images[i][0] for i in batch]
-        drawn = draw(policy, batch_items, [images[i][1] for i in batch], *size, config.test.num_steps,
-                     config.sample.merge_lora and config.use_lora)  # fmt: skip
-        queue.submit(drawn, batch_items, batch)
+        drawn = drawn_images(images, batch, size)
+        queue.submit(drawn, [images[i][0] for i in batch], batch)
         for i, image in zip(batch, drawn, strict=True):
+            number, item = numbers[i], images[i][0]
+            in_sheet = number < _SHEET_IMAGES
+            reference = item.image if config.test.save_eval_images or in_sheet else None
             if config.test.save_eval_images:
-                image.save(folder / f"{numbers[i]:05d}.png")
-            if numbers[i] < _SHEET_IMAGES:
-                thumbnails.append((numbers[i], _thumbnail(image)))
+                image.save(folder / f"{number:05d}.png")
+                _save_reference(folder / reference_file(number), reference)
+            if in_sheet:
+                small = None if reference is None else thumbnail(reference)
+                thumbnails.append((number, thumbnail(image), small, item.prompt))
     everyone = gather_object(thumbnails)
     if accelerator.is_main_process:
-        contact_sheet([image for _, image in sorted(everyone, key=lambda entry: entry[0])]).save(folder / "sheet.png")
+        _sheet(everyone).save(folder / "sheet.png")
     return True
+
+
+def _save_reference(path: Path, reference: Image.Image | None) -> None:
+    if reference is not None:
+        path.parent.mkdir(exist_ok=True)
+        small = min(1.0, REFERENCE_SIDE / max(reference.size))
+        reference.resize([max(1, round(side * small)) for side in reference.size]).save(path)
+
+
+def _sheet(thumbnails: Sequence[tuple[int, Image.Image, Image.Image | None, str]]) -> Image.Image:
+    """The contact sheet of (number, image, reference, prompt); with instructions where images are edited."""
+    ordered = sorted(thumbnails, key=lambda entry: entry[0])
+    images, references = [entry[1] for entry in ordered], [entry[2] for entry in ordered if entry[2] is not None]
+    if len(references) < len(images):
+        return contact_sheet(images)
+    return contact_sheet(images, [entry[3] for entry in ordered], references)
 
 
 def drawing_batches(
@@ -167,7 +201,7 @@ def draw(
     """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
     record = rollout(
         policy,
-        policy.encode([dataclasses.replace(item, height=height, width=width) for item in items]),
+        policy.encode([_sized(item, (height, width)) for item in items]),
         [item.item_id for item in items],
         seeds,
         height,
@@ -178,6 +212,10 @@ def draw(
         merge_lora=merge_lora,
     )
     return policy.decode(record.clean_latents, height, width)
+
+
+def _sized(item: Item, size: tuple[int, int]) -> Item:
+    return dataclasses.replace(item, height=size[0], width=size[1])
 
 
 def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
@@ -218,46 +256,15 @@ def category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence
     return "\n".join(lines) + "\n"
 
 
-def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str] = ()) -> Image.Image:
-    """Small copies of ``images`` in rows, numbered as their files, each with its line of ``captions`` if there are any."""
-    columns = max(1, math.ceil(math.sqrt(len(images))))
-    rows = max(1, math.ceil(len(images) / columns))
-    step, line = _SHEET_CELL + 4, 14 if captions else 0
-    sheet = Image.new("RGB", (columns * step, rows * (step + line)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for index, image in enumerate(images):
-        left, top = index % columns * step, index // columns * (step + line)
-        sheet.paste(image if max(image.size) == _SHEET_CELL else _thumbnail(image), (left, top))
-        pen.text((left + 2, top + 2), str(index), fill="black")
-        if captions:
-            pen.text((left + 2, top + step), captions[index], fill="black")
-    return sheet
-
-
-def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
-    """The first ``count`` images of the evaluation in ``folder``, each with its prompt and scores."""
-    shown = []
-    for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
-        row = json.loads(line)
-        scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
-        with Image.open(folder / row["file"]) as image:
-            shown.append((image.convert("RGB"), f"{row['prompt']} ({scores})"))
-    return shown
-
-
-def _thumbnail(image: Image.Image) -> Image.Image:
-    scale = _SHEET_CELL / max(image.size)
-    filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
-
-
 def _write_rows(
     path: Path, chosen: Sequence[tuple[Item, int]], scores: np.ndarray, names: Sequence[str], saved: bool
 ) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number, (item, seed) in enumerate(chosen):
+            reference = reference_file(number)
             row: dict[str, Any] = {
                 "file": f"{number:05d}.png" if saved else None,
+                "reference": reference if (path.parent / reference).is_file() else None,
                 "prompt": item.prompt,
                 "item_id": item.item_id,
                 "seed": seed,

@@ -110,6 +110,13 @@ class BaseProbe:
         self._states: list[_State] | None = None
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Find the base model's states, unless they are known: what ``measure`` would else do first."""
+        if self._states is None:
+            with self.policy.reference():
+                self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
+
+    @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Means over the probe set.
 
@@ -117,9 +124,7 @@ class BaseProbe:
             ``health/velocity_change``: ‖v − v_base‖/‖v_base‖; ``health/kl_base``: mean((μ − μ_base)²)/(2s² + 1e-7) of the
             noise step (Flow-GRPO, arXiv 2505.05470, eq. 13), left out where sampling has no noise.
         """
-        if self._states is None:
-            with self.policy.reference():
-                self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
+        self.prepare()
         changes, divergences = [], []
         for state in self._states:
             base = state.base.to(self.policy.device)

@@ -52,14 +52,20 @@ def gradient_steps(config: ConfigDict) -> int:
     return chosen if chosen is not None else (1 if config.train.loss_type == "nft" else 2)
 
 
-def make_plan(config: ConfigDict, num_processes: int) -> Plan:
+def make_plan(config: ConfigDict, num_processes: int, batch_size: int | None = None) -> Plan:
     """Derive the plan. m is raised until m·k divides evenly over processes and batches (method §4).
 
     A batch larger than a process's share of the epoch is first reduced to that share, so that adding processes does
     not change how many prompts an epoch has where it need not.
+
+    Args:
+        config: The run's.
+        num_processes: From the launcher.
+        batch_size: Images per sampling forward; None = ``config.sample.batch_size``.
     """
+    asked = config.sample.batch_size if batch_size is None else batch_size
     wanted, k = config.sample.unique_sample_num_per_epoch, config.sample.num_images_per_prompt
-    batch = min(config.sample.batch_size, max(1, wanted * k // num_processes))
+    batch = min(asked, max(1, wanted * k // num_processes))
     unit = num_processes * batch
     step = unit // math.gcd(unit, k)
     prompts = math.ceil(wanted / step) * step
@@ -67,8 +73,8 @@ def make_plan(config: ConfigDict, num_processes: int) -> Plan:
     share = samples // num_processes
     steps = gradient_steps(config)
     notes = []
-    if batch != config.sample.batch_size:
-        notes.append(f"sample.batch_size {config.sample.batch_size} exceeds a process's share; {batch} is used")
+    if batch != asked:
+        notes.append(f"sample.batch_size {asked} exceeds a process's share; {batch} is used")
     if prompts != wanted:
         notes.append(
             f"sample.unique_sample_num_per_epoch raised from {wanted} to {prompts}, so that {k} images each divide "

@@ -50,10 +50,12 @@ def epoch_metrics(
 def epoch_line(metrics: Mapping[str, float]) -> str:
     """One line on an epoch."""
     rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
+    hidden = metrics.get("time/reward_hidden_share")
+    share = "" if hidden is None else f", {hidden:.0%} of their time hidden"
     return (
         f"{rewards}; loss {metrics.get('train/loss', math.nan):.2e}, gradient norm "
         f"{metrics.get('train/grad_norm', math.nan):.3g}; {metrics['time/epoch_s']:.1f} s (sampling "
-        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}, training "
+        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}{share}, training "
         f"{metrics['time/train_s']:.1f})"
     )
 

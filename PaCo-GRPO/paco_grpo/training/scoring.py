@@ -40,6 +40,7 @@ class ScoringQueue:
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
         self.rewards, self.batch_size = dict(rewards), batch_size
         self.wait_seconds = 0.0
+        self._busy_seconds = dict.fromkeys(self.rewards, 0.0)
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}") for name in self.rewards}
         self._pending: list[tuple[np.ndarray, dict[str, Future]]] = []
 
@@ -49,10 +50,23 @@ class ScoringQueue:
         for start in range(0, len(images), size):
             part = slice(start, start + size)
             futures = {
-                name: self._threads[name].submit(reward, images[part], items[part])
-                for name, reward in self.rewards.items()
+                name: self._threads[name].submit(self._score, name, images[part], items[part]) for name in self.rewards
             }
             self._pending.append((np.asarray(rows[part]), futures))
+
+    def _score(self, name: str, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        started = time.perf_counter()
+        try:
+            return self.rewards[name](images, items)
+        finally:
+            self._busy_seconds[name] += time.perf_counter() - started
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time of the slowest reward, how much passed while the caller did something else than wait for it, in
+        [0, 1]; NaN where rewards took no time. Call it after ``results``."""
+        busy = max(self._busy_seconds.values(), default=0.0)
+        return max(0.0, 1.0 - self.wait_seconds / busy) if busy > 0 else math.nan
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray | None:
         """Wait for everything submitted.

@@ -8,15 +8,14 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from ml_collections import ConfigDict
 from PIL import Image
 
@@ -28,16 +27,20 @@ from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.training.batch_size import settle_batch_size
 from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
-from paco_grpo.training.evaluation import captioned
+from paco_grpo.training.engine import Engine, build_accelerator, build_engine
 from paco_grpo.training.generator import load_generator
 from paco_grpo.training.journal import ScoreJournal
 from paco_grpo.training.observe import BaseProbe
+from paco_grpo.training.pictures import captioned
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.processes import set_threads
 from paco_grpo.training.reward_sets import build_reward_sets
+from paco_grpo.training.speed import apply_speed, check_speed, on_cuda
+from paco_grpo.training.texts import settle_text_length
 from paco_grpo.training.tracking import MetricsFile, Tracker, build_tracker
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -55,6 +58,7 @@ class Run:
     config: ConfigDict
     plan: Plan
     accelerator: Accelerator
+    engine: Engine
     folder: Path
     train_items: list[Item]
     test_items: list[Item]
@@ -104,19 +108,24 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     """
     check_config(config)
     check_model(config)
-    accelerator = _accelerator()
+    accelerator = build_accelerator()
+    engine = build_engine(config, accelerator)
     threads = set_threads(config.num_threads, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
     folder = _run_folder(config, configuration_name, accelerator)
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
     check_images(config, {"train": train_items, "test": test_items})
-    plan = make_plan(config, accelerator.num_processes)
+    settle_text_length(config, [*train_items, *test_items])
+    check_speed(config, accelerator.device)
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
     journal = ScoreJournal(folder / "scores", accelerator.process_index)
     rewards = build_reward_sets(config, accelerator.device, journal)
     tracker = _tracker(config, folder) if accelerator.is_main_process else None
-    policy, parameters, extra = _policy(config, accelerator)
+    policy, parameters, extra = _policy(config, engine)
+    apply_speed(config, policy)
+    batch_size = settle_batch_size(config, policy, train_items, accelerator, folder)
+    plan = make_plan(config, accelerator.num_processes, batch_size)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (config.num_checkpoint_limit + 1))
     ema = EMA(parameters, config.train.ema_decay, config.train.ema_update_interval) if config.train.ema else None
@@ -124,6 +133,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         config=config,
         plan=plan,
         accelerator=accelerator,
+        engine=engine,
         folder=folder,
         train_items=train_items,
         test_items=test_items,
@@ -139,9 +149,10 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         updater=Updater(
             policy=policy,
             objective=get_objective(config.train.loss_type),
-            optimizer=_optimizer(config, list(parameters.values())),
+            optimizer=engine.prepare(policy, list(parameters.values()), lambda these: _optimizer(config, these)),
             parameters=list(parameters.values()),
             accelerator=accelerator,
+            engine=engine,
             config=config,
             gradient_steps=plan.gradient_steps,
             after_step=ema.update if ema else lambda step: None,
@@ -155,19 +166,6 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     if accelerator.is_main_process:
         _begin(run, threads)
     return run
-
-
-def _accelerator() -> Accelerator:
-    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
-    # Processes wait for each other's rewards, which may take longer than the default timeout.
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
-    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in known:
-        raise ConfigError(
-            f"accelerate was started with {accelerator.distributed_type}, which this trainer does not drive yet; "
-            "use scripts/accelerate_configs/multi_gpu.yaml"
-        )
-    return accelerator
 
 
 def _run_folder(config: ConfigDict, configuration_name: str, accelerator: Accelerator) -> Path:
@@ -207,10 +205,10 @@ def _aggregate_fn(config: ConfigDict, weights: Mapping[str, float]):
 
 
 def _policy(
-    config: ConfigDict, accelerator: Accelerator
+    config: ConfigDict, engine: Engine
 ) -> tuple[Policy, dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """The generator, its trainable parameters by name, and further weights that belong to the state of a run."""
-    policy = load_generator(config, accelerator.device)
+    policy = load_generator(config, engine.loading_device)
     _seed_everything(config.seed)  # the adapter's gaussian start is the same on every process
     if config.use_lora:
         add_lora(policy, config.train.lora_rank, config.train.lora_alpha, lora_path=config.train.lora_path)
@@ -221,8 +219,10 @@ def _policy(
     extra = {}
     if config.train.loss_type == "nft":
         add_old_adapter(policy)
+    engine.place(policy)
+    if config.train.loss_type == "nft":
         extra["old"] = {n: p for n, p in policy.transformer.named_parameters() if ".old." in n}
-    _seed_everything(config.seed + 1 + accelerator.process_index)
+    _seed_everything(config.seed + 1 + engine.accelerator.process_index)
     parameters = {n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}
     return policy, parameters, extra
 
@@ -242,7 +242,7 @@ def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torc
         "eps": train.adam_epsilon,
     }
     if not train.use_8bit_adam:
-        return torch.optim.AdamW(parameters, fused=parameters[0].is_cuda or None, **kwargs)
+        return torch.optim.AdamW(parameters, fused=on_cuda(config.speed.fused_adam, parameters[0].device), **kwargs)
     try:
         import bitsandbytes
     except ImportError as error:
@@ -269,14 +269,14 @@ def _begin(run: Run, threads: int) -> None:
     config, plan = run.config, run.plan
     text = config_to_yaml(config)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    ckpt.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads})
+    ckpt.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": run.engine.name})
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)
     logger.info(
-        "%d process(es) on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images an epoch in "
+        "%d process(es), weights %s, on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images an epoch in "
         "batches of %d; %d optimizer step(s) an epoch; %.2f M trainable parameters; run folder %s",
-        plan.num_processes, run.accelerator.device.type, threads, len(run.train_items), len(run.test_items),
+        plan.num_processes, run.engine.name, run.accelerator.device.type, threads, len(run.train_items), len(run.test_items),
         plan.prompts, plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
         sum(p.numel() for p in run.parameters.values()) / 1e6, run.folder,
     )  # fmt: skip

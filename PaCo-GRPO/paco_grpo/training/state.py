@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paco_grpo.policies.adapters import save_diffusers, save_peft
+from paco_grpo.policies.adapters import save_diffusers, save_peft, unwrap
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.model_card import write_model_card
 from paco_grpo.training.processes import any_process
 from paco_grpo.training.setup import Run
+from paco_grpo.training.sharded import save_transformer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def load(run: Run, folder: Path) -> Progress:
         ckpt.load_parameters(state / f"{name}.safetensors", parameters)
     if run.ema:
         run.ema.load_state_dict(ckpt.load_tensors(state / "ema.safetensors"))
-    ckpt.load_optimizer(state, run.updater.optimizer)
+    run.engine.load_optimizer(state, run.updater.optimizer)
     run.sampler.load_state_dict(numbers["sampler"])
     run.updater.step, run.updater.recompute = numbers["step"], numbers["recompute"]
     ckpt.load_rng(state, run.accelerator.process_index)
@@ -79,21 +81,20 @@ def load(run: Run, folder: Path) -> Progress:
 def _write(run: Run, progress: Progress, rng: ckpt.RngState, folder: Path) -> None:
     state = folder / "state"
     ckpt.save_rng(state, run.accelerator.process_index, rng)
-    if not run.accelerator.is_main_process:
+    is_main = run.accelerator.is_main_process
+    parts = {"trainable": run.parameters, **run.extra_parameters, **({"ema": run.ema.state_dict()} if run.ema else {})}
+    actions = [
+        functools.partial(ckpt.save_tensors, state / f"{name}.safetensors", tensors, is_main)
+        for name, tensors in parts.items()
+    ]
+    actions.append(lambda: run.engine.save_optimizer(state, run.updater.optimizer))
+    actions.append(lambda: _write_average(run, progress, folder))
+    # Weights that are divided over processes are gathered in each action, so a full disk must not end them early.
+    problems = [problem for problem in map(_attempt, actions) if problem is not None]
+    if problems:
+        raise problems[0]
+    if not is_main:
         return
-    ckpt.save_tensors(state / "trainable.safetensors", run.parameters)
-    for name, parameters in run.extra_parameters.items():
-        ckpt.save_tensors(state / f"{name}.safetensors", parameters)
-    if run.ema:
-        ckpt.save_tensors(state / "ema.safetensors", run.ema.state_dict())
-    ckpt.save_optimizer(state, run.updater.optimizer)
-    with run.ema.applied() if run.ema else contextlib.nullcontext():
-        if run.config.use_lora:
-            save_peft(run.policy, folder / "adapter")
-            save_diffusers(run.policy, folder / "diffusers")
-            write_cards(run, progress.epoch, folder)
-        else:
-            run.policy.transformer.save_pretrained(folder / "transformer")
     ckpt.save_json(
         state / "trainer.json",
         {
@@ -103,6 +104,18 @@ def _write(run: Run, progress: Progress, rng: ckpt.RngState, folder: Path) -> No
             "sampler": run.sampler.state_dict(),
         },
     )
+
+
+def _write_average(run: Run, progress: Progress, folder: Path) -> None:
+    """What evaluation uses, the averaged weights, in the formats of others."""
+    is_main = run.accelerator.is_main_process
+    with run.ema.applied() if run.ema else contextlib.nullcontext():
+        if not run.config.use_lora:
+            save_transformer(unwrap(run.policy.transformer), folder / "transformer", is_main)
+        elif is_main:
+            save_peft(run.policy, folder / "adapter")
+            save_diffusers(run.policy, folder / "diffusers")
+            write_cards(run, progress.epoch, folder)
 
 
 def write_cards(run: Run, epoch: int, folder: Path) -> None:
@@ -122,16 +135,7 @@ def write_cards(run: Run, epoch: int, folder: Path) -> None:
 
 def _together(run: Run, writer: ckpt.CheckpointWriter, action: Callable[[], None] | None) -> None:
     """Do ``action`` on this process; all processes fail if one does."""
-    problem: Exception | None = None
-    try:
-        if action is not None:
-            action()
-    except OSError as error:
-        problem = error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # how safetensors reports a full disk
-            raise
-        problem = error
+    problem = _attempt(action) if action is not None else None
     if not any_process(run.accelerator, problem is not None):
         return
     if run.accelerator.is_main_process:
@@ -142,3 +146,16 @@ def _together(run: Run, writer: ckpt.CheckpointWriter, action: Callable[[], None
         f"checkpoint {writer.final} could not be written ({problem or 'another process failed'}); {intact}. "
         "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
     ) from problem
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    """Do it; what kept it from writing, if anything."""
+    try:
+        action()
+    except OSError as error:
+        return error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # how safetensors reports a full disk
+            raise
+        return error
+    return None

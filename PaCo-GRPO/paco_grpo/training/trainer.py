@@ -25,6 +25,7 @@ from paco_grpo.training.processes import StopSignal, Turns, any_process
 from paco_grpo.training.reporting import epoch_line, epoch_metrics, evaluation_line
 from paco_grpo.training.scoring import ScoringError, ScoringQueue
 from paco_grpo.training.setup import Run
+from paco_grpo.training.speed import on_cuda, tail_of
 from paco_grpo.training.update import NonFiniteError
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Trainer:
         try:
             rollouts = self._sample(samples, positions, queue, observer)
             sampled = time.perf_counter()
+            observed = self._while_rewards_come_in(rollouts, samples, observer)
+            ready = time.perf_counter()
             scores = self._wait_for_rewards(queue, len(positions), len(samples.item_ids))
         finally:
             queue.close()
@@ -111,7 +114,6 @@ class Trainer:
         scored = time.perf_counter()
         losses = self._update(rollouts, positions, result.advantages, result.kept)
         updated = time.perf_counter()
-        observed = observer.metrics(rollouts, samples.item_ids, self.accelerator)
         observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1
         self.run.sampler.advance()
@@ -121,10 +123,11 @@ class Trainer:
         times = {
             "sample": sampled - started,
             "reward_wait": queue.wait_seconds,
-            "train": updated - scored,
+            "train": updated - scored + ready - sampled,
             "health": ended - updated,
             "epoch": ended - started,
         }
+        observed["time/reward_hidden_share"] = queue.hidden_share
         self._finish_epoch(epoch_metrics(scores, result.stats, losses, times, observed, self.config.enable_mem_log))
 
     # --- parts of an epoch ------------------------------------------------------------------------------------------
@@ -136,10 +139,6 @@ class Trainer:
         sample, items = self.config.sample, self.run.train_items
         train = self.config.train
         turns = Turns(self.accelerator, lambda: self._signalled() or queue.failed())
-
-        def on_batch(images: list) -> bool:
-            observer.add(images)
-            return turns.stop_after_batch()
 
         with self.policy.old() if train.loss_type == "nft" else contextlib.nullcontext():
             rollouts = collect(
@@ -159,12 +158,27 @@ class Trainer:
                 cps=sample.cps,
                 same_latent=sample.same_latent,
                 merge_lora=sample.merge_lora and self.config.use_lora,
-                on_batch=on_batch,
+                tail=tail_of(self.config),
+                overlap_decode=on_cuda(self.config.speed.overlap_decode, self.policy.device),
+                on_images=observer.add,
+                stop_after_batch=turns.stop_after_batch,
+                turns=self.run.engine.turns,
             )
         if rollouts is not None and turns.stop_after_last():
             rollouts = None
         self._stop_if_asked()
         return rollouts
+
+    def _while_rewards_come_in(
+        self, rollouts: Rollouts | None, samples: EpochSamples, observer: SampleObserver
+    ) -> dict[str, float]:
+        """What needs no scores is done while the last batches are being scored."""
+        if rollouts is None:
+            return {}
+        self.run.updater.prepare(rollouts)
+        if self.run.probe:
+            self.run.probe.prepare()
+        return observer.metrics(rollouts, samples.item_ids, self.accelerator)
 
     def _wait_for_rewards(self, queue: ScoringQueue, local: int, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
@@ -252,6 +266,7 @@ class Trainer:
                     self.accelerator,
                     folder,
                     self._signalled,
+                    self.run.engine.joint_forwards,
                 )
         except ScoringError as error:
             self._save()

@@ -47,7 +47,6 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
         ([("train.nft_beta", "-1")], "train.nft_beta=-1.0 must be greater than 0"),
         ([("train.adam_weight_decay", "-1")], "train.adam_weight_decay=-1.0 must be at least 0"),
         ([("sample.guidance_scale", "-1")], "sample.guidance_scale=-1.0 must be at least 0"),
-        ([("sample.batch_size", "0")], "sample.batch_size=0 must be at least 1"),
         ([("save_freq", "-1")], "save_freq=-1 must be at least 0"),
         ([("eval_freq", "-1")], "eval_freq=-1 must be at least 0"),
         ([("seed", "-1")], "seed=-1 must be at least 0"),
@@ -64,6 +63,20 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
             "'pickscor', which is not in train.reward_fn",
         ),
         ([("test.reward_fn", "{'jpeg_compressibility': 'much'}")], "is not a weight"),
+        ([("sample.batch_size", "-1")], "sample.batch_size=-1 must be at least 0"),
+        ([("max_sequence_length", "-1")], "max_sequence_length=-1 must be at least 0"),
+        ([("sample.tail_order", "3")], "sample.tail_order=3 is not known. Known: 1, 2"),
+        ([("sample.tail_steps", "0")], "sample.tail_steps=0 must be at least 1"),
+        ([("sample.tail_cache", "-1")], "sample.tail_cache=-1.0 must be at least 0"),
+        (
+            [("sample.tail_order", "2"), ("sample.noise_steps", ""), ("train.loss_type", "nft")],
+            "sample.tail_order=2 changes the steps after the last noise step, but sampling has no noise",
+        ),
+        ([("sample.tail_cache", "0.1"), ("speed.compile", "1")], "sample.tail_cache cannot be used with speed.compile"),
+        ([("speed.attention", "native_cudnn")], "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'"),
+        ([("speed.attention", "sage")], "speed.attention='sage' has no backward, so it cannot train"),
+        ([("speed.attention", "flash")], "speed.attention='flash' cannot be used here"),
+        ([("speed.fused_adam", "1"), ("train.use_8bit_adam", "1")], "speed.fused_adam=True cannot be used with"),
     ],
 )
 def test_contradiction_names_the_field(pairs, said):

@@ -40,7 +40,8 @@ def epoch(run, **changes):
     positions = samples.positions_of(0, 1)
     arguments = {
         "batch_size": run.plan.sample_batch_size, "num_steps": 3, "noise_steps": (1,), "noise_level": 0.7, "cps": False,
-        "same_latent": False, "merge_lora": False, "on_batch": lambda images: False, "resolution": 16, "item_size": "aspect",
+        "same_latent": False, "merge_lora": False, "on_images": lambda images: None,
+        "stop_after_batch": lambda: False, "resolution": 16, "item_size": "aspect",
     } | changes  # fmt: skip
     queue = ScoringQueue(run.train_rewards)
     rollouts = collect(run.policy, run.train_items, samples, positions, queue, **arguments)

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import distributed as dist
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from paco_toy.bases.flow import shifted_times, train_average, with_weights
 from paco_toy.bases.panels import PanelCache, random_views
 from paco_toy.world import CHARACTERS, COLOURS, LABELS, POSITIONS, SHAPES, SIZES, STYLES, VIEWS, departed, grid_prompt
 
@@ -43,9 +41,14 @@ _EARLY_SHARE = 0.4
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, one token a panel label; lower case; unknown words become <unk>."""
+    """The words of the world's prompts."""
     words = ["2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", "."]
     words += [*SHAPES, *COLOURS, *STYLES, *POSITIONS, *SIZES, *(label.lower() for label in LABELS)]
+    return word_tokenizer(words, TEXT_TOKENS)
+
+
+def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast:
+    """One token a word, one token a panel label; lower case; other words become <unk>; texts are cut to ``length``."""
     vocabulary = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -56,18 +59,16 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=TEXT_TOKENS
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
     )
 
 
-def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
-    """An untrained FluxPipeline around a trained VAE: 2.1 M parameters, guidance embedding, dynamic shift as FLUX.1-dev."""
-    torch.manual_seed(seed)
-    tokenizer = new_tokenizer()
+def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
+    """Untrained CLIP and T5 of width 64 for the words of a tokenizer."""
     clip = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, projection_dim=64, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=TEXT_TOKENS, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+            num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, pad_token_id=0, bos_token_id=0, eos_token_id=1,
         )
     )  # fmt: skip
     t5 = T5EncoderModel(
@@ -76,6 +77,14 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
             feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, is_encoder_decoder=False, use_cache=False,
         )
     )  # fmt: skip
+    return clip, t5
+
+
+def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
+    """An untrained FluxPipeline around a trained VAE: 2.1 M parameters, guidance embedding, dynamic shift as FLUX.1-dev."""
+    torch.manual_seed(seed)
+    tokenizer = new_tokenizer()
+    clip, t5 = new_text_encoders(tokenizer)
     transformer = FluxTransformer2DModel(
         in_channels=4 * vae.config.latent_channels, num_layers=2, num_single_layers=3, attention_head_dim=32,
         num_attention_heads=4, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True,
@@ -133,11 +142,11 @@ class LatentCache:
                     store[q, torch.from_numpy(rows[:, q]), variant] = z[:, :, r * s : (r + 1) * s, c * s : (c + 1) * s]
         return store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
 
-    def grids(self, side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
-        """Latents of grids for (B, 4) indices: float32 (B, C, 2s, 2s)."""
+    def grids(self, side: int, characters: np.ndarray, views: np.ndarray, variants: np.ndarray) -> torch.Tensor:
+        """Latents of grids for (B, 4) indices, variants in {0, 1}: float32 (B, C, 2s, 2s)."""
         c, v = torch.from_numpy(characters), torch.from_numpy(views)
-        variant = torch.from_numpy(rng.integers(2, size=characters.shape))
-        q = [self.latents[side][i, c[:, i], v[:, i], variant[:, i]] for i in range(4)]
+        j = torch.from_numpy(variants)
+        q = [self.latents[side][i, c[:, i], v[:, i], j[:, i]] for i in range(4)]
         return torch.cat([torch.cat(q[:2], dim=3), torch.cat(q[2:], dim=3)], dim=2)
 
 
@@ -158,18 +167,7 @@ def _training_batch(latents: LatentCache, text: TextTable, side: int, rng: np.ra
     size = _BATCH[side]
     named, views = rng.integers(len(CHARACTERS), size=size), random_views(size, rng)
     shown = np.array([[departed(c, rng) if rng.random() < DEPARTURE[side] else c for _ in range(4)] for c in named])
-    return latents.grids(side, shown, views, rng), text(named, views)
-
-
-def _shifted_times(count: int, tokens: int, config) -> torch.Tensor:
-    """Logit-normal times widened over [0, 1], moved by the pipeline's own shift for this number of image tokens."""
-    t = torch.sigmoid(torch.randn(count) * 1.2) if torch.rand(()) < 0.7 else torch.rand(count)
-    shift = math.exp(
-        calculate_shift(
-            tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-        )
-    )
-    return shift * t / (1 + (shift - 1) * t)
+    return latents.grids(side, shown, views, rng.integers(2, size=shown.shape)), text(named, views)
 
 
 def flow_matching_loss(pipe: FluxPipeline, x0: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
@@ -177,7 +175,7 @@ def flow_matching_loss(pipe: FluxPipeline, x0: torch.Tensor, input_ids: torch.Te
     b, c, h, w = x0.shape
     tokens = FluxPipeline._pack_latents(x0, b, c, h, w)
     image_ids = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x0.device, x0.dtype)
-    t = _shifted_times(b, tokens.shape[1], pipe.scheduler.config)
+    t = shifted_times(b, tokens.shape[1], pipe.scheduler.config)
     noise = torch.randn_like(tokens)
     noisy = (1 - t[:, None, None]) * tokens + t[:, None, None] * noise
     velocity = pipe.transformer(
@@ -234,37 +232,6 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def _agreed(elapsed: float) -> float:
-    """Process 0's clock, so that all processes stop at the same step."""
-    if not dist.is_initialized():
-        return elapsed
-    clock = torch.tensor([elapsed], dtype=torch.float64)
-    dist.broadcast(clock, 0)
-    return float(clock)
-
-
-def _broadcast(modules: nn.Module) -> None:
-    if dist.is_initialized():
-        for tensor in modules.state_dict().values():
-            dist.broadcast(tensor, 0)
-
-
-def _average_gradients(parameters: list[nn.Parameter]) -> None:
-    if not dist.is_initialized():
-        return
-    grads = [p.grad for p in parameters if p.grad is not None]
-    flat = torch._utils._flatten_dense_tensors(grads)
-    dist.all_reduce(flat)
-    for grad, averaged in zip(grads, torch._utils._unflatten_dense_tensors(flat / dist.get_world_size(), grads)):
-        grad.copy_(averaged)
-
-
-def _with_weights(modules: nn.ModuleList, averaged: nn.ModuleList) -> None:
-    for module, source in zip(modules, averaged):
-        module.load_state_dict(source.state_dict())
-        module.eval()
-
-
 def train_generator(
     pipe: FluxPipeline,
     latents: LatentCache,
@@ -284,41 +251,21 @@ def train_generator(
     torch.manual_seed(1000 * seed + rank)
     rng = np.random.default_rng([seed, 2, rank])
     text = TextTable(pipe.tokenizer_2)
-    modules = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
-    parameters = [p for p in modules.parameters() if p.requires_grad]
-    _broadcast(modules)
-    text_parameters = [*pipe.text_encoder.parameters(), *pipe.text_encoder_2.parameters()]
-    groups = [
-        {"params": list(pipe.transformer.parameters()), "rate": lr},
-        {"params": text_parameters, "rate": 0.3 * lr},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    average = copy.deepcopy(modules).requires_grad_(False)
-    started, step, log_at, look_at, recent = time.monotonic(), 0, 0.0, 600.0, {}
-    while (elapsed := _agreed(time.monotonic() - started)) < seconds:
-        progress = elapsed / seconds
-        for group in optimizer.param_groups:
-            group["lr"] = group["rate"] * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - progress) / 0.5))
+
+    def next_loss(step: int, progress: float) -> tuple[int, torch.Tensor]:
         order = _EARLY if progress < early_share else _LATE
         side = order[step % len(order)]
-        loss = flow_matching_loss(pipe, *_training_batch(latents, text, side, rng))
-        optimizer.zero_grad()
-        loss.backward()
-        _average_gradients(parameters)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        step += 1
-        decay = min(0.996, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(average.parameters()), list(modules.parameters()), 1 - decay)
-        recent[side] = 0.98 * recent.get(side, loss.item()) + 0.02 * loss.item()
-        if elapsed > log_at and rank == 0:
-            losses = " ".join(f"{2 * s}px {v:.4f}" for s, v in sorted(recent.items()))
-            logger.info("generator %4.0f/%.0f s step %d %s", elapsed, seconds, step, losses)
-            log_at += 30
-        if snapshot and rank == 0 and elapsed > look_at:
-            look = copy.deepcopy(pipe)
-            _with_weights(nn.ModuleList([look.transformer, look.text_encoder, look.text_encoder_2]), average)
-            snapshot(look)
-            look_at += 600
-    _with_weights(modules, average)
+        return 2 * side, flow_matching_loss(pipe, *_training_batch(latents, text, side, rng))
+
+    def look(averaged: nn.ModuleList) -> None:
+        copied = copy.deepcopy(pipe)
+        with_weights(trained_modules(copied), averaged)
+        snapshot(copied)
+
+    train_average(trained_modules(pipe), (lr, 0.3 * lr, 0.3 * lr), next_loss, seconds, look=look if snapshot else None)
     return pipe
+
+
+def trained_modules(pipe: FluxPipeline) -> nn.ModuleList:
+    """What is trained of a FLUX pipeline: transformer, CLIP, T5."""
+    return nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2])

@@ -43,7 +43,11 @@ class PanelCache:
 
     def draw_grids(self, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """2x2 grids for (B, 4) indices: uint8 (B, 2S, 2S, 3)."""
-        panels = self.draw(characters, views, rng).reshape(-1, 2, 2, self.side, self.side, 3)
+        return self.assemble(self.draw(characters, views, rng))
+
+    def assemble(self, panels: np.ndarray) -> np.ndarray:
+        """Panels (B, 4, S, S, 3), row-major, to grids (B, 2S, 2S, 3)."""
+        panels = panels.reshape(-1, 2, 2, self.side, self.side, 3)
         return panels.transpose(0, 1, 3, 2, 4, 5).reshape(-1, 2 * self.side, 2 * self.side, 3)
 
 

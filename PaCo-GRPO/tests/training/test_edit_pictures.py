@@ -1,0 +1,67 @@
+"""An editing run keeps its reference images, and every picture for people shows them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_policies import build
+from tiny_run import tiny_edit_config, train
+
+from paco_grpo.report.build import write_report
+from paco_grpo.report.data import read_run
+from paco_grpo.training.pictures import beside, captioned, contact_sheet
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("editing")
+    model = build("flux_kontext", folder / "model")
+    config = tiny_edit_config("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
+    train(config)
+    return Path(config.save_dir) / config.run_name
+
+
+def pixels(image):
+    return np.asarray(image.convert("RGB"), dtype=np.int16)
+
+
+def test_references_are_kept_beside_the_images(run_dir):
+    folder = run_dir / "eval" / "epoch_0001"
+    rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
+    assert [row["reference"] for row in rows] == [f"references/{i:05d}.png" for i in range(5)]
+    for row in rows:
+        with Image.open(folder / row["reference"]) as kept:
+            with Image.open(run_dir.parents[1] / "prompts" / f"test{row['item_id']}.png") as given:
+                assert (pixels(kept) == pixels(given)).all()  # small ones are kept as they are
+
+
+def test_sheet_and_tracked_pictures_show_reference_and_instruction(run_dir):
+    folder = run_dir / "eval" / "epoch_0001"
+    with Image.open(folder / "sheet.png") as sheet:  # 5 pairs in 2 columns
+        assert sheet.size == (2 * (2 * 164 + 8), 3 * (164 + 14))
+    shown = captioned(folder, 2)
+    with Image.open(folder / "00000.png") as image, Image.open(folder / "references/00000.png") as reference:
+        assert (pixels(shown[0][0]) == pixels(beside(reference, image))).all()
+        assert shown[0][0].size == (32 + 4 + 32, 32)
+    assert shown[1][1].startswith("1test make it red (brightness ")
+
+
+def test_report_shows_reference_before_and_after(run_dir, tmp_path):
+    pairs = read_run(run_dir).pairs
+    assert len(pairs) == 5 and all(p.reference.is_file() for pair in pairs for p in pair)
+    files = write_report(run_dir, tmp_path / "report.html")
+    page = files[0].read_text()
+    assert page.count("<article>") == 5 and page.count("<img") == 15 and page.count("<em>reference</em>") == 5
+    assert page.count('<p class="instruction"') == 5
+    assert tmp_path / "report_before_after.png" in files
+
+
+def test_contact_sheet_of_pairs():
+    images = [Image.new("RGB", (16, 16), "blue"), Image.new("RGB", (32, 16), "green")]
+    references = [Image.new("RGB", (64, 64), "red"), Image.new("RGB", (400, 200), "black")]
+    sheet = contact_sheet(images, ["x" * 500, ""], references)
+    assert sheet.size == (336, 2 * 178)
+    assert sheet.getpixel((80, 80)) == (255, 0, 0) and sheet.getpixel((164 + 80, 80)) == (0, 0, 255)
+    assert sheet.getpixel((80, 178 + 40)) == (0, 0, 0) and sheet.getpixel((164 + 80, 178 + 40)) == (0, 128, 0)

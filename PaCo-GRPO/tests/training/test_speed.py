@@ -1,0 +1,254 @@
+"""Options that make a run faster: each does what it says, and the exact ones change no bit."""
+
+import json
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import rows_of, tiny_config, train
+
+from paco_grpo.policies import acceleration, load_policy
+from paco_grpo.training import batch_size
+from paco_grpo.training.configuration import ConfigError
+from paco_grpo.training.decoding import Decoder
+from paco_grpo.training.scoring import ScoringQueue
+from paco_grpo.training.setup import build_run
+from paco_grpo.training.speed import on_cuda
+from paco_grpo.training.trainer import Trainer
+
+
+@pytest.fixture
+def make(tiny_flux_dir, tmp_path_factory):
+    """The configuration of a tiny run in a folder of its own, by changed options."""
+    return lambda **changes: tiny_config(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
+
+
+def weights(run):
+    return torch.cat([parameter.detach().flatten() for parameter in run.parameters.values()])
+
+
+def weights_after(config):
+    return weights(train(config).run)
+
+
+def test_on_cuda_by_default():
+    assert [on_cuda(chosen, torch.device(kind)) for kind in ("cpu", "cuda") for chosen in (None, True, False)] == [
+        False, True, False, True, True, False,
+    ]  # fmt: skip
+
+
+def test_exact_options_change_no_bit(make):
+    plain = weights_after(make())
+    changes = {"speed__overlap_decode": True, "speed__offload_text_encoders": True, "speed__offload_vae": True}
+    config = make(**changes)
+    trainer = train(config)
+    assert torch.equal(weights(trainer.run), plain)
+    assert trainer.run.policy.offloads_text_encoders and trainer.run.policy._vae_duty is not None
+    assert trainer.run.policy.pipeline.vae.device.type == "cpu"
+
+
+def test_fused_adam_is_equal_to_rounding_and_resumes(make):
+    """The fused kernel orders its operations otherwise than the plain one: the same step to rounding."""
+    options = {"speed__fused_adam": True, "train__adam_epsilon": 1e-3}
+    config = make(**options)
+    fused = train(config)
+    assert all(group["fused"] for group in fused.run.updater.optimizer.param_groups)
+    plain = weights_after(make(train__adam_epsilon=1e-3))
+    torch.testing.assert_close(weights(fused.run), plain, rtol=1e-4, atol=1e-5)
+    config = make(num_epochs=1, **options)
+    train(config)
+    config.num_epochs, config.resume_from = 2, "latest"
+    assert torch.equal(weights_after(config), weights(fused.run))
+
+
+def test_compilation_and_attention_are_set(make, caplog):
+    assert not acceleration.is_compiled(build_run(make()).policy)
+    with caplog.at_level(logging.INFO):
+        run = build_run(make(speed__compile=True, speed__attention="_native_math"))
+    assert acceleration.is_compiled(run.policy)
+    assert "will be compiled" in caplog.text
+    blocks = run.policy.transformer.transformer_blocks
+    assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)
+
+
+def test_the_first_ratio_is_looked_at_where_blocks_are_compiled(make, monkeypatch):
+    """Gradient and no gradient are two compiled graphs, which may differ by rounding also in float32."""
+    asked = []
+    for compiled in (False, True):
+        run = build_run(make(num_epochs=1))
+        run.config.speed.compile = compiled
+        monkeypatch.setattr(run.updater, "_deviates", lambda rollouts, of=run.updater._deviates: asked.append(of(rollouts)))
+        Trainer(run)._epoch()
+    assert asked == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"speed__attention": "_native_cudnn"}, "config.speed.attention: .* does not work on cpu"),
+        ({"speed__attention": "flash3"}, "config.speed.attention='flash3' is not known"),
+        ({"max_sequence_length": 600}, "config.max_sequence_length=600 is more than .* takes: at most 512"),
+    ],
+)
+def test_refused_before_weights_are_loaded(make, monkeypatch, changes, said):
+    monkeypatch.setattr("paco_grpo.training.setup.load_generator", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=said):
+        build_run(make(**changes))
+
+
+def test_no_compiler_is_said_before_weights_are_loaded(make, monkeypatch):
+    monkeypatch.setattr("paco_grpo.training.setup.load_generator", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="config.speed.compile=True: .* C\\+\\+ compiler"):
+        build_run(make(speed__compile=True))
+
+
+# --- text length ------------------------------------------------------------------------------------------------------
+
+
+def test_text_length_of_the_data_set(make, tiny_flux_dir, caplog):
+    config = make(max_sequence_length=0)
+    with caplog.at_level(logging.INFO):
+        run = build_run(config)
+    # The tiny tokenizer has a token for each character, and one for the end.
+    longest = max(len(item.prompt) + 1 for item in [*run.train_items, *run.test_items])
+    assert 32 < longest <= 64 and run.config.max_sequence_length == 64
+    assert run.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
+    assert "64 text tokens for prompts of at most" in caplog.text and "will be cut" not in caplog.text
+    assert "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
+
+
+def test_cut_prompts_are_counted(make, caplog):
+    build_run(make(max_sequence_length=16))
+    assert "7 of 7 prompts are longer than config.max_sequence_length=16 tokens" in caplog.text
+
+
+def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
+    """Why 0 is not the default: FLUX attends to its padding, so another length gives other images."""
+    from tiny_policies import OPTIONS, items
+
+    for name, counts in (("flux", True), ("qwen_image_edit", False)):
+        velocities = []
+        for length in (32, 64):
+            options = {"max_sequence_length": length, **OPTIONS.get(name, {})}
+            policy = load_policy(tiny_folder(name), **options)
+            conditioning = policy.encode(items(name, "short"))
+            latents = policy.initial_latents([1], 32, 32)
+            velocities.append(policy.velocity(latents, torch.tensor([0.5]), conditioning, 32, 32).detach())
+        change = float((velocities[0] - velocities[1]).norm() / velocities[0].norm())
+        assert (change > 1e-4) == counts, name
+
+
+# --- batch size -------------------------------------------------------------------------------------------------------
+
+
+def test_batch_from_free_memory():
+    peak = lambda images: 10_000 + 300 * images
+    assert batch_size.fitting(peak, 13_000) == 10
+    assert batch_size.fitting(peak, 12_999) == 9
+    assert batch_size.fitting(peak, 5) == 1
+    assert [batch_size.largest_divisor(84, most) for most in (1, 5, 16, 32, 100)] == [1, 4, 14, 28, 84]
+
+
+def test_batch_that_was_chosen_stays(make):
+    config = make(sample__batch_size=0, num_epochs=1)
+    run = train(config).run
+    assert run.plan.sample_batch_size == 8 and run.plan.samples == 8  # all of the epoch, at most 16 on a CPU
+    plan = run.folder / "plan.json"
+    kept = json.loads(plan.read_text()) | {"sample_batch_size": 2}
+    plan.write_text(json.dumps(kept))
+    config.resume_from = "latest"
+    assert build_run(config).plan.sample_batch_size == 2
+
+
+# --- rewards beside other work ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sleep", "hidden"), [(0.6, True), (0.0, False)])
+def test_hidden_share_of_reward_time(sleep, hidden):
+    from reward_factories import sleeping
+    from tiny_policies import picture
+
+    queue = ScoringQueue({"slow": sleeping(0.2), "quick": sleeping(0.0)})
+    for row in range(2):
+        queue.submit([picture(row)], [None], [row])
+    time.sleep(sleep)
+    queue.results(2)
+    queue.close()
+    assert queue.hidden_share > 0.6 if hidden else queue.hidden_share < 0.4
+    assert np.isnan(ScoringQueue({}).hidden_share)
+
+
+def test_what_needs_no_scores_is_done_while_the_last_are_awaited(make):
+    """The reward of the last batch answers only once old log-probabilities are recomputed and the probe is ready."""
+    config = make(num_epochs=1, train__old_log_prob="recompute", health__probe_images=2)
+    run = build_run(config)
+    ready = threading.Event()
+    measured = run.probe.prepare
+    run.probe.prepare = lambda: measured() or ready.set()
+    awaited = []
+
+    def reward(images, items):
+        awaited.append(ready.wait(60))
+        return np.arange(len(images), dtype=float)
+
+    run.train_rewards = {"brightness": reward}
+    Trainer(run).train()
+    assert awaited == [True, True]
+    row = rows_of(config, "train")[0]
+    assert 0 <= row["time/reward_hidden_share"] <= 1
+    assert row["train/ratio_deviation"] == 0
+
+
+def test_sleeping_judge_hides_behind_sampling(make):
+    config = make(num_epochs=1, train__reward_fn="{'reward_factories:sleeping': 1.0}", sample__batch_size=1,
+                  train__reward_fn_kwargs="{'reward_factories:sleeping': {'seconds': 0.02}}")  # fmt: skip
+    train(config)
+    assert rows_of(config, "train")[0]["time/reward_hidden_share"] > 0.5
+
+
+class Decoding:
+    """A policy that only decodes, slowly."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.threads = []
+
+    def decode(self, latents, height, width):
+        self.threads.append(threading.current_thread().name)
+        if latents[0, 0, 0] < 0:
+            raise ValueError("the VAE is gone")
+        return [float(x) for x in latents[:, 0, 0]]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_decoder_keeps_order_and_says_what_failed(background):
+    policy, got = Decoding(), []
+    with Decoder(policy, lambda images, mark: got.append((images, mark)), background) as decoder:
+        for mark in range(5):
+            decoder.submit(torch.full((2, 1, 1), float(mark)), 8, 8, mark)
+        decoder.wait()
+    assert got == [([float(mark)] * 2, mark) for mark in range(5)]
+    assert all(name.startswith("decode") == background for name in policy.threads)
+    with pytest.raises(ValueError, match="VAE is gone"), Decoder(policy, print, background) as decoder:
+        decoder.submit(torch.full((1, 1, 1), -1.0), 8, 8)
+        decoder.wait()
+
+
+# --- the rollout's end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sample__tail_steps": 1}, {"sample__tail_order": 2}, {"sample__tail_cache": 1e6}], ids=str
+)
+def test_tail_options_change_images_and_no_ratio(make, changes):
+    steps = {"sample__num_steps": 6, "sample__noise_steps": "1", "num_epochs": 1}
+    plain, config = make(**steps), make(**steps, **changes)
+    train(plain), train(config)
+    before, after = rows_of(plain, "train")[0], rows_of(config, "train")[0]
+    assert before["health/latent_mean"] != after["health/latent_mean"]
+    assert after["train/ratio_deviation"] == before["train/ratio_deviation"]
