@@ -45,6 +45,8 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
     from paco_grpo.training.configuration import ConfigError
     from paco_grpo.types import Item
 
+    if file is not None and not file.is_file():
+        raise ConfigError(f"--prompts-file {file} does not exist")
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
     if file is not None and file.suffix == ".jsonl":
         rows += json_lines(file)

@@ -84,7 +84,9 @@ def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
         ("flux", ["--prompts-file", tmp_path / "none.txt"], "none.txt does not exist"),
         ("flux", ["--prompts-file", tmp_path / "broken.jsonl"], "broken.jsonl:1: field 'prompt' must be a text, got None"),
     ):
-        assert generate.main(arguments(name, tiny_folder(name), *more, "--output", tmp_path / "out")) == 2
+        model = tiny_folder(name)  # built at its first use, with progress on stderr
+        capsys.readouterr()
+        assert generate.main(arguments(name, model, *more, "--output", tmp_path / "out")) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and said in error
     assert not (tmp_path / "out").exists()
