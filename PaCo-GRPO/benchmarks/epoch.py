@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -49,7 +50,10 @@ def main(given: Sequence[str] | None = None) -> int:
     quiet()
     try:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
-            found = measure(arguments, overrides_of(rest), Path(folder))
+            overrides = overrides_of(rest)
+            found = measure(arguments, overrides, Path(folder))
+            if arguments.profile and found is not None and found["processes"] == 1:
+                found["profile"] = profile_of(arguments, overrides, Path(folder))
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
@@ -70,7 +74,6 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def measure(arguments: argparse.Namespace, overrides: list[tuple[str, str]], folder: Path) -> dict | None:
     """The report; None on processes other than the main one."""
-    from measuring.profiling import profiled
     from measuring.turns import Turns, compared
 
     work = work_of(arguments).resolved()
@@ -90,13 +93,25 @@ def measure(arguments: argparse.Namespace, overrides: list[tuple[str, str]], fol
             results=results, compared=compared(turns.pairs, measured),
         )  # fmt: skip
     turns.close()
-    if arguments.profile and found is not None:
-        small = dataclasses.replace(work, k=work.batch, m=1, steps=3, train_steps=1)
-        extra = Turns(small, [], overrides, folder / "profile", 3)
-        extra.watched[0].epoch()
-        trace = arguments.output.parent / "traces" / f"{arguments.output.stem}.json.gz"
-        found["profile"] = profiled(extra.watched[0], trace)
-        extra.close()
+    return found
+
+
+def profile_of(arguments: argparse.Namespace, overrides: list[tuple[str, str]], folder: Path) -> dict:
+    """Kernels of an epoch of one batch and three steps."""
+    import torch
+
+    from measuring.profiling import profiled
+    from measuring.turns import Turns
+
+    gc.collect()  # what was measured before is in cycles of hooks; two 12 B models at once are too much
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    small = dataclasses.replace(work_of(arguments).resolved(), k=arguments.batch, m=1, steps=3, train_steps=1)
+    turns = Turns(small, [], overrides, folder / "profile", 3)
+    turns.watched[0].epoch()
+    trace = arguments.output.parent / "traces" / f"{arguments.output.stem}.json.gz"
+    found = profiled(turns.watched[0], trace)
+    turns.close()
     return found
 
 
@@ -151,7 +166,9 @@ def parser() -> argparse.ArgumentParser:
         help="an option of the configuration (on/off for switches; KEY+KEY for several at once), or work=published,ours; "
         "may be repeated",
     )  # fmt: skip
-    made.add_argument("--profile", action="store_true", help="kernels of one small epoch: a table and a trace")
+    made.add_argument(
+        "--profile", action="store_true", help="kernels of one small epoch: a table and a trace (one process)"
+    )
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
     return made
 

@@ -52,7 +52,9 @@ def main(given: Sequence[str] | None = None) -> int:
             raise
         print("error: the accelerator's memory is not enough; lower --train-batch or --resolutions", file=sys.stderr)
         return epoch.TOO_LARGE
-    found["counted"] = [row for name in arguments.counted for row in counted(name, arguments.resolutions, arguments.text)]
+    found["counted"] = [
+        row for name in arguments.counted for row in counted(name, arguments.resolutions, arguments.text)
+    ]
     settings = dataclasses.asdict(work) | {"resolutions": arguments.resolutions, "repeats": arguments.repeats}
     made = machine.report("resolution_sweep", settings | {"overrides": dict(overrides)}, **found)
     machine.write(arguments.output, made)

@@ -21,12 +21,16 @@ COMPARISONS=(
   "work=published,ours"
   "sample.merge_lora=off,on"
   "sample.same_latent=off,on"
-  "speed.compile=off,on"
+  "speed.fused_adam=off,on"
 )
+COMPILED="speed.compile=off,on" # apart, since its first epoch takes minutes
 # those that need a GPU to mean anything
 GPU_COMPARISONS=(
   "enable_gradient_checkpointing=off,on"
   "allow_tf32=off,on"
+  "speed.offload_text_encoders=off,on"
+  "speed.overlap_decode=off,on"
+  "speed.attention=None,_native_cudnn,_native_flash"
 )
 # ------------------------------------------------------------------------------------------------------------------------
 
@@ -52,7 +56,7 @@ else
 fi
 
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-results="${RESULTS:-benchmarks/results/$("$PYTHON" benchmarks/measuring/machine.py)}"
+results="${RESULTS:-benchmarks/results/$("$PYTHON" -m measuring.machine)}"
 README="${README:-benchmarks/README.md}"
 $dry || mkdir -p "$results"
 if $again && ! $dry; then rm -f "$results"/*.json "$results"/*.png "$results"/tables.md; fi
@@ -92,10 +96,10 @@ fitting() {
   ((status == 0)) || failed+=("$name")
 }
 
-compare=()
+compare=() compiled=()
 all=("${COMPARISONS[@]}")
 if [[ $size == gpu ]]; then all+=("${GPU_COMPARISONS[@]}"); fi
-known="$("$PYTHON" benchmarks/measuring/options.py)"
+known="$("$PYTHON" -m measuring.options)"
 for each in "${all[@]}"; do
   missing=""
   while read -r -d + key; do
@@ -103,18 +107,23 @@ for each in "${all[@]}"; do
   done <<<"${each%%=*}+"
   if [[ -z "$missing" ]]; then compare+=(--compare "$each"); else echo "no option $missing: $each is left out"; fi
 done
+if grep -qx -- "${COMPILED%%=*}" <<<"$known"; then compiled=(--compare "$COMPILED"); fi
 
 if [[ $size == cpu ]]; then
   must epoch-counting epoch.py --preset toy "${compare[@]}" --repeats 4
-  must epoch-rewards epoch.py --preset toy --reward-seconds 0.05 --repeats 2 --config.sample.reward_batch_size=4
+  must epoch-rewards epoch.py --preset toy --batch 4 --reward-seconds 0.05 --repeats 2
   must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
     --steps 3 --repeats 3 --counted flux-dev kontext-dev --text 512 128
   must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 4
   must profile epoch.py --preset toy --repeats 1 --warmup 0 --profile
+  if ((${#compiled[@]})); then must epoch-compiled epoch.py --preset toy --k 4 "${compiled[@]}" --repeats 2; fi
 else
   fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
   fitting epoch-compared epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
-  fitting epoch-rewards epoch.py --preset flux-dev --batch 8 --train-batch 2 --repeats 2 --reward-seconds 0.2
+  if ((${#compiled[@]})); then
+    fitting epoch-compiled epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compiled[@]}" --repeats 3
+  fi
+  fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
   fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
     --counted flux-dev kontext-dev --text 512 128
   fitting epoch-kontext epoch.py --preset kontext-dev --batch 4 --train-batch 2 --repeats 2
@@ -122,7 +131,7 @@ else
   counts=(1)
   for count in 2 4 8; do if ((count <= gpus)); then counts+=("$count"); fi; done
   if ((gpus > 1)); then
-    must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 2
+    must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 1
   else
     echo "scaling: one GPU, so there is nothing to scale over"
   fi

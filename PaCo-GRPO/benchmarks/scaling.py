@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measuring import machine
-from measuring.statistics import ratios, summary
+from measuring.repeats import ratios, summary
 
 EPOCH = Path(__file__).with_name("epoch.py")
 
@@ -92,7 +92,9 @@ def row_of(count: int, made: Sequence[dict], base: Sequence[dict]) -> dict:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes; the first is the base")
+    made.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes; the first is the base"
+    )
     made.add_argument("--rounds", type=int, default=3, help="launches of each")
     made.add_argument("--repeats", type=int, default=2, help="counted epochs of a launch")
     made.add_argument("--threads", type=int, default=1, help="CPU threads of each process")

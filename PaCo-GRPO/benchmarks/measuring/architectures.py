@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILE = "architecture.json"
+FILE = "architecture.json"  # in a model folder
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,9 @@ class Architecture:
             transformer["num_single_layers"] = single
         return dataclasses.replace(self, transformer=transformer)
 
-    def write(self, folder: Path) -> Path:
-        """A model folder that ``load_policy`` takes (after ``policies.register``); weights are made when it is loaded."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model_index.json").write_text(json.dumps({"_class_name": f"Random:{self.family}"}))
-        (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
-        return folder
-
     @classmethod
     def read(cls, folder: str | Path) -> Architecture:
-        """What ``write`` wrote."""
+        """What ``generators.write`` wrote to a model folder."""
         return cls(**json.loads((Path(folder) / FILE).read_text()))
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,28 @@ from paco_grpo.training.trainer import Trainer
 _TRAINER_TIMES = {"sampling": "time/sample_s", "reward_wait": "time/reward_wait_s", "training": "time/train_s"}
 
 
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What a run sets for the whole process, so that runs which take turns each have their own."""
+
+    threads: int
+    matmul_tf32: bool
+    cudnn_tf32: bool
+    cudnn_benchmark: bool
+
+    @classmethod
+    def now(cls) -> ProcessSettings:
+        """As they are."""
+        cudnn = torch.backends.cudnn
+        return cls(torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
+
+    def apply(self) -> None:
+        """Set them."""
+        torch.set_num_threads(self.threads)
+        torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = self.cudnn_tf32, self.cudnn_benchmark
+
+
 class Watched:
     """A run with a trainer, whose epochs can be measured.
 
@@ -32,8 +55,11 @@ class Watched:
         self.run = run
         self.trainer = Trainer(run)
         self.device = run.accelerator.device
+        self.settings = ProcessSettings.now()
         self.calls: Counter[str] = Counter()
-        self.forwards: Counter[tuple[str, int, int, bool]] = Counter()  # (phase, image, text tokens, gradient) -> images
+        self.forwards: Counter[tuple[str, int, int, bool]] = (
+            Counter()
+        )  # (phase, image, text tokens, gradient) -> images
         self.seconds: Counter[str] = Counter()
         self._phase = "other"
         self._detailed = False
@@ -46,22 +72,27 @@ class Watched:
         """Run one epoch.
 
         Args:
-            detailed: Wait for the accelerator around encoding, decoding and optimizer steps, so that each has its own
-                seconds; this takes away what would overlap, so whole epochs are timed without.
+            detailed: Wait for the accelerator around encoding, decoding and optimizer steps, and decode nothing in the
+                background, so that each has its own seconds; whole epochs are timed without.
 
         Returns:
-            seconds, calls, forwards (see ``flops_of``) and memory.
+            seconds, calls, forwards (see ``flops_of``), memory, and reward_hidden (the share of the slowest reward's
+            time that nobody waited for).
         """
         self.calls.clear(), self.forwards.clear(), self.seconds.clear()
         self._detailed = detailed
+        self.settings.apply()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         synchronise(self.device)
+        overlap = self.run.config.speed.overlap_decode
+        self._set_overlap(False if detailed else overlap)
         started, worked = time.perf_counter(), time.process_time()
         self.trainer._epoch()
         synchronise(self.device)
         # cpu: of all threads of this process; on a machine that others use too it says more than the clock does
         seconds = {"epoch": time.perf_counter() - started, "cpu": time.process_time() - worked}
+        self._set_overlap(overlap)
         rows = [row for row in self.run.metrics.rows() if row["phase"] == "train"]  # the main process writes them
         if rows:
             seconds |= {name: rows[-1][key] for name, key in _TRAINER_TIMES.items()}
@@ -74,7 +105,14 @@ class Watched:
             {"phase": phase, "image_tokens": image, "text_tokens": text, "gradient": gradient, "images": images}
             for (phase, image, text, gradient), images in sorted(self.forwards.items())
         ]
-        return {"seconds": seconds, "calls": dict(self.calls), "forwards": forwards, "memory": self._memory()}
+        return {
+            "seconds": seconds, "calls": dict(self.calls), "forwards": forwards, "memory": self._memory(),
+            "reward_hidden": rows[-1].get("time/reward_hidden_share") if rows else None,
+        }  # fmt: skip
+
+    def _set_overlap(self, chosen: bool | None) -> None:
+        with self.run.config.unlocked():
+            self.run.config.speed.overlap_decode = chosen
 
     def _memory(self) -> dict[str, float]:
         found = {"peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}  # of the process's life
@@ -134,6 +172,7 @@ class Watched:
         updater._optimizer_step = self._timed(updater._optimizer_step, "optimizer", detailed=True)
         trainer._sample = self._in_phase(trainer._sample, "sampling")
         trainer._update = self._in_phase(trainer._update, "training")
+        trainer._while_rewards_come_in = self._in_phase(trainer._while_rewards_come_in, "training")
 
     def _timed(self, function: Callable, name: str, detailed: bool = False) -> Callable:
         def call(*arguments, **keywords):

@@ -95,9 +95,7 @@ def directly(architecture: Architecture, shape: Shape, lora_rank: int = 64) -> I
     """``image_flops`` counted on the whole transformer: slower, the same numbers."""
     _from_text[repr(architecture)] = architecture
     blocks = architecture.transformer
-    counts = _directly(
-        repr(architecture), shape, lora_rank, blocks["num_layers"], blocks.get("num_single_layers", 0)
-    )
+    counts = _directly(repr(architecture), shape, lora_rank, blocks["num_layers"], blocks.get("num_single_layers", 0))
     return ImageFlops(*counts)
 
 

@@ -1,12 +1,14 @@
 """Generators with random weights, made on the device in the wanted precision: no files, no downloads.
 
-``register()`` makes ``load_policy`` know folders written by ``Architecture.write``; the policy classes are the trainer's
+``register()`` makes ``load_policy`` know folders that ``write`` wrote; the policy classes are the trainer's
 own, given a pipeline whose ``from_pretrained`` makes weights instead of reading them.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,8 @@ from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessor,
@@ -37,7 +41,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from measuring.architectures import Architecture
+from measuring.architectures import FILE, Architecture
 from measuring.words import piece_tokenizer, qwen_tokenizer
 from paco_grpo.policies import loading
 from paco_grpo.policies.flux import FluxPolicy
@@ -60,6 +64,23 @@ def register() -> None:
     """Make the random generators known to ``load_policy``; importing does nothing by itself."""
     for family, policy in POLICY_CLASSES.items():
         loading.POLICIES[f"Random:{family}"] = f"{__name__}:{policy.__name__}"
+
+
+def write(architecture: Architecture, folder: Path) -> Path:
+    """A model folder with everything but weights, which are made when it is loaded; kept if it is there already."""
+    if (folder / "model_index.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(dataclasses.asdict(architecture), indent=1))
+    for name, part in pipeline_of(architecture, torch.float32, "meta").components.items():
+        if isinstance(part, nn.Module) and hasattr(part, "save_config"):
+            part.save_config(folder / name)
+        elif isinstance(part, PreTrainedModel):
+            part.config.save_pretrained(folder / name)
+        elif isinstance(part, PreTrainedTokenizerBase):
+            part.save_pretrained(folder / name)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": f"Random:{architecture.family}"}))
+    return folder
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What a figure was measured on: hardware, versions, commit; and the JSON file that holds it all.
 
-    python benchmarks/measuring/machine.py      prints the machine's name, the folder of its results
+PYTHONPATH=benchmarks python -m measuring.machine      prints the machine's name, the folder of its results
 """
 
 from __future__ import annotations

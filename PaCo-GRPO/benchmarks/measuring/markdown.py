@@ -120,7 +120,9 @@ def profile(found: Mapping[str, Any], most: int = 12) -> str:
     rows = [
         [f"`{o['name'][:70]}`", str(o["calls"]), number(o["ms"]), share(o["share"])] for o in found["operations"][:most]
     ]
-    text = f"Where {found['total_ms'] / 1000:.3g} s on {found['on']} go in a profiled epoch of one batch and 3 steps.\n\n"
+    text = (
+        f"Where {found['total_ms'] / 1000:.3g} s on {found['on']} go in a profiled epoch of one batch and 3 steps.\n\n"
+    )
     return text + table(["operation", "calls", "ms", "share"], rows)
 
 
@@ -147,7 +149,16 @@ def resolution_sweep(report: Mapping[str, Any]) -> str:
              share(r["text_share"]), flops(r["forward"]), flops(r["sampling"]), flops(r["training"]), flops(r["decode"])]
             for r in report["counted"] if r["preset"] == preset
         ]  # fmt: skip
-        columns = ["pixels", "image tokens", "text tokens", "text share", "one forward", "10 steps", "training step", "decode"]
+        columns = [
+            "pixels",
+            "image tokens",
+            "text tokens",
+            "text share",
+            "one forward",
+            "10 steps",
+            "training step",
+            "decode",
+        ]
         parts.append(f"Counted, not timed: FLOPs of an image with {preset}'s real architecture.\n")
         parts.append(table(columns, rows))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The options of config/base.py, one a line: python benchmarks/measuring/options.py."""
+"""The options of config/base.py, one a line: PYTHONPATH=benchmarks python -m measuring.options."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from measuring.epochs import Watched, flops_of
 from measuring.generators import register, shared_weights
 from measuring.peak import matmul_peak
-from measuring.statistics import ratios, summary
-from measuring.workload import Workload, make_config, repeat_published_work
+from measuring.repeats import ratios, summary
+from measuring.workload import PUBLISHED_OVERRIDES, Workload, make_config, repeat_published_work
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.setup import build_run
 
@@ -135,7 +135,8 @@ class Turns:
         for number, setting in enumerate(self.settings):
             probe = make_config(work, folder / "probe", 1, own(setting.overrides))
             prompts = 2 * epochs * probe.sample.unique_sample_num_per_epoch  # the plan may raise m
-            config = make_config(work, folder / str(number), prompts, own(setting.overrides))
+            always = PUBLISHED_OVERRIDES if setting.published else ()
+            config = make_config(work, folder / str(number), prompts, [*own(setting.overrides), *always])
             run = build_run(config, "benchmark")
             if setting.published:
                 repeat_published_work(run)
@@ -186,6 +187,7 @@ class Turns:
         every = [each[0]["seconds"] for each in epochs]
         seconds = {name: summary([row.get(name) for row in every]) for name in every[0]}
         whole = {"forwards": [f for process in detailed for f in process["forwards"]], "calls": _added(detailed)}
+        hidden = summary([each[0]["reward_hidden"] for each in epochs])["median"]
         flops = flops_of(
             whole, self.work.architecture(), config.train.resolution, config.train.lora_rank, run.policy.size_multiple
         )
@@ -201,7 +203,8 @@ class Turns:
             "calls": _added(epochs[-1]),
             "forwards": whole["forwards"],
             "flops": flops,
-            "rates": rates(seconds, detailed[0]["seconds"], whole["forwards"], flops, peak * len(detailed)),
+            "rates": rates(seconds, detailed[0]["seconds"], whole["forwards"], flops, peak * len(detailed))
+            | {"reward_hidden": hidden},
             "memory": {name: max(p["memory"][name] for e in epochs for p in e) for name in epochs[0][0]["memory"]},
             "epochs": epochs,
         }
@@ -225,7 +228,7 @@ def _switches(work: Workload, folder: Path, common: Overrides, own: Overrides) -
 def rates(
     seconds: dict[str, Any], detailed: dict[str, float], forwards: list[dict], flops: dict[str, Any], peak: float
 ) -> dict[str, float | None]:
-    """Image tokens a second, FLOP/s as shares of ``peak``, and the share of the rewards' time that was hidden."""
+    """Image tokens a second, and FLOP/s as shares of ``peak``."""
     found: dict[str, float | None] = {}
     for phase in ("sampling", "training"):
         took = seconds.get(phase, {}).get("median")
@@ -237,8 +240,6 @@ def rates(
         found[f"{part}_mfu"] = count / took / peak if took and count is not None else None
     total = [flops[name] for name in ("sampling", "training", "encode", "decode") if flops[name] is not None]
     found["epoch_mfu"] = sum(total) / seconds["epoch"]["median"] / peak if flops["sampling"] is not None else None
-    reward, wait = (seconds.get(name, {}).get("median") for name in ("reward", "reward_wait"))
-    found["reward_hidden"] = 1 - min(1.0, wait / reward) if reward and wait is not None else None
     return found
 
 

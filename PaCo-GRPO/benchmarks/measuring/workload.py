@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from measuring.architectures import PRESETS, Architecture
+from measuring.generators import write
 from measuring.words import t2is_prompts
 from paco_grpo.policies.flux import FluxConditioning, FluxPolicy
 from paco_grpo.sampling.rollout import record_transition
@@ -110,11 +111,11 @@ def _toy_architecture() -> Architecture:
 
 
 def make_config(work: Workload, folder: Path, prompts: int, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """The configuration of ``work`` (resolved), with its prompt set and model in ``folder``.
+    """The configuration of ``work`` (resolved), with its prompt set in ``folder``.
 
     Args:
         work: What to do.
-        folder: Made if it is not there; ``folder / "runs"`` gets the run.
+        folder: Made if it is not there; ``folder / "runs"`` gets the run. The model is beside it, for all settings.
         prompts: Size of the prompt set; m for each epoch keeps every text new.
         overrides: (option, text) pairs that come last.
 
@@ -125,7 +126,7 @@ def make_config(work: Workload, folder: Path, prompts: int, overrides: Sequence[
     editing = architecture.family != "flux"
     source = "toy_t2is" if work.preset == "toy" else _CONFIGS[architecture.family]
     config = load_config(f"{ROOT / 'config' / 'grpo.py'}:{source}", BASE)
-    model = TOY if work.preset == "toy" else architecture.write(folder / "model")
+    model = TOY if work.preset == "toy" else write(architecture, folder.parent / "model")
     (_write_edits if editing else _write_prompts)(folder / "prompts", prompts, work.resolution)
     given = {
         "pretrained.model": model, "dataset": folder / "prompts", "save_dir": folder / "runs", "run_name": "run",
@@ -188,6 +189,10 @@ def _write_edits(folder: Path, count: int, resolution: int) -> None:
 # --- the published amount of work -------------------------------------------------------------------------------------
 
 
+# What goes with it: encoders that are asked for every image stay where they compute.
+PUBLISHED_OVERRIDES = (("speed.offload_text_encoders", "false"),)
+
+
 def repeat_published_work(run: Run) -> None:
     """Make ``run`` compute as often as the published implementation does; a model of its work, not its code.
 
@@ -206,7 +211,7 @@ def repeat_published_work(run: Run) -> None:
     decode, objective, batch = policy.decode, updater.objective, run.plan.sample_batch_size
 
     def encode_texts(prompts: Sequence[str]) -> FluxConditioning:
-        with torch.no_grad():
+        with torch.no_grad(), policy.text_at_work():
             embeds, pooled, _ = policy.pipeline.encode_prompt(
                 list(prompts), device=policy.device, max_sequence_length=policy.max_sequence_length
             )
