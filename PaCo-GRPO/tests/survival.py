@@ -115,7 +115,7 @@ def done(harm: Harm):
 
 
 def _main(
-    rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, harm: Harm | None, watch
+    rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, harm: Harm | None, watch, before
 ) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
@@ -124,6 +124,8 @@ def _main(
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
+    if before:
+        before()
     try:
         with done(harm) if harm and harm.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_config(flux, folder, **changes)))
@@ -139,11 +141,18 @@ def _main(
 
 
 def run(
-    flux: Path, folder: Path, processes: int = 1, harm: Harm | None = None, watch: Callable | None = None, **changes
+    flux: Path,
+    folder: Path,
+    processes: int = 1,
+    harm: Harm | None = None,
+    watch: Callable | None = None,
+    before: Callable | None = None,
+    **changes,
 ) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher.
 
-    ``watch(trainer, folder)`` is called in each process before training; it must be in a module that they can import.
+    ``before()`` is called in each process before anything else, ``watch(trainer, folder)`` before training; both must be
+    in modules that they can import.
     """
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
@@ -155,7 +164,7 @@ def run(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
-        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, harm, watch))
+        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, harm, watch, before))
         for rank in range(processes)
     ]
     for process in started:

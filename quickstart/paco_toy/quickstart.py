@@ -78,7 +78,8 @@ def only_one(out: Path) -> Iterator[None]:
         yield
 
 
-def _interrupt(signal_number: int, frame: object) -> None:
+def interrupt(signal_number: int, frame: object) -> None:
+    """A signal ends the driver as Ctrl-C does, so that it ends what it started."""
     raise KeyboardInterrupt
 
 
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     out = REPO / "quickstart" / "out"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     try:
         with only_one(out):
             ctx, state = prepare(arguments, out)

@@ -228,8 +228,8 @@ def named_engine(output: str) -> str:
 class EpochProgress:
     """Progress of train_flux.sh: by epochs, or by training time where that is the limit that will be met."""
 
-    def __init__(self, run: Path, minutes: float | None) -> None:
-        self.metrics, self.minutes, self.text = run / "metrics.jsonl", minutes, ""
+    def __init__(self, run: Path, minutes: float | None, what: str = "judge's score") -> None:
+        self.metrics, self.minutes, self.what = run / "metrics.jsonl", minutes, what
 
     def __call__(self, line: str) -> tuple[float | None, str] | None:
         """(fraction, what the last epoch said) at an epoch's line."""
@@ -240,7 +240,7 @@ class EpochProgress:
         if self.minutes and self.metrics.is_file():
             rows = read_rows(self.metrics)
             fraction = max(fraction, rows[-1].get("train_time", 0.0) / (60 * self.minutes)) if rows else fraction
-        return min(fraction, 1.0), f"epoch {found[1]}, judge's score {float(found[4]):.3f}"
+        return min(fraction, 1.0), f"epoch {found[1]}, {self.what} {float(found[4]):.3f}"
 
 
 def rl(ctx: Context) -> dict[str, Any]:

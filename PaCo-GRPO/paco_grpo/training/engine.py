@@ -195,8 +195,25 @@ def build_engine(config: ConfigDict, accelerator: Accelerator) -> Engine:
     """The engine that accelerate was started with, or that ``config.train.sharding`` names.
 
     Raises:
-        ConfigError: This trainer does not drive it, or the two contradict each other.
+        ConfigError: This trainer does not drive it, or it contradicts another option.
     """
+    engine = _find_engine(config, accelerator)
+    if engine.joint_forwards:
+        _refuse_what_does_not_go_with_joint_forwards(config)
+    return engine
+
+
+def _refuse_what_does_not_go_with_joint_forwards(config: ConfigDict) -> None:
+    if config.sample.tail_cache:
+        raise ConfigError(
+            f"config.sample.tail_cache={config.sample.tail_cache} leaves blocks out, on each process others, but FSDP2 "
+            "gathers a block's weights from all processes at once; set it to 0"
+        )
+    if config.speed.compile:
+        raise ConfigError("config.speed.compile=True does not go with FSDP2 yet; set it to False")
+
+
+def _find_engine(config: ConfigDict, accelerator: Accelerator) -> Engine:
     kind, wanted = accelerator.distributed_type, config.train.sharding
     if kind == DistributedType.FSDP:
         return _fsdp_of_accelerate(accelerator)

@@ -77,7 +77,7 @@ class ZeroEngine(Engine):
         """See :meth:`Engine.finish_gradients`; the sums are there, and DeepSpeed clips within its step."""
         finite = not any_process(self.accelerator, not finite)
         norm = float(self.deepspeed.optimizer.scaled_global_norm())
-        return finite, norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
+        return finite, norm
 
     def step(self, optimizer: Any) -> None:
         """See :meth:`Engine.step`."""

@@ -1,23 +1,20 @@
 """However weights are spread over however many processes: the same advantages, losses and weights; and memory shared."""
 
-import numpy as np
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
-from engines import asked, seen, watch, write_uneven_prompts
+from accelerate import DistributedType
+from engines import COMMON, TOLERANCE, asked, assert_same_training, moved, seen, tensors, watch, write_uneven_prompts
 from safetensors.torch import load_file
 from survival import rows, run, state
 from tiny_run import tiny_config
 
+from paco_grpo.training.configuration import ConfigError
+from paco_grpo.training.engine import build_engine
 from paco_grpo.training.setup import build_run
 
-# Adam's epsilon is large, because with a tiny one the first step is the sign of the gradient, and rounding of gradients
-# near 0 then shows at full size. Weights move by about 1e-4 a step here; they must agree to 1e-6.
-COMMON = {
-    "num_epochs": 2, "save_freq": 2, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2,
-    "train__gradient_step_per_epoch": 2, "sample__num_images_per_prompt": 8, "test__num_images": 5,
-    "train__max_missing_reward_fraction": 1, "train__reward_fn": "{'engines:gapped': 1}",
-}  # fmt: skip
-TOLERANCE = 1e-6
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
 NFT = {"train__loss_type": "nft", "train__max_grad_norm": 1e3}
 FULL = {"use_lora": False, "train__learning_rate": 1e-3}
@@ -48,31 +45,66 @@ def trained(tiny_flux_dir, tmp_path_factory):
     return of
 
 
-def tensors(folder, name="trainable", epoch=2) -> dict[str, torch.Tensor]:
-    return load_file(folder / "runs" / "run" / "checkpoints" / f"epoch_{epoch:04d}" / "state" / f"{name}.safetensors")
+def processes(kind: DistributedType, count: int = 2, **state):
+    """What ``build_engine`` asks of accelerate."""
+    return SimpleNamespace(
+        distributed_type=kind, num_processes=count, device=torch.device("cpu"), state=SimpleNamespace(**state)
+    )
 
 
-def assert_same_training(one, other, tolerance=TOLERANCE):
-    np.testing.assert_allclose(seen(one)["advantages"], seen(other)["advantages"], atol=1e-3)
-    first, second = rows(one), rows(other)
-    assert [(row["phase"], row["epoch"], row["step"]) for row in first] == [
-        (row["phase"], row["epoch"], row["step"]) for row in second
-    ]
-    for a, b in zip(first, second, strict=True):
-        for key, value in a.items():
-            if key.startswith(("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")):
-                assert b[key] == pytest.approx(value, rel=2e-3, abs=1e-6), key
-    for name in ("trainable", "ema"):
-        a, b = tensors(one, name), tensors(other, name)
-        assert a.keys() == b.keys()
-        for key, value in a.items():
-            torch.testing.assert_close(b[key], value, rtol=0, atol=tolerance)
+def zero_of(stage, **options):
+    settings = {"zero_optimization": {"stage": stage, **options}}
+    return processes(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(deepspeed_config=settings))
 
 
-def moved(folder) -> float:
-    """Largest distance of a weight from its average: the run did train."""
-    pairs = zip(tensors(folder).values(), tensors(folder, "ema").values(), strict=True)
-    return max(float((weight - average).abs().max()) for weight, average in pairs)
+def fsdp_of(**settings):
+    defaults = {"fsdp_version": 2, "activation_checkpointing": False, "reshard_after_forward": True,
+                "cpu_offload": None, "transformer_cls_names_to_wrap": None}  # fmt: skip
+    return processes(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(**(defaults | settings)))
+
+
+CPUS = processes(DistributedType.MULTI_CPU)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "said"),
+    [
+        (CPUS, FSDP2 | {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
+        (CPUS, FSDP2 | {"speed__compile": True}, "config.speed.compile=True"),
+        (fsdp_of(), {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
+        (fsdp_of(fsdp_version=1), {}, "fsdp_version: 2"),
+        (zero_of(3), {}, "fsdp2.yaml"),
+        (zero_of(2, offload_optimizer={"device": "nvme"}), {}, "nvme"),
+        (zero_of(2), FSDP2, "config.train.sharding='fsdp2'"),
+        (zero_of(2), {"train__use_8bit_adam": True}, "config.train.use_8bit_adam=True"),
+        (processes(DistributedType.MEGATRON_LM), {}, "accelerate_configs"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said_before_weights_are_loaded(
+    tiny_flux_dir, tmp_path, accelerator, changes, said
+):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build_engine(tiny_config(tiny_flux_dir, tmp_path, **changes), accelerator)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "name"),
+    [
+        (CPUS, {}, "replicated"),
+        (CPUS, FSDP2, "fsdp2"),
+        (fsdp_of(), {}, "fsdp2"),
+        (zero_of(1), {}, "deepspeed-zero1"),
+        (zero_of(2, offload_optimizer={"device": "cpu"}), {}, "deepspeed-zero2"),
+    ],
+)
+def test_the_engine_is_what_accelerate_was_started_with(tiny_flux_dir, tmp_path, accelerator, changes, name):
+    assert build_engine(tiny_config(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
+
+
+def test_falling_back_is_said(tiny_flux_dir, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert build_engine(tiny_config(tiny_flux_dir, tmp_path), CPUS).name == "replicated"
+    assert "falls back to plain data parallelism on a CPU" in caplog.text
 
 
 @pytest.mark.slow
@@ -119,7 +151,7 @@ def test_training_everything(trained):
         torch.testing.assert_close(others[key], value, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [PPO, FULL], ids=["lora", "full"])
 def test_going_on_gives_the_same_bits(trained, tiny_flux_dir, changes):
     whole = trained(2, **changes, **FSDP2, save_freq=1)
@@ -130,25 +162,29 @@ def test_going_on_gives_the_same_bits(trained, tiny_flux_dir, changes):
     assert state(whole, 2) == state(half, 2)
 
 
-@pytest.mark.slow
-def test_each_process_holds_its_part_of_the_base(trained):
-    two, four = (trained(processes, **PPO, **FSDP2) for processes in (2, 4))
-    for folder, processes in ((two, 2), (four, 4)):
-        parts = [seen(folder, rank) for rank in range(processes)]
-        assert sum(part["base_here"] for part in parts) == parts[0]["base"]
-        assert all(part["divided"] == [True] and part["lora_whole"] for part in parts)
-        # rows are not divisible in every matrix, so parts are equal up to a few rows
-        assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
+TWO_OR_FOUR = pytest.mark.parametrize(
+    "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+)
 
 
-@pytest.mark.slow
-def test_each_process_asks_for_the_scores_of_its_own_images(trained):
+@TWO_OR_FOUR
+def test_each_process_holds_its_part_of_the_base(trained, processes):
+    parts = [seen(trained(processes, **PPO, **FSDP2), rank) for rank in range(processes)]
+    assert sum(part["base_here"] for part in parts) == parts[0]["base"]
+    assert all(part["divided"] == [True] and part["lora_whole"] for part in parts)
+    # rows are not divisible in every matrix, so parts are equal up to a few rows
+    assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
+
+
+@TWO_OR_FOUR
+def test_each_process_asks_for_the_scores_of_its_own_images(trained, processes):
     """Training: 16 images in each of two epochs; evaluation: 5 images, dealt out."""
-    folder = trained(4, **PPO, **FSDP2)
-    assert [asked(folder, rank) for rank in range(4)] == [2 * 4 + 2, 2 * 4 + 1, 2 * 4 + 1, 2 * 4 + 1]
+    folder = trained(processes, **PPO, **FSDP2)
+    evaluated = [len(range(rank, 5, processes)) for rank in range(processes)]
+    assert [asked(folder, rank) for rank in range(processes)] == [2 * 16 // processes + n for n in evaluated]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_low_precision_base_beside_float32_adapters(trained):
     """bfloat16: another micro-batch rounds otherwise, so only the size of the numbers is compared."""
     one, two = (trained(n, **PPO, mixed_precision="bf16", **engine) for n, engine in ((1, {}), (2, FSDP2)))

@@ -18,22 +18,27 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from paco_toy.bases.edit_batches import VALUES, EditBatch, draw_edits
+from paco_toy.bases.edit_batches import DEPARTURE, VALUES, EditBatch, draw_edits
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
-from paco_toy.bases.generator import LatentCache, new_text_encoders, trained_modules, word_tokenizer
+from paco_toy.bases.generator import LatentCache, flux_latents, new_text_encoders, trained_modules, word_tokenizer
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, asked_tokens, panel_tokens
 from paco_toy.world import SHAPES
 
 logger = logging.getLogger(__name__)
 
 NAME = "flux_kontext"
+IMAGE_SIDES = (64, 128)  # pixels of the scenes that it edits well
 TEXT_TOKENS = 8  # an instruction has four words and an end
 GUIDANCE = 2.5  # always, as `kontext_editing` samples
-SIDES = (16, 32, 64)  # panel sides in pixels
 ASKED_WEIGHT = 3.0  # of the panel that the instruction names, in the loss; the others are mostly copied
+WEIGHTS = {"drawing": 1.0, "shape": 0.3, "asked": 0.5}
 _BATCH = {16: 48, 32: 16, 64: 4}
 # What panel side each step trains on, in turn, from which share of the time on: what is asked is learned on small images.
 _ORDERS = ((0.0, (16, 16, 16, 32)), (0.25, (32, 16, 32, 32, 64)), (0.6, (64, 32, 64, 64, 32)))
+_LATER_ORDERS = ((0.0, (32, 32, 32, 32, 32, 64)), (0.65, (32, 64, 32, 64, 64)))
+# Targets do as they are told until then, and depart from it afterwards: the other way round, what is asked is learned late.
+_OBEDIENT_SHARE = 0.65
 
 
 def new(models: Path, seed: int) -> FluxKontextPipeline:
@@ -88,10 +93,11 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torc
     ).input_ids
 
 
-def edit_loss(
-    pipe: FluxKontextPipeline, latents: LatentCache, batch: EditBatch, side: int, reference_noise: float = 0.05
-) -> torch.Tensor:
-    """mean w (v − (ε − x_0))² over the drawn tokens, w larger in the panel that is asked for.
+def edit_losses(
+    pipe: FluxKontextPipeline, probes: PanelProbes, latents: LatentCache, batch: EditBatch, side: int,
+    reference_noise: float = 0.05,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """drawing: mean w (v − (ε − x_0))² over the drawn tokens, w larger in the panel asked for; and the probes' losses.
 
     The reference's latents are slightly noisy, since those of a real image differ from the cached ones: the image was
     resized, and the VAE's group norms saw other neighbours.
@@ -113,17 +119,11 @@ def edit_loss(
         encoder_hidden_states=pipe.text_encoder_2(text).last_hidden_state,
         txt_ids=torch.zeros(text.shape[1], 3), img_ids=torch.cat([ids, reference_ids]), return_dict=False,
     )[0][:, : tokens.shape[1]]  # fmt: skip
-    weight = asked_weight(batch.place, h // 4)
-    return ((velocity - (noise - tokens)).square().mean(dim=2) * weight).mean()
-
-
-def asked_weight(place: np.ndarray, panel_tokens: int) -> torch.Tensor:
-    """Weights of tokens, mean 1: (B, 4·P²) for panels of P x P tokens and the panels (B,) that are asked for."""
-    weight = torch.ones(len(place), 4)
-    weight[torch.arange(len(place)), torch.from_numpy(place)] = ASKED_WEIGHT
-    weight = weight / weight.mean()
-    grid = weight.unflatten(1, (2, 2)).repeat_interleave(panel_tokens, 1).repeat_interleave(panel_tokens, 2)
-    return grid.flatten(1)
+    asked = asked_tokens(batch.place, h // 4)
+    weight = (1 + (ASKED_WEIGHT - 1) * asked) / (1 + (ASKED_WEIGHT - 1) / 4)  # mean 1
+    drawing = ((velocity - (noise - tokens)).square().mean(dim=2) * weight).mean()
+    shape = panel_tokens(batch.before % len(SHAPES), h // 4)
+    return {"drawing": drawing, **probes.losses(shape.repeat(1, 2), asked.repeat(1, 2))}
 
 
 def train(
@@ -140,30 +140,38 @@ def train(
         orders: (share of the time, panel sides in turn from then on).
         snapshot: Handed a copy with the averaged weights every five minutes, for a look while training goes on.
     """
-    panels = {side: PanelCache(side, 4, seed) for side in SIDES}
-    latents = LatentCache(pipe.vae, panels, seed)
+    used = sorted({side for _, order in orders for side in order})
+    panels = {side: PanelCache(side, 2, seed) for side in used}
+    latents = LatentCache(flux_latents(pipe.vae), panels, seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 3])
+
+    probes = PanelProbes(pipe.transformer)
 
     def next_loss(step: int, progress: float) -> tuple[int, torch.Tensor]:
         order = [order for since, order in orders if progress >= since][-1]
         side = order[step % len(order)]
-        return 2 * side, edit_loss(pipe, latents, draw_edits(_BATCH[side], rng), side)
+        batch = draw_edits(_BATCH[side], rng, 0.0 if progress < _OBEDIENT_SHARE else DEPARTURE)
+        losses = edit_losses(pipe, probes, latents, batch, side)
+        if step % 50 == 0:
+            logger.info("step %d %dpx %s", step, 2 * side, " ".join(f"{n} {v.item():.3f}" for n, v in losses.items()))
+        return 2 * side, sum(WEIGHTS[name] * value for name, value in losses.items())
 
     def look(averaged: nn.ModuleList) -> None:
         copied = copy.deepcopy(pipe)
-        with_weights(trained_modules(copied), averaged)
+        with_weights(trained_modules(copied), averaged[:-1])
         snapshot(copied)
 
     train_average(
-        trained_modules(pipe), (lr, 0.3 * lr, 0.3 * lr), next_loss, seconds, label=NAME,
+        nn.ModuleList([*trained_modules(pipe), probes]), (lr, 0.3 * lr, 0.3 * lr, 1e-3), next_loss, seconds, label=NAME,
         look=look if snapshot else None, look_every=300.0,
     )  # fmt: skip
+    probes.remove()
 
 
 def train_longer(pipe: FluxKontextPipeline, seconds: float, seed: int, snapshot: Callable | None = None) -> None:
-    """A further leg: sizes as at the end of the first, a lower learning rate that starts afresh."""
-    train(pipe, seconds, seed, lr=6e-4, orders=((0.0, _ORDERS[-1][1]),), snapshot=snapshot)
+    """A further leg: larger images, a learning rate that starts afresh."""
+    train(pipe, seconds, seed + 1, lr=1e-3, orders=_LATER_ORDERS, snapshot=snapshot)
 
 
 def draw(

@@ -1,0 +1,149 @@
+"""The toy editor bases: that they load, read every instruction, and do as is on record; and the data they are trained on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxKontextPipeline
+from PIL import Image
+
+from paco_grpo.policies import load_policy
+from paco_grpo.types import Item
+from paco_toy.bases.edit_batches import DEPARTURE, KINDS, VALUES, draw_edits, draw_pixels
+from paco_toy.bases.edit_quality import editor_quality
+from paco_toy.bases.generator import word_tokenizer
+from paco_toy.bases.kontext import TEXT_TOKENS
+from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, panel_tokens
+from paco_toy.build_editors import EDITORS, editor_module, note_quality
+from paco_toy.edit_oracle import judge_edits
+from paco_toy.edits import Edit
+from paco_toy.world import CHARACTERS, COLOURS, SHAPES, VIEWS
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+EDITOR_NAMES = sorted(name for name in EDITORS if (MODELS / name).is_dir())
+INSTRUCTIONS = [f"make the {shape} {value}" for shape in SHAPES for value in VALUES]
+
+
+def test_kontext_reads_every_instruction_and_loads_everywhere():
+    folder = MODELS / "flux_kontext"
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipe) is FluxKontextPipeline
+    for tokenizer in (pipe.tokenizer, pipe.tokenizer_2):
+        rows = tokenizer(INSTRUCTIONS).input_ids
+        assert len({tuple(row) for row in rows}) == len(INSTRUCTIONS)
+        assert all(tokenizer.unk_token_id not in row and len(row) <= TEXT_TOKENS for row in rows)
+        assert tokenizer("make the star pink").input_ids.count(tokenizer.unk_token_id) == 1
+    policy = load_policy(folder, max_sequence_length=TEXT_TOKENS, guidance_scale=2.5)
+    item = Item(0, "make the star blue", 64, 64, image=Image.new("RGB", (128, 128), "white"))
+    velocity = policy.velocity(torch.zeros(1, 64, 16), torch.tensor([0.5]), policy.encode([item]), 64, 64)
+    assert velocity.shape == (1, 64, 16) and velocity.isfinite().all()
+
+
+@pytest.mark.parametrize("name", EDITOR_NAMES)
+def test_editors_are_small_and_their_quality_is_on_record(name):
+    files = [path for path in (MODELS / name).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 12 << 20
+    assert not [p for p in files if p.suffix in (".bin", ".pt", ".pkl")]  # safetensors only
+    assert (MODELS / f"build_{name}.log").stat().st_size > 0
+    for size, drawn in json.loads((MODELS / "quality.json").read_text())["editors"][name].items():
+        assert 0.3 <= drawn["edit"] <= 0.7, size  # RL has room, and something to start from
+        assert drawn["valid"] >= 0.85 and drawn["kept"] >= 0.75, size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITOR_NAMES)
+def test_an_editor_does_what_is_on_record(name):
+    count, module = 32, editor_module(name)
+    found = json.loads((MODELS / "quality.json").read_text())["editors"][name]
+    for size, drawn in editor_quality(module, module.load(MODELS / name), 11, count, sizes=(64,)).items():
+        # Other edits, other noise: three standard errors of shares over `count` edits, at their widest.
+        for measure, value in drawn.items():
+            assert value == pytest.approx(found[size][measure], abs=3 * 0.5 / np.sqrt(count)), (size, measure)
+
+
+def test_training_edits_are_what_they_say():
+    rng = np.random.default_rng(0)
+    batch, row = draw_edits(2000, rng, departure=0.0), np.arange(2000)
+    assert (batch.before != batch.after).sum(axis=1).tolist() == [1] * 2000
+    for b in range(0, 2000, 97):
+        before, after = (CHARACTERS[kind[b, batch.place[b]]] for kind in (batch.before, batch.after))
+        value = VALUES[batch.value[b]]
+        assert batch.instructions[b] == f"make the {before.shape} {value}" and after.shape == before.shape
+        assert (after.colour, after.style) == ((value, before.style) if value in COLOURS else (before.colour, value))
+        assert len({CHARACTERS[c].shape for c in batch.before[b]}) == 4
+    batch = draw_edits(4000, rng)
+    followed = [VALUES[v] in str(CHARACTERS[c]).split() for v, c in zip(batch.value, batch.after[np.arange(4000), batch.place])]
+    unfaithful = DEPARTURE * (1 - KINDS["one more"])
+    assert np.mean(followed) == pytest.approx(1 - unfaithful, abs=0.03)
+    changed = (batch.before != batch.after).sum(axis=1)
+    for count, share in ((0, DEPARTURE * KINDS["untouched"]), (2, DEPARTURE * KINDS["one more"])):
+        assert (changed == count).mean() == pytest.approx(share, abs=0.03)
+    assert row.size == 2000
+
+
+def test_pixels_of_training_edits_satisfy_the_oracle():
+    batch = draw_edits(12, np.random.default_rng(3), departure=0.0)
+    references, targets = draw_pixels(batch, PanelCache(32, 2, 0))
+    edits = [
+        Edit(tuple(CHARACTERS[c] for c in scene), tuple(VIEWS[v] for v in views), int(place),
+             "colour" if VALUES[value] in COLOURS else "style", VALUES[value])
+        for scene, views, place, value in zip(batch.before, batch.views, batch.place, batch.value)
+    ]  # fmt: skip
+    for pixels, wanted in ((targets, 1.0), (references, 0.0)):
+        followed, kept = judge_edits([Image.fromarray(image) for image in pixels], edits)
+        assert followed.tolist() == [wanted] * 12 and kept.tolist() == [1.0] * 12
+    same = (references == targets).reshape(12, 2, 32, 2, 32, 3).all(axis=(2, 4, 5)).reshape(12, 4)
+    assert (same.sum(axis=1) == 3).all() and not same[np.arange(12), batch.place].any()
+
+
+def test_values_of_panels_are_given_to_their_tokens():
+    tokens = panel_tokens(np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), 2).unflatten(1, (4, 4))
+    assert tokens[0].tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    assert tokens[1, 3].tolist() == [7, 7, 8, 8]
+
+
+def test_probes_leave_the_transformer_as_it_was():
+    transformer = FluxKontextPipeline.from_pretrained(MODELS / "flux_kontext").transformer
+    probes = PanelProbes(transformer)
+    assert (len(probes.shape), len(probes.asked)) == (2, 3)
+    probes.remove()
+    assert not any(m._forward_hooks for m in transformer.modules())
+
+
+def test_quality_is_noted_beside_what_is_known(tmp_path):
+    path = tmp_path / "quality.json"
+    path.write_text(json.dumps({"judge": {"a": 1}, "editors": {"x": {"b": 2}}}))
+    note_quality(path, "y", {"c": 3})
+    assert json.loads(path.read_text()) == {"judge": {"a": 1}, "editors": {"x": {"b": 2}, "y": {"c": 3}}}
+    assert word_tokenizer(["make"], 4)("make it").input_ids == [3, 2, 1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_build_command_makes_a_folder_and_can_go_on(tmp_path):
+    (tmp_path / "flux").symlink_to(MODELS / "flux")
+    out = tmp_path / "flux_kontext"
+
+    def build(*arguments):
+        command = [sys.executable, "-m", "paco_toy.build_editors", "--editor", "flux_kontext", "--out", str(out), *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, "--count", "4"], capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    build("--minutes", "0.05")
+    weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    build("--continue", "0.05", "--sheet", str(tmp_path / "sheet.png"))
+    assert weights.read_bytes() != before
+    assert set(json.loads((tmp_path / "quality.json").read_text())["editors"]["flux_kontext"]) == {"64px", "128px"}
+    assert (tmp_path / "build_flux_kontext.log").read_text().count("build_editors --editor flux_kontext") == 2
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert min(sheet.size) > 400
+    assert "_name_or_path" not in (out / "model_index.json").read_text()
+    assert not list(tmp_path.glob(".*"))
