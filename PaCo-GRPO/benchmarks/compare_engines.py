@@ -39,8 +39,8 @@ SETTINGS = {
 TINY = {
     "sample.num_steps": 3, "train.resolution": 16, "train.lora_rank": 8, "test.resolution": 16, "test.num_steps": 2,
     "max_sequence_length": 16, "item_size": "aspect", "num_threads": 1, "sample.same_latent": False,
-    "train.batch_size": 3, "train.reward_fn": "{'jpeg_compressibility': 1.0}", "train.reward_fn_kwargs": "{}",
-    "test.reward_fn": "{}", "test.reward_fn_kwargs": "{}",
+    "train.batch_size": 3, "train.reward_fn": "{'tiny_run:brightness': 1.0}", "train.reward_fn_kwargs": "{}",
+    "test.reward_fn": "", "test.reward_fn_kwargs": "{}",
 }  # fmt: skip
 # advantages come from scores of 8-bit images, in which rounding can turn a pixel
 TOLERANCES = {"advantages": 1e-2, "loss": 1e-2, "weights": 2e-2}
@@ -73,11 +73,8 @@ def why_not(engine: Engine, gpus: int) -> str | None:
     """What keeps an engine from running here, if anything."""
     if engine.name == "zero3":
         return "this trainer does not drive ZeRO-3; fsdp2 divides the weights"
-    if engine.name.startswith("zero"):
-        if not gpus:
-            return "accelerate runs plain data parallelism for DeepSpeed on a CPU"
-        if importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed: pip install 'paco-grpo[deepspeed]'"
+    if engine.name.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed: pip install 'paco-grpo[deepspeed]'"
     if gpus and engine.processes > gpus:
         return f"needs {engine.processes} GPUs, {gpus} visible"
     return None
@@ -114,9 +111,14 @@ def launch(engine: Engine, options: list[str], folder: Path, gpus: int) -> tuple
     Raises:
         RuntimeError: It failed; the message has the end of its log.
     """
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = os.environ | {
+        "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
     if not gpus:
-        environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        if not engine.accelerate:  # told to use a CPU, accelerate leaves DeepSpeed out
+            environment["ACCELERATE_USE_CPU"] = "true"
     command = [sys.executable]
     if engine.accelerate:
         config = ROOT / "scripts" / "accelerate_configs" / engine.accelerate
@@ -185,7 +187,9 @@ def compare(objective: str, options: list[str], folder: Path, gpus: int) -> list
                 run, row["seconds"] = launch(engine, options, folder / objective / engine.label, gpus)
                 result = outcome(run)
                 reference = reference or result
-                row |= {"ran": True, "engine_used": result["engine"], "loss": result["loss"]}
+                if not result["engine"].endswith(engine.name):
+                    raise RuntimeError(f"it ran as {result['engine']}")
+                row |= {"ran": True, "loss": result["loss"]}
                 row["seconds_an_epoch"] = result["seconds"]
                 row["differences"] = differences(reference, result)
                 row["agrees"] = all(row["differences"][name] <= limit for name, limit in TOLERANCES.items())

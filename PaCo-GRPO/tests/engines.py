@@ -98,7 +98,8 @@ def tensors(folder, name="trainable", epoch=2) -> dict[str, torch.Tensor]:
 
 def assert_same_training(one, other, tolerance=TOLERANCE):
     """Advantages, numbers of every epoch and evaluation, weights."""
-    np.testing.assert_allclose(seen(one)["advantages"], seen(other)["advantages"], atol=1e-3)
+    # rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal
+    np.testing.assert_allclose(seen(one)["advantages"], seen(other)["advantages"], rtol=0, atol=5e-3)
     first, second = rows(one), rows(other)
     assert [(row["phase"], row["epoch"], row["step"]) for row in first] == [
         (row["phase"], row["epoch"], row["step"]) for row in second

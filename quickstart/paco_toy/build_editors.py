@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 #   load(folder) -> pipeline                   in float32
 #   train(pipe, seconds, seed, snapshot=f)     in place; f(copy of the pipeline) now and then
 #   train_longer(pipe, seconds, seed, snapshot=f)
+#   IMAGE_SIDES                                pixels of the images that it edits well, each is measured
 #   draw(pipe, references, instructions, seeds, steps) -> images, through diffusers' own pipeline
-EDITORS = {"flux_kontext": "paco_toy.bases.kontext"}
+EDITORS = {"flux_kontext": "paco_toy.bases.kontext", "qwen_image_edit": "paco_toy.bases.qwen_edit"}
 
 
 def editor_module(name: str) -> ModuleType:
@@ -68,7 +69,7 @@ def build(name: str, out: Path, minutes: float, seed: int, longer: float | None 
 def measure(name: str, folder: Path, seed: int, count: int = 192) -> dict:
     """What an editor's folder does, by the oracle; logged."""
     module = editor_module(name)
-    quality = editor_quality(module, module.load(folder), seed, count=count)
+    quality = editor_quality(module, module.load(folder), seed, count=count, sizes=module.IMAGE_SIDES)
     for size, figures in quality.items():
         logger.info("%s at %s: %s", name, size, " ".join(f"{k} {v:.3f}" for k, v in figures.items()))
     return quality
@@ -109,7 +110,7 @@ def main() -> None:
         note_quality(out.parent / "quality.json", arguments.editor, quality)
     if arguments.sheet:
         module = editor_module(arguments.editor)
-        contact_sheet(module, module.load(out), arguments.seed).save(arguments.sheet)
+        contact_sheet(module, module.load(out), arguments.seed, size=module.IMAGE_SIDES[-1]).save(arguments.sheet)
 
 
 if __name__ == "__main__":

@@ -45,13 +45,13 @@ def _panels(out: Path) -> dict[int, PanelCache]:
 
 def build_vae(out: Path, minutes: float, seed: int) -> None:
     """Stage: the VAE, and the latents of everything it will be asked for."""
-    from paco_toy.bases.generator import LatentCache
+    from paco_toy.bases.generator import LatentCache, flux_latents
     from paco_toy.bases.vae import train_vae
 
     panels = _panels(out)
     vae = train_vae(panels, 60 * minutes, seed)
     vae.save_pretrained(out / "flux" / "vae")
-    LatentCache(vae, panels, seed).save(out.parent / "latents.safetensors")
+    LatentCache(flux_latents(vae), panels, seed).save(out.parent / "latents.safetensors")
 
 
 def build_judge(out: Path, minutes: float, seed: int) -> None:
@@ -107,10 +107,10 @@ def encode_latents(out: Path, minutes: float, seed: int) -> None:
     """Stage of --continue-generator: the latents again, from the VAE in the folder."""
     from diffusers import AutoencoderKL
 
-    from paco_toy.bases.generator import LatentCache
+    from paco_toy.bases.generator import LatentCache, flux_latents
 
     vae = AutoencoderKL.from_pretrained(out / "flux" / "vae", torch_dtype=torch.float32)
-    LatentCache(vae, _panels(out), seed).save(out.parent / "latents.safetensors")
+    LatentCache(flux_latents(vae), _panels(out), seed).save(out.parent / "latents.safetensors")
 
 
 def measure_generator(out: Path, seed: int) -> None:

@@ -16,8 +16,10 @@ from paco_grpo.policies import load_policy
 from paco_grpo.types import Item
 from paco_toy.bases.edit_batches import DEPARTURE, KINDS, VALUES, draw_edits, draw_pixels
 from paco_toy.bases.edit_quality import editor_quality
-from paco_toy.bases.kontext import TEXT_TOKENS, AskedProbes, asked_tokens, word_tokenizer
+from paco_toy.bases.generator import word_tokenizer
+from paco_toy.bases.kontext import TEXT_TOKENS
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, panel_tokens
 from paco_toy.build_editors import EDITORS, editor_module, note_quality
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit
@@ -100,15 +102,16 @@ def test_pixels_of_training_edits_satisfy_the_oracle():
     assert (same.sum(axis=1) == 3).all() and not same[np.arange(12), batch.place].any()
 
 
-def test_asked_tokens_lie_in_the_panel():
-    asked = asked_tokens(np.array([1, 2]), 2).unflatten(1, (4, 4))
-    assert asked[0, :2, 2:].sum() == 4 == asked[0].sum() and asked[1, 2:, :2].sum() == 4 == asked[1].sum()
+def test_values_of_panels_are_given_to_their_tokens():
+    tokens = panel_tokens(np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), 2).unflatten(1, (4, 4))
+    assert tokens[0].tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    assert tokens[1, 3].tolist() == [7, 7, 8, 8]
 
 
 def test_probes_leave_the_transformer_as_it_was():
     transformer = FluxKontextPipeline.from_pretrained(MODELS / "flux_kontext").transformer
-    probes = AskedProbes(transformer)
-    assert len(probes.probes) == 3
+    probes = PanelProbes(transformer)
+    assert (len(probes.shape), len(probes.asked)) == (2, 3)
     probes.remove()
     assert not any(m._forward_hooks for m in transformer.modules())
 

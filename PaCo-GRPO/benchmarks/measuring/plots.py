@@ -20,7 +20,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 def _epoch(report: Mapping[str, Any]):
     results, pairs = report["results"], report["compared"]
-    height = 1.4 + 0.34 * max(len(results), len(pairs))
+    height = 1.6 + 0.34 * max(len(results), len(pairs))
     figure = new_figure(9.5 if pairs else 5.5, height)
     axes = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
     labels, left = [each["label"] for each in results], [0.0] * len(results)
@@ -31,7 +31,7 @@ def _epoch(report: Mapping[str, Any]):
     axes[0].set(xlabel="seconds of an epoch", title="Phases")
     axes[0].invert_yaxis()
     axes[0].grid(axis="x"), axes[0].grid(visible=False, axis="y")
-    axes[0].legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside lower left")
     if pairs:
         _ratios(axes[1], pairs)
     return figure

@@ -151,7 +151,7 @@ def test_training_everything(trained):
         torch.testing.assert_close(others[key], value, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [PPO, FULL], ids=["lora", "full"])
 def test_going_on_gives_the_same_bits(trained, tiny_flux_dir, changes):
     whole = trained(2, **changes, **FSDP2, save_freq=1)
@@ -162,25 +162,29 @@ def test_going_on_gives_the_same_bits(trained, tiny_flux_dir, changes):
     assert state(whole, 2) == state(half, 2)
 
 
-@pytest.mark.slow
-def test_each_process_holds_its_part_of_the_base(trained):
-    two, four = (trained(processes, **PPO, **FSDP2) for processes in (2, 4))
-    for folder, processes in ((two, 2), (four, 4)):
-        parts = [seen(folder, rank) for rank in range(processes)]
-        assert sum(part["base_here"] for part in parts) == parts[0]["base"]
-        assert all(part["divided"] == [True] and part["lora_whole"] for part in parts)
-        # rows are not divisible in every matrix, so parts are equal up to a few rows
-        assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
+TWO_OR_FOUR = pytest.mark.parametrize(
+    "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+)
 
 
-@pytest.mark.slow
-def test_each_process_asks_for_the_scores_of_its_own_images(trained):
+@TWO_OR_FOUR
+def test_each_process_holds_its_part_of_the_base(trained, processes):
+    parts = [seen(trained(processes, **PPO, **FSDP2), rank) for rank in range(processes)]
+    assert sum(part["base_here"] for part in parts) == parts[0]["base"]
+    assert all(part["divided"] == [True] and part["lora_whole"] for part in parts)
+    # rows are not divisible in every matrix, so parts are equal up to a few rows
+    assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
+
+
+@TWO_OR_FOUR
+def test_each_process_asks_for_the_scores_of_its_own_images(trained, processes):
     """Training: 16 images in each of two epochs; evaluation: 5 images, dealt out."""
-    folder = trained(4, **PPO, **FSDP2)
-    assert [asked(folder, rank) for rank in range(4)] == [2 * 4 + 2, 2 * 4 + 1, 2 * 4 + 1, 2 * 4 + 1]
+    folder = trained(processes, **PPO, **FSDP2)
+    evaluated = [len(range(rank, 5, processes)) for rank in range(processes)]
+    assert [asked(folder, rank) for rank in range(processes)] == [2 * 16 // processes + n for n in evaluated]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_low_precision_base_beside_float32_adapters(trained):
     """bfloat16: another micro-batch rounds otherwise, so only the size of the numbers is compared."""
     one, two = (trained(n, **PPO, mixed_precision="bf16", **engine) for n, engine in ((1, {}), (2, FSDP2)))

@@ -104,6 +104,11 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
     )  # fmt: skip
 
 
+def flux_latents(vae: AutoencoderKL) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Pixels (B, 3, H, W) in [-1, 1] -> latents as FluxPipeline has them."""
+    return lambda x: (vae.encode(x).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+
+
 class LatentCache:
     """Quadrants of VAE-encoded grids, so that any training grid is a gather: no encoding inside the training loop.
 
@@ -112,9 +117,10 @@ class LatentCache:
     `latents[side]`: float32 (4, characters, views, 2, C, s, s) in the generator's normalised space.
     """
 
-    def __init__(self, vae: AutoencoderKL, caches: dict[int, PanelCache], seed: int):
+    def __init__(self, encode: Callable[[torch.Tensor], torch.Tensor], caches: dict[int, PanelCache], seed: int):
+        """Args: encode: pixels (B, 3, H, W) in [-1, 1] -> the generator's latents (B, C, H/4, W/4)."""
         rng = np.random.default_rng([seed, 1])
-        self.latents = {side: self._encode(vae, cache, rng) for side, cache in caches.items()}
+        self.latents = {side: self._encode(encode, cache, rng) for side, cache in caches.items()}
 
     def save(self, path: Path) -> None:
         """Writes a safetensors file."""
@@ -129,15 +135,16 @@ class LatentCache:
 
     @staticmethod
     @torch.no_grad()
-    def _encode(vae: AutoencoderKL, cache: PanelCache, rng: np.random.Generator) -> torch.Tensor:
+    def _encode(encode: Callable, cache: PanelCache, rng: np.random.Generator) -> torch.Tensor:
         kinds, s = len(CHARACTERS) * len(VIEWS), cache.side // 4
-        store = torch.empty(4, kinds, 2, vae.config.latent_channels, s, s)
+        store = None
         for variant in range(2):
             order = np.stack([rng.permutation(kinds) for _ in range(4)], axis=1)  # each kind once in each quadrant
             for rows in np.array_split(order, 16):
                 pixels = cache.draw_grids(rows // len(VIEWS), rows % len(VIEWS), rng)
                 x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-                z = (vae.encode(x).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+                z = encode(x)
+                store = torch.empty(4, kinds, 2, z.shape[1], s, s) if store is None else store
                 for q, (r, c) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
                     store[q, torch.from_numpy(rows[:, q]), variant] = z[:, :, r * s : (r + 1) * s, c * s : (c + 1) * s]
         return store.unflatten(1, (len(CHARACTERS), len(VIEWS)))

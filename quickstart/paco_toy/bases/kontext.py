@@ -20,23 +20,25 @@ from transformers import PreTrainedTokenizerFast
 
 from paco_toy.bases.edit_batches import DEPARTURE, VALUES, EditBatch, draw_edits
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
-from paco_toy.bases.generator import LatentCache, new_text_encoders, trained_modules, word_tokenizer
+from paco_toy.bases.generator import LatentCache, flux_latents, new_text_encoders, trained_modules, word_tokenizer
 from paco_toy.bases.panels import PanelCache
+from paco_toy.bases.probes import PanelProbes, asked_tokens, panel_tokens
 from paco_toy.world import SHAPES
 
 logger = logging.getLogger(__name__)
 
 NAME = "flux_kontext"
+IMAGE_SIDES = (64, 128)  # pixels of the scenes that it edits well
 TEXT_TOKENS = 8  # an instruction has four words and an end
 GUIDANCE = 2.5  # always, as `kontext_editing` samples
 ASKED_WEIGHT = 3.0  # of the panel that the instruction names, in the loss; the others are mostly copied
-PROBE_WEIGHT = 0.5
+WEIGHTS = {"drawing": 1.0, "shape": 0.3, "asked": 0.5}
 _BATCH = {16: 48, 32: 16, 64: 4}
 # What panel side each step trains on, in turn, from which share of the time on: what is asked is learned on small images.
 _ORDERS = ((0.0, (16, 16, 16, 32)), (0.25, (32, 16, 32, 32, 64)), (0.6, (64, 32, 64, 64, 32)))
-_LATER_ORDERS = ((0.0, (32, 32, 32, 64)), (0.5, (32, 64, 32, 64, 64)))
+_LATER_ORDERS = ((0.0, (32, 32, 32, 32, 32, 64)), (0.65, (32, 64, 32, 64, 64)))
 # Targets do as they are told until then, and depart from it afterwards: the other way round, what is asked is learned late.
-_OBEDIENT_SHARE = 0.5
+_OBEDIENT_SHARE = 0.65
 
 
 def new(models: Path, seed: int) -> FluxKontextPipeline:
@@ -91,44 +93,11 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torc
     ).input_ids
 
 
-class AskedProbes(nn.Module):
-    """Linear probes of what the transformer knows, after most of its blocks: is this token's panel the one that is asked for?
-
-    Which shape each panel shows, and whether the instruction names it, is learned late from drawing alone: the noise of
-    the task drowns it. The probes learn along and are thrown away, as those of the text encoders.
-    """
-
-    def __init__(self, transformer: nn.Module):
-        super().__init__()
-        self._found: list[torch.Tensor] = []
-        blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks][1:-1]
-        self.probes = nn.ModuleList([nn.Linear(transformer.inner_dim, 1) for _ in blocks])
-        self._hooks = [block.register_forward_hook(self._keep) for block in blocks]
-
-    def _keep(self, block: nn.Module, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self._found.append(output[1])
-
-    def loss(self, asked: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy after the forward just made; ``asked``: float (B, N) in {0, 1} of all image tokens."""
-        found, self._found = self._found, []
-        quarter = torch.tensor(3.0)  # one panel in four is asked for
-        losses = [
-            nn.functional.binary_cross_entropy_with_logits(probe(x).squeeze(2), asked, pos_weight=quarter)
-            for probe, x in zip(self.probes, found, strict=True)
-        ]
-        return torch.stack(losses).mean()
-
-    def remove(self) -> None:
-        """Takes the hooks off the transformer."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def edit_loss(
-    pipe: FluxKontextPipeline, probes: AskedProbes, latents: LatentCache, batch: EditBatch, side: int,
+def edit_losses(
+    pipe: FluxKontextPipeline, probes: PanelProbes, latents: LatentCache, batch: EditBatch, side: int,
     reference_noise: float = 0.05,
-) -> torch.Tensor:  # fmt: skip
-    """mean w (v − (ε − x_0))² over the drawn tokens, w larger in the panel that is asked for; and the probes' loss.
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """drawing: mean w (v − (ε − x_0))² over the drawn tokens, w larger in the panel asked for; and the probes' losses.
 
     The reference's latents are slightly noisy, since those of a real image differ from the cached ones: the image was
     resized, and the VAE's group norms saw other neighbours.
@@ -153,13 +122,8 @@ def edit_loss(
     asked = asked_tokens(batch.place, h // 4)
     weight = (1 + (ASKED_WEIGHT - 1) * asked) / (1 + (ASKED_WEIGHT - 1) / 4)  # mean 1
     drawing = ((velocity - (noise - tokens)).square().mean(dim=2) * weight).mean()
-    return drawing + PROBE_WEIGHT * probes.loss(asked.repeat(1, 2))
-
-
-def asked_tokens(place: np.ndarray, panel_tokens: int) -> torch.Tensor:
-    """1 for tokens of the panels (B,) that are asked for, else 0: float (B, 4·P²) for panels of P x P tokens."""
-    asked = nn.functional.one_hot(torch.from_numpy(place), 4).float().unflatten(1, (2, 2))
-    return asked.repeat_interleave(panel_tokens, 1).repeat_interleave(panel_tokens, 2).flatten(1)
+    shape = panel_tokens(batch.before % len(SHAPES), h // 4)
+    return {"drawing": drawing, **probes.losses(shape.repeat(1, 2), asked.repeat(1, 2))}
 
 
 def train(
@@ -178,17 +142,20 @@ def train(
     """
     used = sorted({side for _, order in orders for side in order})
     panels = {side: PanelCache(side, 2, seed) for side in used}
-    latents = LatentCache(pipe.vae, panels, seed)
+    latents = LatentCache(flux_latents(pipe.vae), panels, seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 3])
 
-    probes = AskedProbes(pipe.transformer)
+    probes = PanelProbes(pipe.transformer)
 
     def next_loss(step: int, progress: float) -> tuple[int, torch.Tensor]:
         order = [order for since, order in orders if progress >= since][-1]
         side = order[step % len(order)]
         batch = draw_edits(_BATCH[side], rng, 0.0 if progress < _OBEDIENT_SHARE else DEPARTURE)
-        return 2 * side, edit_loss(pipe, probes, latents, batch, side)
+        losses = edit_losses(pipe, probes, latents, batch, side)
+        if step % 50 == 0:
+            logger.info("step %d %dpx %s", step, 2 * side, " ".join(f"{n} {v.item():.3f}" for n, v in losses.items()))
+        return 2 * side, sum(WEIGHTS[name] * value for name, value in losses.items())
 
     def look(averaged: nn.ModuleList) -> None:
         copied = copy.deepcopy(pipe)

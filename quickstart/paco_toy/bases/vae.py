@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,38 +37,50 @@ def new_vae() -> AutoencoderKL:
     )
 
 
-def _batch(caches: dict[int, PanelCache], side: int, size: int, rng: np.random.Generator) -> torch.Tensor:
+def grid_pixels(caches: dict[int, PanelCache], side: int, size: int, rng: np.random.Generator) -> torch.Tensor:
+    """`size` random grids of panels of `side` pixels: float32 (size, 3, 2 side, 2 side) in [-1, 1]."""
     characters = rng.integers(len(CHARACTERS), size=(size, 4))
     grids = caches[side].draw_grids(characters, random_views(size, rng), rng)
     return torch.from_numpy(grids).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def train_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> AutoencoderKL:
-    """Trains a VAE for a fixed wall-clock time and sets its scaling and shift factors from data.
+def fit_vae(
+    vae: nn.Module,
+    encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    decode: Callable[[torch.Tensor], torch.Tensor],
+    caches: dict[int, PanelCache],
+    seconds: float,
+    seed: int,
+    lr: float = 3e-3,
+) -> None:
+    """Trains any image VAE for a fixed wall-clock time and leaves it in eval mode.
 
     The decoder sees latents with noise of up to 0.2 of their own spread, so that it draws sharply from a generator's
     imperfect latents too.
 
     Args:
+        encode: pixels (B, 3, H, W) in [-1, 1] -> mean and log variance of the latents.
+        decode: latents -> pixels.
         caches: panel side in pixels -> panels; grids of 2S pixels are trained on.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    vae = new_vae()
-    vae.train().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    vae.train()
+    optimizer = torch.optim.AdamW(
+        [p for p in vae.parameters() if p.requires_grad], lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
     batches = {16: 8, 32: 4, 64: 1}
     started, step, log_at = time.monotonic(), 0, 0.0
     while (elapsed := time.monotonic() - started) < seconds:
         progress = elapsed / seconds
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 50) * max(0.02, min(1.0, (1 - progress) / 0.5))
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * max(0.02, min(1.0, (1 - progress) / 0.5))
         side = (32, 64, 32, 16, 32)[step % 5]
-        pixels = _batch(caches, side, batches[side], rng).contiguous(memory_format=torch.channels_last)
-        mean, log_var = vae.encoder(pixels).chunk(2, dim=1)
+        pixels = grid_pixels(caches, side, batches[side], rng).contiguous(memory_format=torch.channels_last)
+        mean, log_var = encode(pixels)
         spread = mean.detach().std()
         noise = 0.2 * spread * torch.rand(len(mean), 1, 1, 1)
-        decoded = vae.decoder(mean + noise * torch.randn_like(mean))
+        decoded = decode(mean + noise * torch.randn_like(mean))
         kl = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).mean()
         error = (decoded - pixels) * (1 + 2 * (pixels.amin(dim=1, keepdim=True) < 0.9))  # most of a panel is white
         # the pooled term is about colour: without it the outlines come first and colours only minutes later
@@ -84,8 +97,20 @@ def train_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> Autoe
             )
             log_at += 20
     vae.eval()
+
+
+def train_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> AutoencoderKL:
+    """Trains the toy FLUX's VAE (`fit_vae`) and sets its scaling and shift factors from data."""
+    torch.manual_seed(seed)
+    vae = new_vae().to(memory_format=torch.channels_last)
+
+    def encode(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return vae.encoder(pixels).chunk(2, dim=1)
+
+    fit_vae(vae, encode, vae.decoder, caches, seconds, seed)
+    rng = np.random.default_rng([seed, 5])
     with torch.no_grad():
-        latents = torch.cat([vae.encoder(_batch(caches, s, 64, rng)).chunk(2, dim=1)[0].flatten() for s in (32, 64)])
+        latents = torch.cat([encode(grid_pixels(caches, s, 64, rng))[0].flatten() for s in (32, 64)])
     vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
     return vae.to(memory_format=torch.contiguous_format)
 
