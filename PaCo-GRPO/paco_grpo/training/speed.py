@@ -38,7 +38,7 @@ def check_speed(config: ConfigDict, device: torch.device, lockstep: bool = False
     Args:
         config: The run's.
         device: Where the transformer will compute.
-        lockstep: Processes must compute the same blocks at the same time (``Engine.lockstep``).
+        lockstep: Processes must compute the same blocks at the same time (``Engine.joint_forwards``).
 
     Raises:
         ConfigError: A compiler or an attention kernel is missing, or does not work here.
