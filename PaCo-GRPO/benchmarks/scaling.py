@@ -58,7 +58,8 @@ def launch(count: int, options: Sequence[str], arguments: argparse.Namespace) ->
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
     print(f"{count} process(es): epoch.py {' '.join(options)}", file=sys.stderr, flush=True)
-    return subprocess.run([*command, str(EPOCH), *options], env=environment, check=False, stdout=sys.stderr).returncode
+    command += ["--", str(EPOCH), *options]  # without the dashes torchrun takes --m for one of its own
+    return subprocess.run(command, env=environment, check=False, stdout=sys.stderr).returncode
 
 
 def row_of(count: int, made: Sequence[dict], base: Sequence[dict]) -> dict:

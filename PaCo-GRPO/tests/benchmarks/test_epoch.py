@@ -10,6 +10,7 @@ from measuring.turns import AS_IT_IS, Turns, comparisons
 from measuring.workload import OUR_CALLS, PUBLISHED_CALLS, Workload
 from paco_grpo.training.configuration import ConfigError
 
+pytestmark = pytest.mark.slow
 TINY = ["--preset", "tiny", "--k", "2", "--m", "2", "--steps", "3", "--batch", "4", "--train-batch", "4"]
 
 
@@ -74,7 +75,6 @@ def test_flops_are_images_times_what_an_image_costs(measured):
     assert published["flops"]["training"] - plain["flops"]["training"] == 2 * plain["flops"]["sampling"] / 3
 
 
-@pytest.mark.slow
 def test_calls_are_those_of_the_counting_test_and_of_the_published_code(tmp_path):
     turns = Turns(Workload("tiny").resolved(), ["work=published,ours"], [], tmp_path, 1)
     for watched, expected in zip(turns.watched, (PUBLISHED_CALLS, OUR_CALLS), strict=True):
@@ -85,7 +85,6 @@ def test_calls_are_those_of_the_counting_test_and_of_the_published_code(tmp_path
     turns.close()
 
 
-@pytest.mark.slow
 def test_a_reward_that_takes_time_is_hidden_behind_sampling(tmp_path):
     work = Workload("tiny", k=8, m=1, steps=4, batch=1, train_batch=8, reward_seconds=0.001).resolved()
     turns = Turns(work, [], [], tmp_path, 1)
@@ -95,7 +94,6 @@ def test_a_reward_that_takes_time_is_hidden_behind_sampling(tmp_path):
     assert seconds["reward_wait"] < seconds["reward"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux_kontext", "qwen_image_edit"])
 def test_editors_run_and_are_counted(family, tmp_path, monkeypatch):
     import dataclasses

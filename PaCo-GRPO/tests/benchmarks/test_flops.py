@@ -69,10 +69,10 @@ def test_training_is_the_closed_form():
     passed += linear(image, d, 16)
     first = 6 * linear(16, d, d)  # q, k, v of image and text in the first block: their input needs no gradient
     first_lora = 6 * linear(16, d, RANK)
-    # the last double block's… every gradient of the text stream flows on through the single blocks
     assert found.training_backward == passed - first + 2 * added - first_lora + 4 * 2 * attention
 
 
+@pytest.mark.slow
 def test_editors_see_the_reference_as_tokens():
     kontext = image_flops(PRESETS["kontext-dev"], Shape(256, 256, 64, (256, 256)))
     wide = image_flops(PRESETS["flux-dev"], Shape(256, 512, 64))

@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_the_sweep_gives_cost_by_resolution(folder):
     report = json.loads((folder / "resolution_sweep.json").read_text())
     small, large = report["measured"]
@@ -44,6 +45,7 @@ def test_the_sweep_gives_cost_by_resolution(folder):
     assert report["counted"][1]["forward"] > report["counted"][0]["forward"]
 
 
+@pytest.mark.slow
 def test_tables_and_plots_of_a_folder(folder, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
@@ -60,6 +62,7 @@ def test_tables_and_plots_of_a_folder(folder, tmp_path):
     assert (folder / "tables.md").is_file()
 
 
+@pytest.mark.slow
 def test_tables_refuse_what_they_cannot_read(folder, tmp_path, capsys):
     assert tables.main([str(tmp_path)]) == 2
     (tmp_path / "broken.json").write_text("{")
