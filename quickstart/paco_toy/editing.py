@@ -114,9 +114,10 @@ def train(
     editor: Editor, run: Path, seed: int, minutes: float, overrides: Sequence[str], python: str, commands: Commands
 ) -> None:
     """Render the task and run RL, by the commands of the guides."""
-    edits = run.parents[1] / "world" / "edits"
-    command = [python, "-m", "paco_toy.edits", "--seed", seed, "--out", edits]
-    commands.run(command, REPO, f"edits-{seed}", "rendering", span=(0.0, 0.0))
+    edits = run.parents[1] / "world" / f"edits_seed{seed}"
+    if not (edits / "test_metadata.jsonl").is_file():  # the last file to be written
+        command = [python, "-m", "paco_toy.edits", "--seed", seed, "--out", edits]
+        commands.run(command, REPO, f"edits-{seed}", "rendering", span=(0.0, 0.0))
     grpo = REPO / "PaCo-GRPO"
     command = ["bash", f"scripts/single_node/{editor.script}", editor.config, f"--config.seed={seed}",
                f"--config.dataset={os.path.relpath(edits, grpo)}", f"--config.save_dir={os.path.relpath(run.parent, grpo)}",
