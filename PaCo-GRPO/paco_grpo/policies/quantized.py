@@ -7,6 +7,7 @@ torchao's keep the copy. Rollout and training go through the same layers, so the
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -49,6 +50,8 @@ def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.dev
     """
     if kind not in KINDS:
         raise ValueError(f"pretrained.quantize = {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    # int8 computes in float16 and says so at every forward of every layer.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, layer in list(quantizable(module)):
         parent, _, own = name.rpartition(".")
         setattr(module.get_submodule(parent), own, _layer(layer, kind, dtype).to(device))

@@ -211,6 +211,11 @@ def _refuse_what_does_not_go_with_joint_forwards(config: ConfigDict) -> None:
         )
     if config.speed.compile:
         raise ConfigError("config.speed.compile=True does not go with FSDP2 yet; set it to False")
+    if config.pretrained.quantize is not None:
+        raise ConfigError(
+            f"config.pretrained.quantize={config.pretrained.quantize!r} does not go with FSDP2: weights of few bits cannot be "
+            "divided; leave one of the two out"
+        )
 
 
 def _find_engine(config: ConfigDict, accelerator: Accelerator) -> Engine:

@@ -32,22 +32,12 @@ def tail_of(config: ConfigDict) -> Tail:
     return Tail(sample.tail_steps, sample.tail_order, sample.tail_cache)
 
 
-def check_speed(config: ConfigDict, device: torch.device, lockstep: bool = False) -> None:
+def check_speed(config: ConfigDict, device: torch.device) -> None:
     """Try on ``device`` what a run would otherwise find missing after its weights are loaded.
-
-    Args:
-        config: The run's.
-        device: Where the transformer will compute.
-        lockstep: Processes must compute the same blocks at the same time (``Engine.joint_forwards``).
 
     Raises:
         ConfigError: A compiler or an attention kernel is missing, or does not work here.
     """
-    if lockstep and config.sample.tail_cache:
-        raise ConfigError(
-            f"config.sample.tail_cache={config.sample.tail_cache} cannot be used where weights are divided over processes: "
-            "one would skip blocks whose weights another waits for. Set it to 0"
-        )
     try:
         if config.speed.compile:
             require_compiler()

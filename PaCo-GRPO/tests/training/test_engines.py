@@ -72,6 +72,7 @@ CPUS = processes(DistributedType.MULTI_CPU)
         (CPUS, FSDP2 | {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
         (CPUS, FSDP2 | {"speed__compile": True}, "config.speed.compile=True"),
         (fsdp_of(), {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
+        (fsdp_of(), {"pretrained__quantize": "nf4"}, "config.pretrained.quantize='nf4'"),
         (fsdp_of(fsdp_version=1), {}, "fsdp_version: 2"),
         (zero_of(3), {}, "fsdp2.yaml"),
         (zero_of(2, offload_optimizer={"device": "nvme"}), {}, "nvme"),

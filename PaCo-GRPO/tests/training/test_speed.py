@@ -16,7 +16,7 @@ from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.decoding import Decoder
 from paco_grpo.training.scoring import ScoringQueue
 from paco_grpo.training.setup import build_run
-from paco_grpo.training.speed import check_speed, on_cuda
+from paco_grpo.training.speed import on_cuda
 from paco_grpo.training.trainer import Trainer
 
 
@@ -97,13 +97,6 @@ def test_refused_before_weights_are_loaded(make, monkeypatch, changes, said):
     monkeypatch.setattr("paco_grpo.training.setup.load_generator", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said):
         build_run(make(**changes))
-
-
-def test_no_block_may_be_skipped_where_processes_go_in_step(make):
-    config = make(sample__tail_cache=0.1)
-    check_speed(config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="config.sample.tail_cache=0.1 cannot be used where weights are divided"):
-        check_speed(config, torch.device("cpu"), lockstep=True)
 
 
 def test_no_compiler_is_said_before_weights_are_loaded(make, monkeypatch):
