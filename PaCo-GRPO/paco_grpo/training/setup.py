@@ -116,11 +116,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     train_items, test_items = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
     check_images(config, {"train": train_items, "test": test_items})
     settle_text_length(config, [*train_items, *test_items])
-<<<<<<< HEAD
-    check_speed(config, accelerator.device, engine.joint_forwards)
-=======
     check_speed(config, accelerator.device)
->>>>>>> df3705e68b7d5b7c5afc84012fc11e1f913a7c06
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
     journal = ScoreJournal(folder / "scores", accelerator.process_index)
