@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
 
     config.pretrained = ConfigDict()
     config.pretrained.model = "black-forest-labs/FLUX.1-dev"  # diffusers folder or hub name
+    config.pretrained.quantize = placeholder(str)  # nf4 | int8: the frozen transformer in few bits; changes numbers
 
     config.sample = _sample()
     config.train = _train()

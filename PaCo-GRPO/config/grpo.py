@@ -98,6 +98,60 @@ def pickscore() -> ConfigDict:
     return config
 
 
+# --- recipes for the memory of one GPU; what each phase takes: benchmarks/memory.py, README.md -----------------------
+
+
+def _for_48gb(config: ConfigDict) -> ConfigDict:
+    """``config`` with activations computed again in the backward pass, and the VAE in main memory between its uses."""
+    config.enable_gradient_checkpointing = True
+    config.speed.offload_vae = True
+    return config
+
+
+def _for_24gb(config: ConfigDict) -> ConfigDict:
+    """As for 48 GB, with the frozen transformer in 4 bits (QLoRA, arXiv 2305.14314)."""
+    config = _for_48gb(config)
+    config.pretrained.quantize = "nf4"
+    return config
+
+
+def t2is_80gb() -> ConfigDict:
+    """t2is on 80 GB: two images a forward."""
+    config = t2is()
+    config.sample.batch_size = 2
+    config.train.batch_size = 2
+    config.test.batch_size = 2
+    return config
+
+
+def t2is_48gb() -> ConfigDict:
+    """t2is on 48 GB."""
+    return _for_48gb(t2is())
+
+
+def t2is_24gb() -> ConfigDict:
+    """t2is on 24 GB; the two CLIP models compute on the CPU, beside the sampling."""
+    config = _for_24gb(t2is())
+    for name in ("subfig_clipT", "pickscore"):
+        config.train.reward_fn_kwargs[name] = ConfigDict({"device": "cpu"})
+    return config
+
+
+def kontext_editing_48gb() -> ConfigDict:
+    """kontext_editing on 48 GB."""
+    return _for_48gb(kontext_editing())
+
+
+def kontext_editing_24gb() -> ConfigDict:
+    """kontext_editing on 24 GB."""
+    return _for_24gb(kontext_editing())
+
+
+def qwen_editing_48gb() -> ConfigDict:
+    """qwen_editing on 48 GB: the transformer has 20 billion weights, so they are in 4 bits here already."""
+    return _for_24gb(qwen_editing())
+
+
 def _toy(config: ConfigDict) -> ConfigDict:
     """``config`` at the size of the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
@@ -171,7 +225,8 @@ def toy_qwen_edit() -> ConfigDict:
     """qwen_editing with toy weights, on a CPU; evaluated at 64 px, the only size its base draws well."""
     config = _toy_editing(qwen_editing())
     config.pretrained.model = "../quickstart/models/qwen_image_edit"
-    # No true CFG: the toy base follows less with it (oracle edit 0.65 at scale 1, 0.39 at 2), and an epoch takes twice as long.
+    # No true CFG: the toy base follows less with it (a snapshot: oracle edit 0.65 at scale 1, 0.39 at 2), and an epoch
+    # would take twice as long.
     config.sample.guidance_scale = 1.0
     config.sample.negative_prompt = None
     config.test.resolution = 64
@@ -186,6 +241,12 @@ CONFIGS = {
     "ocr_128": lambda: ocr(128),
     "ocr_512": lambda: ocr(512),
     "pickscore": pickscore,
+    "t2is_80gb": t2is_80gb,
+    "t2is_48gb": t2is_48gb,
+    "t2is_24gb": t2is_24gb,
+    "kontext_editing_48gb": kontext_editing_48gb,
+    "kontext_editing_24gb": kontext_editing_24gb,
+    "qwen_editing_48gb": qwen_editing_48gb,
     "toy_t2is": toy_t2is,
     "toy_kontext": toy_kontext,
     "toy_qwen_edit": toy_qwen_edit,

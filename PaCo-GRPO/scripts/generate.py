@@ -39,24 +39,43 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
 
     Raises:
         ConfigError: The numbers of images and prompts do not fit.
+        DataError: The file cannot be read; the message names line and field.
     """
+    from paco_grpo.data.files import given_size, json_lines, prompt_of, text_of
     from paco_grpo.training.configuration import ConfigError
     from paco_grpo.types import Item
 
-    rows: list[dict] = [{"prompt": prompt} for prompt in prompts]
-    if file is not None:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        rows += [json.loads(line) if file.suffix == ".jsonl" else {"prompt": line} for line in lines]
+    if file is not None and not file.is_file():
+        raise ConfigError(f"--prompts-file {file} does not exist")
+    rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
+    if file is not None and file.suffix == ".jsonl":
+        rows += json_lines(file)
+    elif file is not None:
+        rows += [(str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()]
     if len(images) > 1 and len(images) != len(rows):
         raise ConfigError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
     items = []
-    for number, row in enumerate(rows):
+    for number, (where, row) in enumerate(rows):
         path = images[number if len(images) > 1 else 0] if images else None
         if path is None and row.get("image"):
             path = file.parent / row["image"]
         image = read_image(path) if path is not None else None
-        items.append(Item(number, row["prompt"], row.get("height"), row.get("width"), metadata=row, image=image))
+        items.append(Item(number, prompt_of(row, where), *given_size(row, where), metadata=row, image=image))
     return items
+
+
+def read_seeds(text: str) -> list[int]:
+    """Whole numbers with commas between.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    from paco_grpo.training.configuration import ConfigError
+
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds {text} is not a list such as 0,1,2") from error
 
 
 def read_image(path: Path):
@@ -130,7 +149,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         config, _ = read_config(rest, ROOT / "config" / "base.py")
-        items = read_items(own.prompt, own.prompts_file, own.image)
+        items, seeds = read_items(own.prompt, own.prompts_file, own.image), read_seeds(own.seeds)
         if not items:
             raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")
         check_images(items, config.pretrained.model)
@@ -149,7 +168,7 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, DataError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    wanted = [(item, int(seed)) for item in items for seed in own.seeds.split(",")]
+    wanted = [(item, seed) for item in items for seed in seeds]
     own.output.mkdir(parents=True, exist_ok=True)
     names = [f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
     images: list = [None] * len(wanted)

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -113,7 +114,9 @@ def done(harm: Harm):
         yield
 
 
-def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, harm: Harm | None) -> None:
+def _main(
+    rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, harm: Harm | None, watch, before
+) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
     if processes > 1:
@@ -121,9 +124,14 @@ def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, change
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
+    if before:
+        before()
     try:
         with done(harm) if harm and harm.rank == rank else contextlib.nullcontext():
-            Trainer(build_run(tiny_config(flux, folder, **changes))).train()
+            trainer = Trainer(build_run(tiny_config(flux, folder, **changes)))
+            if watch:
+                watch(trainer, folder)
+            trainer.train()
     except TrainingStopped as stopped:
         (folder / f"said_{rank}").write_text(str(stopped))
         sys.exit(STOPPED)
@@ -132,8 +140,20 @@ def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, change
         sys.exit(FAILED)
 
 
-def run(flux: Path, folder: Path, processes: int = 1, harm: Harm | None = None, **changes) -> list[int]:
-    """Exit status of each process; when one is killed, so are the others, as by a launcher."""
+def run(
+    flux: Path,
+    folder: Path,
+    processes: int = 1,
+    harm: Harm | None = None,
+    watch: Callable | None = None,
+    before: Callable | None = None,
+    **changes,
+) -> list[int]:
+    """Exit status of each process; when one is killed, so are the others, as by a launcher.
+
+    ``before()`` is called in each process before anything else, ``watch(trainer, folder)`` before training; both must be
+    in modules that they can import.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
     kwargs = {"survival:noted": {"file": str(folder / "noted")}}
@@ -144,7 +164,7 @@ def run(flux: Path, folder: Path, processes: int = 1, harm: Harm | None = None, 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
-        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, harm))
+        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, harm, watch, before))
         for rank in range(processes)
     ]
     for process in started:

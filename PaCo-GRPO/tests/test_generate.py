@@ -72,6 +72,7 @@ def test_a_file_of_edits(generate, tiny_folder, tmp_path):
 
 def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
     picture(1).save(tmp_path / "a.png")
+    (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n')
     image, prompt = ["--image", tmp_path / "a.png"], ["--prompt", "x"]
     for name, more, said in (
         ("flux_kontext", prompt, "edits images: give --image FILE (prompt 'x' has none)"),
@@ -79,8 +80,13 @@ def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
         ("flux_kontext", [*prompt * 3, *image * 2], "--image is given 2 times for 3 prompts"),
         ("flux_kontext", [*prompt, "--image", tmp_path / "b.png"], "b.png"),
         ("flux", [], "nothing to draw"),
+        ("flux", [*prompt, "--seeds", "0,a"], "--seeds 0,a is not a list such as 0,1,2"),
+        ("flux", ["--prompts-file", tmp_path / "none.txt"], "none.txt does not exist"),
+        ("flux", ["--prompts-file", tmp_path / "broken.jsonl"], "broken.jsonl:1: field 'prompt' must be a text, got None"),
     ):
-        assert generate.main(arguments(name, tiny_folder(name), *more, "--output", tmp_path / "out")) == 2
+        model = tiny_folder(name)  # built at its first use, with progress on stderr
+        capsys.readouterr()
+        assert generate.main(arguments(name, model, *more, "--output", tmp_path / "out")) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and said in error
     assert not (tmp_path / "out").exists()

@@ -16,9 +16,11 @@ from toy_policy import ToyPolicy
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.objectives import OBJECTIVES, get_objective
+from paco_grpo.policies import POLICIES, load_policy
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.configuration import apply_overrides, load_config, parse_command_line
+from paco_grpo.training.configuration import apply_overrides, load_config, option_names, parse_command_line
+from paco_grpo.training.evaluation import draw
 from paco_grpo.types import Item
 
 HERE = Path(__file__).resolve().parents[1]
@@ -63,10 +65,21 @@ def test_objective(recipes, monkeypatch):
     assert policy.transformer.current.grad.abs().sum() > 0 and "policy_loss" in metrics
 
 
+def test_generator(recipes, monkeypatch, tiny_flux_dir):
+    item, images = Item(0, "a red star"), []
+    for target in (POLICIES["FluxPipeline"], "my_policies:MyPolicy"):
+        monkeypatch.setitem(POLICIES, "FluxPipeline", target)
+        policy = load_policy(tiny_flux_dir, max_sequence_length=16)
+        assert type(policy).__name__ == target.partition(":")[2]
+        images += draw(policy, [item], [3], 32, 48, 2)
+    assert images[0].size == (48, 32)
+    assert np.abs(np.asarray(images[0], int) - np.asarray(images[1], int)).max() <= 1
+
+
 def commands() -> list[list[str]]:
     """Words of every line of the README that starts a training, from the configuration's name on."""
-    started = re.findall(r"bash scripts/single_node/train_\w+\.sh (.*)", TEXT.replace("\\\n", " "))
-    return [shlex.split(arguments, comments=True) for arguments in started]
+    started = re.findall(r"bash scripts/\w+_node/train_\w+\.sh (.*)", TEXT.replace("\\\n", " "))
+    return [shlex.split(arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True) for arguments in started]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -81,7 +94,9 @@ def test_scripts_exist():
 
 
 def test_named_options_exist():
-    config = load_config(f"{HERE}/config/grpo.py:t2is", HERE / "config" / "base.py")
-    for key in re.findall(r"`((?:train|sample|test)\.\w+)`", TEXT):
-        group, name = key.split(".")
-        assert name in config[group], key
+    options = set(option_names(load_config(f"{HERE}/config/grpo.py:t2is", HERE / "config" / "base.py")))
+    named = re.findall(r"`(?:config\.)?((?:train|sample|test|health|pretrained)\.\w+)", TEXT)
+    named += re.findall(r"`config\.(\w+)[`=]", TEXT)
+    assert len(named) > 20
+    groups = {key.partition(".")[0] for key in options if "." in key}
+    assert [key for key in named if key not in options | groups] == []

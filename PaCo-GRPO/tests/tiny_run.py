@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,17 @@ def missing(share_of_images: float = 0.5):
         return scores
 
     return with_gaps
+
+
+def slow(seconds_per_image: float = 0.5):
+    """brightness, as a judge of a known rate would give it."""
+    score = brightness()
+
+    def wait_then_score(images, items):
+        time.sleep(seconds_per_image * len(images))
+        return score(images, items)
+
+    return wait_then_score
 
 
 def raising():

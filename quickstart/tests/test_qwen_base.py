@@ -64,5 +64,10 @@ def test_the_policy_draws_what_diffusers_pipeline_draws(pipe):
 def test_it_edits_as_well_as_is_on_record(pipe):
     count, found = 48, json.loads((MODELS / "quality.json").read_text())["editors"][qwen_edit.NAME]
     drawn = editor_quality(qwen_edit, pipe, seed=11, count=count, sizes=(64,))["64px"]
-    for name in ("edit", "followed", "kept", "valid"):  # other scenes, other noise: three standard errors at their widest
+    for name in (
+        "edit",
+        "followed",
+        "kept",
+        "valid",
+    ):  # other scenes, other noise: three standard errors at their widest
         assert drawn[name] == pytest.approx(found["64px"][name], abs=3 * 0.5 / np.sqrt(count)), name

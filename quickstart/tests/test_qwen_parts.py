@@ -100,7 +100,9 @@ def test_the_reader_sees_what_the_pipeline_sees(pipe, panels):
     for texts in (batch.instructions, [NO_INSTRUCTION] * 3):
         with torch.no_grad():
             ours = reader(pixels, texts)
-            theirs = [pipe.encode_prompt([t], image=[Image.fromarray(p)])[0] for t, p in zip(texts, pixels, strict=True)]
+            theirs = [
+                pipe.encode_prompt([t], image=[Image.fromarray(p)])[0] for t, p in zip(texts, pixels, strict=True)
+            ]
         torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-4, atol=1e-5)
 
 

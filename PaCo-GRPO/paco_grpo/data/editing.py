@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from paco_grpo.data.files import DataError, existing, given_size, json_lines, prompt_of
+from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of
 from paco_grpo.types import Item
 
 
@@ -24,7 +24,7 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
         DataError: A field is missing or wrong, or an image is not there or cannot be read.
     """
     items = []
-    for where, row in json_lines(existing(folder / f"{split}_metadata.jsonl")):
+    for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
         prompt = prompt_of(row, where)
         height, width = given_size(row, where)
         name = row.get("image")

@@ -12,27 +12,31 @@ class DataError(ValueError):
     """A prompt set that cannot be used; the message names file, line and field."""
 
 
-def existing(path: Path) -> Path:
-    """``path``, if it is a file.
+def text_of(path: Path) -> str:
+    """The text of a file.
 
     Raises:
-        DataError: It is not.
+        DataError: It is not there, or not UTF-8.
     """
     if not path.is_file():
         raise DataError(
             f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
         )
-    return path
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{line}: not UTF-8 (byte {error.object[error.start]:#x}); save it as UTF-8") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(``file:line``, object) of every line that is not empty.
 
     Raises:
-        DataError: A line is not a JSON object.
+        DataError: There is no such file, or a line is not a JSON object.
     """
     # Not splitlines(): a text may hold U+2028, which JSON allows unescaped.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(text_of(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_grpo.data.editing import load_arrow_editing, load_geneval_image
-from paco_grpo.data.files import DataError, existing, given_size, json_lines, prompt_of
+from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
 from paco_grpo.types import Item
 from paco_judge.grid import PromptLayoutError, split_prompt
 
@@ -44,7 +44,7 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
 
 
 def _geneval(folder: Path, split: str) -> list[Item]:
-    rows = json_lines(existing(folder / f"{split}_metadata.jsonl"))
+    rows = json_lines(folder / f"{split}_metadata.jsonl")
     return [_geneval_item(row, item_id, where) for item_id, (where, row) in enumerate(rows)]
 
 
@@ -75,7 +75,7 @@ def _check_criteria(criteria: Any, name: str) -> None:
 
 
 def _text(folder: Path, split: str) -> list[Item]:
-    lines = existing(folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
+    lines = text_of(folder / f"{split}.txt").splitlines()
     return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, map(str.strip, lines)))]
 
 

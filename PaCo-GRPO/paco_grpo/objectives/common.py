@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from paco_grpo.policies.base import Policy
@@ -42,6 +44,32 @@ def reference_kl(policy: Policy, record: RolloutRecord, position: int, transitio
         reference = record_transition(policy, record, position)
     difference = (transition.mean - reference.mean).square().flatten(1).mean(1)
     return difference / (2 * transition.s.square() + 1e-7)
+
+
+def mean_over_steps(
+    steps: Iterable[int],
+    term: Callable[[int], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What an objective returns: the sum over samples of weight · mean over ``steps`` of its loss, and its metrics.
+
+    Args:
+        steps: At least one.
+        term: Step → loss and diagnostics, per sample (B,).
+        weights: (B,), 0 = left out.
+
+    Returns:
+        Loss sum (0-dim) and each diagnostic's weighted mean over samples and steps (0-dim, no gradient).
+    """
+    steps = list(steps)
+    per_sample = torch.zeros_like(weights)
+    metrics: dict[str, torch.Tensor] = {}
+    for step in steps:
+        loss, values = term(step)
+        per_sample = per_sample + loss / len(steps)
+        for name, value in values.items():
+            metrics[name] = metrics.get(name, 0.0) + weighted_mean(value, weights) / len(steps)
+    return weighted_sum(per_sample, weights), metrics
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

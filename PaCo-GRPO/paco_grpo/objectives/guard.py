@@ -16,9 +16,8 @@ import torch
 from paco_grpo.objectives.common import (
     check_has_steps,
     clipped_advantages,
+    mean_over_steps,
     reference_kl,
-    weighted_mean,
-    weighted_sum,
 )
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.policies.base import Policy
@@ -40,10 +39,8 @@ def guard_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torc
         raise ValueError("loss_type 'guard_grpo' needs Flow-SDE log-probabilities: set sample.cps = False")
     train = config.train
     advantages, weights = clipped_advantages(record, train.adv_clip_max)
-    num_steps = len(record.step_index)
-    per_sample = torch.zeros_like(advantages)
-    collected: dict[str, torch.Tensor] = {}
-    for position in range(num_steps):
+
+    def term(position: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         step = int(record.step_index[position])
         minus_dt = float(record.sigmas[step] - record.sigmas[step + 1])
         transition = record_transition(policy, record, position)
@@ -58,7 +55,6 @@ def guard_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torc
             kl = reference_kl(policy, record, position, transition)
             loss = loss + train.beta * kl
             values["kl"] = kl
-        per_sample = per_sample + loss / num_steps
-        for name, value in values.items():
-            collected[name] = collected.get(name, 0.0) + weighted_mean(value, weights) / num_steps
-    return weighted_sum(per_sample, weights), collected
+        return loss, values
+
+    return mean_over_steps(range(len(record.step_index)), term, weights)

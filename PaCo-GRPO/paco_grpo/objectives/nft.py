@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paco_grpo.objectives.common import clipped_advantages, weighted_mean, weighted_sum
+from paco_grpo.objectives.common import clipped_advantages, mean_over_steps
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import step_noise
 from paco_grpo.types import RolloutRecord
@@ -50,9 +50,8 @@ def nft_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.
         raise ValueError("nft needs record.seeds and at least one trained step: set train.timesteps or noise_steps")
     advantages, weights = clipped_advantages(record, train.adv_clip_max)
     preference = (advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)
-    per_sample = torch.zeros_like(advantages)
-    collected: dict[str, torch.Tensor] = {}
-    for step in steps:
+
+    def term(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         clean = record.clean_latents
         t = record.sigmas[step].to(clean.device).expand(len(record))
         noise = step_noise(record.seeds.tolist(), _FRESH + step, clean)
@@ -69,10 +68,9 @@ def nft_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.
             kl = _mean_square(velocity - reference)
             loss = loss + train.beta * kl
             values["kl"] = kl
-        per_sample = per_sample + loss / len(steps)
-        for name, value in values.items():
-            collected[name] = collected.get(name, 0.0) + weighted_mean(value, weights) / len(steps)
-    return weighted_sum(per_sample, weights), collected
+        return loss, values
+
+    return mean_over_steps(steps, term, weights)
 
 
 def nft_terms(

@@ -18,9 +18,8 @@ import torch
 from paco_grpo.objectives.common import (
     check_has_steps,
     clipped_advantages,
+    mean_over_steps,
     reference_kl,
-    weighted_mean,
-    weighted_sum,
 )
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.rollout import record_transition
@@ -44,10 +43,8 @@ def ppo_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.
     check_has_steps(record)
     train = config.train
     advantages, weights = clipped_advantages(record, train.adv_clip_max)
-    num_steps = len(record.step_index)
-    per_sample = torch.zeros_like(advantages)
-    collected: dict[str, torch.Tensor] = {}
-    for position in range(num_steps):
+
+    def term(position: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         transition = record_transition(policy, record, position)
         log_ratio = transition.log_prob(record.next_latents[:, position]) - record.log_prob[:, position]
         ratio = log_ratio.exp()
@@ -57,10 +54,9 @@ def ppo_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.
             kl = reference_kl(policy, record, position, transition)
             loss = loss + train.beta * kl
             values["kl"] = kl
-        per_sample = per_sample + loss / num_steps
-        for name, value in values.items():
-            collected[name] = collected.get(name, 0.0) + weighted_mean(value, weights) / num_steps
-    return weighted_sum(per_sample, weights), collected
+        return loss, values
+
+    return mean_over_steps(range(len(record.step_index)), term, weights)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.quantized import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,11 @@ def merged(policy: Policy) -> Iterator[None]:
     rounding, in the base's precision.
     """
     layers = _layers(policy)
+    if any(is_quantized(layer.get_base_layer()) for layer in layers):
+        raise ValueError(
+            "a LoRA cannot be merged into a quantised base and taken out again: set config.sample.merge_lora=False, or "
+            "config.pretrained.quantize=None"
+        )
     weights = [_own_part(layer.get_base_layer().weight) for layer in layers]
     kept = [weight.clone() for weight in weights]
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from paco_grpo.policies import quantized
 from paco_grpo.policies.base import Policy, PolicyLoadError
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
@@ -28,6 +29,7 @@ def load_policy(
     max_sequence_length: int = 512,
     guidance_scale: float = 3.5,
     negative_prompt: str | None = None,
+    quantize: str | None = None,
 ) -> Policy:
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
@@ -38,6 +40,7 @@ def load_policy(
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
         negative_prompt: Turns true CFG on (Qwen-Image-Edit).
+        quantize: The frozen transformer in few bits: ``nf4`` or ``int8``; see ``policies/quantized.py``.
 
     Raises:
         PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights,
@@ -49,6 +52,10 @@ def load_policy(
             f"config.sample.negative_prompt={negative_prompt!r} is given, but the guidance of {model_path} is embedded, "
             "not true CFG: leave it at None"
         )
+    # Only where it is asked for: a policy of somebody else's need not know it.
+    options = {} if quantize is None else {"quantize": quantize}
+    if quantize is not None and (problem := quantized.missing_library()):
+        raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
     try:
         return found.from_pretrained(
             model_path,
@@ -57,6 +64,7 @@ def load_policy(
             max_sequence_length=max_sequence_length,
             guidance_scale=guidance_scale,
             negative_prompt=negative_prompt,
+            **options,
         )
     except httpx.HTTPError as error:
         raise PolicyLoadError(

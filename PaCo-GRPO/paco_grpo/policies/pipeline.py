@@ -15,6 +15,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_tim
 from PIL import Image
 from torch import nn
 
+from paco_grpo.policies import quantized
 from paco_grpo.policies.adapters import save_diffusers, unwrap
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.cache import TensorCache
@@ -53,8 +54,9 @@ class PipelinePolicy(Policy):
         max_sequence_length: int = 512,
         guidance_scale: float = 3.5,
         negative_prompt: str | None = None,
+        quantize: str | None = None,
     ) -> None:
-        """Wrap a loaded pipeline: freeze it, put it on ``device``; arguments as in ``from_pretrained``."""
+        """Wrap a loaded pipeline: freeze it, put it on ``device``; arguments as in ``load_policy``."""
         if not 1 <= max_sequence_length <= self.text_limit:
             raise ValueError(
                 f"config.max_sequence_length={max_sequence_length} must lie between 1 and {self.text_limit} "
@@ -82,7 +84,12 @@ class PipelinePolicy(Policy):
         self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
-        _place(pipeline.transformer, self.device, dtype)
+        if quantize is not None:
+            _place(pipeline.transformer, torch.device("cpu"), dtype)
+            quantized.quantize(pipeline.transformer, quantize, dtype, self.device)
+            pipeline.transformer.to(self.device)  # the rest; the layers above are there
+        else:
+            _place(pipeline.transformer, self.device, dtype)
         # float32 VAE: decoding in bf16 shows in the pixels, and the VAE is small.
         _place(pipeline.vae, self.device, torch.float32)
         for encoder in self.text_encoders():
@@ -155,7 +162,8 @@ class PipelinePolicy(Policy):
         with self.vae_at_work():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
-        arrays = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
+        arrays = rounded.cpu().numpy()
         return [Image.fromarray(array) for array in arrays]
 
     def offload(self, text_encoders: bool, vae: bool) -> None:

@@ -87,8 +87,11 @@ class QwenImageEditPolicy(EditingPolicy):
     def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
         """See :meth:`Policy.encode`; each (image, text) goes through the text encoder once, alone."""
         references = [self._read(item) for item in items]
-        embeds, mask = self._encode_texts(references, [item.prompt for item in items])
-        negative = self._encode_texts(references, [self.negative_prompt] * len(items)) if self.guided else (None, None)
+        negative = None, None
+        with self.encoders_held():
+            embeds, mask = self._encode_texts(references, [item.prompt for item in items])
+            if self.guided:
+                negative = self._encode_texts(references, [self.negative_prompt] * len(items))
         return QwenEditConditioning(
             prompt_embeds=embeds,
             prompt_mask=mask,
@@ -100,11 +103,10 @@ class QwenImageEditPolicy(EditingPolicy):
     def _encode_texts(
         self, references: Sequence[Reference], texts: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self.encoders_held():
-            rows = [
-                self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
-                for reference, text in zip(references, texts, strict=True)
-            ]
+        rows = [
+            self._texts.get((text, reference.key), lambda t=text, r=reference: (self._encode_text(t, r),))[0]
+            for reference, text in zip(references, texts, strict=True)
+        ]
         embeds = pad_sequence(rows, batch_first=True).to(self.device)
         lengths = torch.tensor([len(row) for row in rows])
         if (lengths == embeds.shape[1]).all():

@@ -1,4 +1,4 @@
-"""clipscore: CLIP similarity of the whole image with the whole prompt, as Flow-GRPO scales it (arXiv 2505.05470)."""
+"""clipscore: CLIP similarity of the whole image with the whole prompt, over 30 as in Flow-GRPO's released code."""
 
 from __future__ import annotations
 

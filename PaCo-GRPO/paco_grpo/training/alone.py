@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from accelerate import Accelerator
 from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
+from paco_grpo.training.engine import build_accelerator, build_engine
 from paco_grpo.training.evaluation import evaluate
 from paco_grpo.training.generator import load_adapter, load_generator
 from paco_grpo.training.processes import set_threads
@@ -33,7 +33,8 @@ def evaluate_alone(config: ConfigDict, adapter: str | None, output: Path) -> dic
     """
     check_config(config)
     check_model(config)
-    accelerator = Accelerator()
+    accelerator = build_accelerator()
+    engine = build_engine(config, accelerator)
     set_threads(config.num_threads, accelerator.num_processes)
     check_writable(output)
     items = load_prompts(config.dataset, "test", config.prompt_fn)
@@ -47,14 +48,16 @@ def evaluate_alone(config: ConfigDict, adapter: str | None, output: Path) -> dic
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():
         reward.check()
-    policy = load_generator(config, accelerator.device)
+    policy = load_generator(config, engine.loading_device)
     if adapter is None:
         config.use_lora = False  # nothing to merge
         logger.info("no --adapter: the base model %s is evaluated", config.pretrained.model)
     else:
         load_adapter(policy, adapter)
+    engine.place(policy)
     apply_speed(config, policy)
-    metrics = evaluate(policy, items, rewards, config, accelerator, output, should_stop=lambda: False)
+    joint = engine.joint_forwards
+    metrics = evaluate(policy, items, rewards, config, accelerator, output, lambda: False, joint_forwards=joint)
     is_main = accelerator.is_main_process
     accelerator.end_training()
     return metrics if is_main else None

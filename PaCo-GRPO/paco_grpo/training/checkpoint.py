@@ -196,8 +196,12 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) ->
 
 
 def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, write: bool = True) -> None:
-    """Optimizer state: tensors apart from numbers; ``write`` as in ``save_tensors``."""
-    state = optimizer.state_dict()
+    """Optimizer state; ``write`` as in ``save_tensors``."""
+    save_optimizer_state(folder, optimizer.state_dict(), write)
+
+
+def save_optimizer_state(folder: Path, state: Mapping[str, Any], write: bool = True) -> None:
+    """A ``state_dict`` of an optimizer: tensors apart from numbers; ``write`` as in ``save_tensors``."""
     tensors, numbers = {}, {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
@@ -209,18 +213,27 @@ def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, write: bool =
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore what ``save_optimizer`` wrote."""
-    rest = load_json(folder / "optimizer.json")
+    saved = load_optimizer_state(folder)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in saved["state"].items():
+        of = parameters[index]
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.shape == of.shape:
+                entries[name] = divided_like(value, of)
+    optimizer.load_state_dict(saved)
+
+
+def load_optimizer_state(folder: Path) -> dict[str, Any]:
+    """What ``save_optimizer_state`` wrote, tensors whole and on the CPU."""
+    rest = load_json(folder / "optimizer.json")
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**load_tensors(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
         index, name = key.split(".", 1)
-        of = parameters[int(index)]
-        divided = isinstance(value, torch.Tensor) and value.shape == of.shape
-        state.setdefault(int(index), {})[name] = divided_like(value, of) if divided else value
+        state.setdefault(int(index), {})[name] = value
     groups = rest["param_groups"]
     for group in groups:
         group["betas"] = tuple(group["betas"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 @dataclass(frozen=True)

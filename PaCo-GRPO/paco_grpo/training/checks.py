@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.policies import policy_class, size_multiple
+from paco_grpo.policies import policy_class, quantized, size_multiple
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CHOICES: dict[str, Iterable] = {
     "prompt_fn": KINDS,
+    "pretrained.quantize": (None, *quantized.KINDS),
     "item_size": ("exact", "aspect"),
     "mixed_precision": ("bf16", "no"),
     "logging_platform": TRACKERS,
@@ -90,7 +91,7 @@ def check_config(config: ConfigDict) -> None:
         ConfigError: All problems found, one line each; every line names the field to change.
     """
     problems: list[str] = []
-    for rule in (_choices, _ranges, _sampling, _tail, _speed, _training, _data):
+    for rule in (_choices, _ranges, _sampling, _tail, _speed, _training, _quantized, _data):
         problems.extend(rule(config))
     _refuse(problems)
 
@@ -204,6 +205,22 @@ def _training(config: ConfigDict) -> Iterator[str]:
             yield "train.lora_path is given, but use_lora=False"
 
 
+def _quantized(config: ConfigDict) -> Iterator[str]:
+    kind = config.pretrained.quantize
+    if kind not in quantized.KINDS:
+        return
+    if problem := quantized.missing_library():
+        yield f"pretrained.quantize={kind!r}: {problem}"
+    if not config.use_lora:
+        yield f"pretrained.quantize={kind!r} needs use_lora=True: a weight in few bits cannot be trained"
+    if config.sample.merge_lora:
+        yield f"sample.merge_lora=True cannot be used with pretrained.quantize={kind!r}: it would be rounded to its bits"
+    if config.train.sharding is not None:
+        yield f"train.sharding={config.train.sharding!r} cannot be used with pretrained.quantize={kind!r}"
+    if config.speed.compile:
+        yield f"speed.compile=True was not tried with pretrained.quantize={kind!r}"
+
+
 def _data(config: ConfigDict) -> Iterator[str]:
     if not config.dataset:
         yield "dataset is empty; give the folder of the prompt set"
@@ -256,7 +273,9 @@ def check_model(config: ConfigDict) -> None:
     multiple = size_multiple(model)
     for group in ("train", "test"):
         if config[group].resolution % multiple:
-            problems.append(f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as {model} needs")
+            problems.append(
+                f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as {model} needs"
+            )
     _refuse(problems)
 
 

@@ -7,6 +7,7 @@ over the processes. The trainer asks for nothing else: it knows neither who hold
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from ml_collections import ConfigDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from paco_grpo.policies.adapters import lora_parameters, unwrap
 from paco_grpo.policies.base import Policy
@@ -38,11 +40,13 @@ class Engine:
 
     Attributes:
         name: For the log and plan.json.
-        lockstep: A forward or backward is an act of all processes, so they must run equally many (see ``turns``).
+        joint_forwards: A forward is an act of all processes, so they must run equally many (see ``turns``).
+        joint_backwards: The same of backwards.
     """
 
     name = "replicated"
-    lockstep = False
+    joint_forwards = False
+    joint_backwards = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -59,10 +63,14 @@ class Engine:
         """The optimizer of ``parameters``, which ``make`` builds."""
         return make(parameters)
 
-    def turns(self, own: int) -> int:
-        """Turns of a loop in which this process has work for ``own``; where the engine runs in lockstep, the most that
-        any process has: a process that has done its own then repeats one and drops the result. All processes call it."""
-        if not self.lockstep or self.accelerator.num_processes == 1:
+    def turns(self, own: int, backward: bool = False) -> int:
+        """Turns of a loop of forwards (or with ``backward``, of both) in which this process has work for ``own``.
+
+        Where they are acts of all processes, it is the most that any process has: one that has done its own then
+        repeats something and drops the result. All processes call it.
+        """
+        joint = self.joint_backwards if backward else self.joint_forwards
+        if not joint or self.accelerator.num_processes == 1:
             return own
         counts = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device))
         return int(counts.max())
@@ -120,7 +128,8 @@ class Fsdp2Engine(Engine):
     """
 
     name = "fsdp2"
-    lockstep = True
+    joint_forwards = True
+    joint_backwards = True
 
     def __init__(
         self,
@@ -169,7 +178,7 @@ class Fsdp2Engine(Engine):
         self, parameters: Sequence[torch.nn.Parameter], finite: bool, max_norm: float
     ) -> tuple[bool, float]:
         """See :meth:`Engine.finish_gradients`; gradients of divided parameters were summed during the backward."""
-        if not any(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in parameters):
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, finite, max_norm)
         finite = not any_process(self.accelerator, not finite)
         return finite, float(whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
@@ -186,21 +195,67 @@ def build_engine(config: ConfigDict, accelerator: Accelerator) -> Engine:
     """The engine that accelerate was started with, or that ``config.train.sharding`` names.
 
     Raises:
-        ConfigError: This trainer does not drive it, or the two contradict each other.
+        ConfigError: This trainer does not drive it, or it contradicts another option.
     """
+    engine = _find_engine(config, accelerator)
+    if engine.joint_forwards:
+        _refuse_what_does_not_go_with_joint_forwards(config)
+    return engine
+
+
+def _refuse_what_does_not_go_with_joint_forwards(config: ConfigDict) -> None:
+    if config.sample.tail_cache:
+        raise ConfigError(
+            f"config.sample.tail_cache={config.sample.tail_cache} leaves blocks out, on each process others, but FSDP2 "
+            "gathers a block's weights from all processes at once; set it to 0"
+        )
+    if config.speed.compile:
+        raise ConfigError("config.speed.compile=True does not go with FSDP2 yet; set it to False")
+    if config.pretrained.quantize is not None:
+        raise ConfigError(
+            f"config.pretrained.quantize={config.pretrained.quantize!r} does not go with FSDP2: weights of few bits cannot be "
+            "divided; leave one of the two out"
+        )
+
+
+def _find_engine(config: ConfigDict, accelerator: Accelerator) -> Engine:
     kind, wanted = accelerator.distributed_type, config.train.sharding
     if kind == DistributedType.FSDP:
         return _fsdp_of_accelerate(accelerator)
+    if kind == DistributedType.DEEPSPEED:
+        return _zero_of_accelerate(config, accelerator)
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
             f"accelerate was started with {kind}, which this trainer does not drive; use one of the files in "
             "scripts/accelerate_configs"
         )
+    for variable, file in (("ACCELERATE_USE_DEEPSPEED", "deepspeed_zero*.yaml"), ("ACCELERATE_USE_FSDP", "fsdp2.yaml")):
+        if os.environ.get(variable) == "true" and accelerator.device.type == "cpu" and wanted is None:
+            remedy = ": config.train.sharding='fsdp2' does on a CPU too" if "FSDP" in variable else ""
+            logger.warning(
+                "accelerate was started with %s, but falls back to plain data parallelism on a CPU: nothing is divided%s",
+                file, remedy,
+            )  # fmt: skip
     if wanted == "fsdp2":
         if accelerator.num_processes > 1:
             return Fsdp2Engine(accelerator)
         logger.warning("config.train.sharding='fsdp2', but there is one process only: nothing is divided")
     return Engine(accelerator)
+
+
+def _zero_of_accelerate(config: ConfigDict, accelerator: Accelerator) -> Engine:
+    from paco_grpo.training.zero import zero_of_accelerate
+
+    for option, value in (
+        ("train.sharding", config.train.sharding),
+        ("train.use_8bit_adam", config.train.use_8bit_adam),
+    ):
+        if value:
+            raise ConfigError(
+                f"config.{option}={value!r} cannot be used with DeepSpeed, which accelerate was started with; leave it "
+                "out, or take another accelerate configuration"
+            )
+    return zero_of_accelerate(accelerator, config.train.max_grad_norm)
 
 
 def _fsdp_of_accelerate(accelerator: Accelerator) -> Engine:

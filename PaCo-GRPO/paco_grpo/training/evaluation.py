@@ -56,7 +56,7 @@ def evaluate(
     accelerator: Accelerator,
     folder: Path,
     should_stop: Callable[[], bool],
-    lockstep: bool = False,
+    joint_forwards: bool = False,
 ) -> dict[str, float] | None:
     """Draw and score the evaluation set with the weights the policy holds now.
 
@@ -71,7 +71,7 @@ def evaluate(
         accelerator: Process r of P draws images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
-        lockstep: See ``Engine``.
+        joint_forwards: See ``Engine``.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
@@ -88,7 +88,7 @@ def evaluate(
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     queue = ScoringQueue(rewards, config.sample.reward_batch_size)
     try:
-        spare = chosen[:1] if lockstep else []
+        spare = chosen[:1] if joint_forwards else []
         if not _draw(policy, [chosen[i] for i in mine], mine, spare, config, folder, queue, accelerator, should_stop):
             return None
         scores = queue.gathered(accelerator, len(mine), len(chosen), should_stop)

@@ -24,6 +24,7 @@ def load_generator(config: ConfigDict, device: torch.device | str) -> Policy:
         max_sequence_length=config.max_sequence_length,
         guidance_scale=config.sample.guidance_scale,
         negative_prompt=config.sample.negative_prompt,
+        quantize=config.pretrained.quantize,
     )
 
 

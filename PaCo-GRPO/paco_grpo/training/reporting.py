@@ -20,6 +20,8 @@ def epoch_metrics(
 ) -> dict[str, float]:
     """The numbers of one training epoch by ``group/name``; what is not finite or not there is left out.
 
+    Of each reward: mean, std (without Bessel's correction) and cv, the coefficient of variation std / |mean|.
+
     Args:
         rewards: Name → (n,) over all processes, NaN = missing.
         advantage_stats: From ``compute_advantages``.
@@ -34,6 +36,7 @@ def epoch_metrics(
         if len(present):
             metrics[f"reward/{name}_mean"] = float(present.mean())
             metrics[f"reward/{name}_std"] = float(present.std())
+            metrics[f"reward/{name}_cv"] = float(present.std() / abs(present.mean())) if present.mean() else math.inf
     for name, value in advantage_stats.items():
         metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
     metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)

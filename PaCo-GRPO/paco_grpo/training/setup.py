@@ -101,7 +101,7 @@ class Run:
 
 
 def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
-    """Check, then build: configuration, folder, prompts, rewards (is the judge there?), and only then the model.
+    """Check, then build: configuration, folder, prompts, rewards (does the judge answer?), tracker, and then the model.
 
     Raises:
         ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
@@ -121,6 +121,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     aggregate_fn = _aggregate_fn(config, weights)
     journal = ScoreJournal(folder / "scores", accelerator.process_index)
     rewards = build_reward_sets(config, accelerator.device, journal)
+    tracker = _tracker(config, folder) if accelerator.is_main_process else None
     policy, parameters, extra = _policy(config, engine)
     apply_speed(config, policy)
     batch_size = settle_batch_size(config, policy, train_items, accelerator, folder)
@@ -159,7 +160,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
         ema=ema,
         probe=_probe(config, policy, test_items),
         metrics=MetricsFile(folder / "metrics.jsonl"),
-        tracker=None,
+        tracker=tracker,
         extra_parameters=extra,
     )
     if accelerator.is_main_process:
@@ -251,6 +252,11 @@ def _optimizer(config: ConfigDict, parameters: list[torch.nn.Parameter]) -> torc
     return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
 
 
+def _tracker(config: ConfigDict, folder: Path) -> Tracker:
+    values = yaml.safe_load(config_to_yaml(config))
+    return build_tracker(config.logging_platform, folder, config.project_name, config.run_name, values)
+
+
 def _probe(config: ConfigDict, policy: Policy, items: list[Item]) -> BaseProbe | None:
     """None where it is off, or where the base model is not there any more (training without LoRA)."""
     if not config.health.probe_images or not config.use_lora:
@@ -264,9 +270,6 @@ def _begin(run: Run, threads: int) -> None:
     text = config_to_yaml(config)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
     ckpt.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": run.engine.name})
-    run.tracker = build_tracker(
-        config.logging_platform, run.folder, config.project_name, config.run_name, yaml.safe_load(text)
-    )
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -33,16 +33,16 @@ def settle_text_length(config: ConfigDict, items: Iterable[Item]) -> None:
             f"config.max_sequence_length={asked} is more than {config.pretrained.model} takes: at most {found.text_limit}, "
             "or 0 for the longest prompt of the data set"
         )
-    count = token_counter(config.pretrained.model, found.tokenizer_folder)
-    lengths = {prompt: count(prompt) for prompt in {item.prompt for item in items}}
-    longest = max(lengths.values(), default=1)
+    prompts = sorted({item.prompt for item in items})
+    lengths = count_tokens(config.pretrained.model, found.tokenizer_folder, prompts)
+    longest = max(lengths, default=1)
     if asked == 0:
         config.max_sequence_length = min(found.text_limit, -(-longest // _MULTIPLE) * _MULTIPLE)
         logger.info(
             "max_sequence_length: %d text tokens for prompts of at most %d tokens (the model takes %d)",
             config.max_sequence_length, longest, found.text_limit,
         )  # fmt: skip
-    cut = sum(length > config.max_sequence_length for length in lengths.values())
+    cut = sum(length > config.max_sequence_length for length in lengths)
     if cut:
         logger.warning(
             "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be cut (the longest has %d)",
@@ -50,8 +50,8 @@ def settle_text_length(config: ConfigDict, items: Iterable[Item]) -> None:
         )  # fmt: skip
 
 
-def token_counter(model: str, tokenizer_folder: str) -> Callable[[str], int]:
-    """Tokens of a text, special ones included, by the tokenizer in ``tokenizer_folder`` of a pipeline.
+def count_tokens(model: str, tokenizer_folder: str, texts: Sequence[str]) -> list[int]:
+    """Tokens of each of ``texts``, special ones included, by the tokenizer in ``tokenizer_folder`` of a pipeline.
 
     Raises:
         PolicyLoadError: It cannot be had.
@@ -71,4 +71,4 @@ def token_counter(model: str, tokenizer_folder: str) -> Callable[[str], int]:
             f"cannot load the tokenizer in {model}/{tokenizer_folder} ({type(error).__name__}: {str(error)[:300]}). "
             "The folder may be incomplete: download or build it again."
         ) from error
-    return lambda text: len(tokenizer(text).input_ids)
+    return [len(tokens) for tokens in tokenizer(list(texts)).input_ids] if texts else []

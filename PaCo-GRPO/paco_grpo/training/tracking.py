@@ -41,15 +41,21 @@ def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config:
     """The tracker called ``name`` (``config.logging_platform``).
 
     Raises:
-        TrackingError: Its package is not installed.
+        TrackingError: Its package is not installed, or it does not start (nobody is logged in).
     """
     module, attribute = TRACKERS[name].split(":")
+    others = f"or choose another of {', '.join(TRACKERS)}"
     try:
         return getattr(importlib.import_module(module), attribute)(run_dir, project, run_name, config)
     except ImportError as error:
         raise TrackingError(
             f"config.logging_platform={name!r} needs a package that is not installed ({error}); "
-            f"pip install {name}, or choose another of {', '.join(TRACKERS)}"
+            f"pip install {name}, {others}"
+        ) from error
+    except Exception as error:  # every tracker has errors of its own
+        raise TrackingError(
+            f"config.logging_platform={name!r} does not start: {str(error).splitlines()[0]} Log in with `{name} login`, set "
+            f"{name.upper()}_MODE=offline to keep everything here, {others}"
         ) from error
 
 
@@ -157,7 +163,7 @@ class WandbTracker:
 
 
 class SwanlabTracker:
-    """SwanLab."""
+    """SwanLab. A resumed run is an experiment of its own there: SwanLab takes up an old one only online."""
 
     def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
         import swanlab

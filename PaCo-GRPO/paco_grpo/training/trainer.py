@@ -266,7 +266,7 @@ class Trainer:
                     self.accelerator,
                     folder,
                     self._signalled,
-                    self.run.engine.lockstep,
+                    self.run.engine.joint_forwards,
                 )
         except ScoringError as error:
             self._save()

@@ -92,7 +92,7 @@ class Updater:
                 sums: dict[str, float] = {}
                 problem = ""
                 batches = rollouts.batches(mine, self.config.train.batch_size)
-                turns = self.engine.turns(len(batches))
+                turns = self.engine.turns(len(batches), backward=True)
                 for turn in range(turns):
                     idle = turn >= len(batches)
                     numbers = rollouts.samples[0][:1] if idle else batches[turn]
@@ -100,7 +100,7 @@ class Updater:
                     found = self._backward(record, len(chosen), sums, last=turn == turns - 1)
                     if found and not problem:
                         problem = f"{found} in the batch of samples {positions[numbers].tolist()}"
-                    if problem and not self.engine.lockstep:
+                    if problem and not self.engine.joint_backwards:
                         break
                 sums["grad_norm"] = self._optimizer_step(problem, epoch) / self.accelerator.num_processes
                 collected.append(sums)
@@ -135,7 +135,7 @@ class Updater:
             loss = loss / (len(parts) * kept)
             if not torch.isfinite(loss):
                 problem = problem or f"the loss is {loss.item()}"
-                if not self.engine.lockstep:
+                if not self.engine.joint_backwards:
                     return problem
             self.engine.backward(loss, last and number == len(parts))
             sums["loss"] = sums.get("loss", 0.0) + loss.item()

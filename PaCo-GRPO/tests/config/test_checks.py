@@ -47,7 +47,6 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
         ([("train.nft_beta", "-1")], "train.nft_beta=-1.0 must be greater than 0"),
         ([("train.adam_weight_decay", "-1")], "train.adam_weight_decay=-1.0 must be at least 0"),
         ([("sample.guidance_scale", "-1")], "sample.guidance_scale=-1.0 must be at least 0"),
-        ([("sample.batch_size", "0")], "sample.batch_size=0 must be at least 1"),
         ([("save_freq", "-1")], "save_freq=-1 must be at least 0"),
         ([("eval_freq", "-1")], "eval_freq=-1 must be at least 0"),
         ([("seed", "-1")], "seed=-1 must be at least 0"),

@@ -71,6 +71,13 @@ def test_text_kind(tmp_path):
     assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
 
 
+@pytest.mark.parametrize(("kind", "name"), [("text", "train.txt"), ("geneval", "train_metadata.jsonl")])
+def test_another_encoding_is_named_by_file_and_line(tmp_path, kind, name):
+    (tmp_path / name).write_bytes('{"prompt": "a cat"}\n{"prompt": "a caf\xe9"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{name}:2: not UTF-8 .byte 0xe9"):
+        load_prompts(tmp_path, "train", kind)
+
+
 @pytest.mark.skipif(not SHARED.is_file(), reason="shared/data absent")
 def test_real_items_are_accepted(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_text(SHARED.read_text())

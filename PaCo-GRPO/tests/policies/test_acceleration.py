@@ -15,9 +15,9 @@ from paco_grpo.policies.adapters import add_lora, add_old_adapter, merged, train
 from paco_grpo.policies.offload import Offloaded
 
 
-def ready(name, folder, **options):
-    policy = load(name, folder, **options)
-    add_lora(policy, 4, 8)
+def ready(name, folder, targets=None):
+    policy = load(name, folder)
+    add_lora(policy, 4, 8, targets)
     add_old_adapter(policy)
     disturb(policy)
     return policy
@@ -42,18 +42,19 @@ def one_epoch(policy, name):
     found = []
     for options in (
         {}, {"gradient": True}, {"inside": policy.old}, {"inside": policy.reference}, {"inside": policy.merged},
-        {"batch": 3}, {"batch": 3, "gradient": True}, {"size": 64}, {"batch": 3, "size": 48, "gradient": True},
+        {"batch": 3, "size": 64}, {"batch": 3, "gradient": True},
     ):  # fmt: skip
         velocity, gradients = forward(policy, name, **options)
         found += [velocity, *gradients]
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir, checkpointing):
+def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing):
     """Dynamo's part alone (backend eager): it decides what is compiled anew, and the numbers stay the very same."""
-    policy = ready("flux", tiny_flux_dir)
+    folder = build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=2)
+    policy = ready("flux", folder, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
     expected = one_epoch(policy, "flux")
     if checkpointing:
         policy.transformer.enable_gradient_checkpointing()
@@ -73,7 +74,7 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir, checkpoi
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_equals_eager_to_rounding(tmp_path):
-    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1))
+    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
     cases = ({}, {"gradient": True})
     expected = [forward(policy, "flux", **case) for case in cases]
     torch._dynamo.reset()

@@ -32,9 +32,9 @@ def test_references_are_kept_beside_the_images(run_dir):
     rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
     assert [row["reference"] for row in rows] == [f"references/{i:05d}.png" for i in range(5)]
     for row in rows:
-        with Image.open(folder / row["reference"]) as kept:
-            with Image.open(run_dir.parents[1] / "prompts" / f"test{row['item_id']}.png") as given:
-                assert (pixels(kept) == pixels(given)).all()  # small ones are kept as they are
+        given = run_dir.parents[1] / "prompts" / f"test{row['item_id']}.png"
+        with Image.open(folder / row["reference"]) as kept, Image.open(given) as original:
+            assert (pixels(kept) == pixels(original)).all()  # small ones are kept as they are
 
 
 def test_sheet_and_tracked_pictures_show_reference_and_instruction(run_dir):

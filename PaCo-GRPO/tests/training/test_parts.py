@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.collect import batches_by_key
 from paco_grpo.training.ema import EMA
 from paco_grpo.training.evaluation import evaluation_set, summarise
 from paco_grpo.training.scoring import ScoringError, ScoringQueue
-from paco_grpo.training.tracking import MetricsFile, TrackingError, build_tracker
+from paco_grpo.training.tracking import MetricsFile
 from paco_grpo.types import Item
 
 
@@ -198,24 +197,3 @@ def test_metrics_go_on_where_the_run_resumes(tmp_path):
     assert metrics.has_evaluation(2) and not metrics.has_evaluation(3)
     metrics.keep_until(1)
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
-
-
-def test_missing_tracker_package_is_told(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "swanlab", None)
-    with pytest.raises(TrackingError, match="pip install swanlab"):
-        build_tracker("swanlab", tmp_path, "p", "r", {})
-
-
-def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = build_tracker("tensorboard", tmp_path, "p", "r", {})
-    tracker.log({"train/loss": 1.5}, 3)
-    tracker.log_images("eval/images", [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")], 3)
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 1.5)]
-    assert [event.step for event in events.Images("eval/images/1")] == [3]
-    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("eval/images/1_caption/text_summary")]
-    assert texts == [b"a box"]

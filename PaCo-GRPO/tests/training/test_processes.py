@@ -78,10 +78,19 @@ def test_configuration_name_is_needed(script):
     ],
 )
 def test_editors_train_from_the_command_line(tiny_folder, tmp_path, script, name, policy):
-    overrides = overrides_for(tiny_folder(policy), tmp_path, write_edits, num_epochs=1)
-    status, said = finish(launch(["bash", str(Path(TRAIN[1]).with_name(script)), name], overrides))
-    assert status == 0, said
-    assert (tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001" / "diffusers").is_dir()
+    """With one process and with two, which end in the same weights to rounding (tolerance as below)."""
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        changes = {"num_epochs": 1, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2}
+        overrides = overrides_for(tiny_folder(policy), folder, write_edits, **changes)
+        status, said = finish(launch(["bash", str(Path(TRAIN[1]).with_name(script)), name], overrides, processes))
+        assert status == 0, said
+        assert (folder / "runs" / "run" / "checkpoints" / "epoch_0001" / "diffusers").is_dir()
+        assert json.loads((folder / "runs" / "run" / "plan.json").read_text())["num_processes"] == processes
+    one, two = weights(tmp_path / "1", 1), weights(tmp_path / "2", 1)
+    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 1e-4  # they start at 0
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_run import rows_of, tiny_config, train
+from tiny_run import BASE, rows_of, tiny_config, train
 
 from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.configuration import ConfigError, load_config
+from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config
 from paco_grpo.training.setup import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
@@ -66,7 +66,8 @@ def test_what_a_run_writes(finished):
     assert times == sorted(times)
     for name in (
         "train/loss", "train/ratio_mean", "train/clip_share", "train/grad_norm", "reward/brightness_mean",
-        "reward/brightness_std", "reward/missing_share", "advantage/zero_std_share", "time/sample_s",
+        "reward/brightness_std", "reward/brightness_cv", "reward/missing_share", "advantage/zero_std_share",
+        "advantage/group_size_mean", "time/sample_s",
         "time/reward_wait_s", "time/train_s", "time/epoch_s",
     ):  # fmt: skip
         assert isinstance(rows[1][name], float), name
@@ -79,10 +80,16 @@ def test_what_a_run_writes(finished):
     assert (checkpoint / "adapter" / "adapter_config.json").is_file()
     assert (checkpoint / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
     assert list((folder / "tensorboard").iterdir())
-    assert (
-        load_config(str(folder / "config.yaml"), Path(__file__).parents[2] / "config" / "base.py").to_dict()
-        == finished.to_dict()
-    )
+    assert load_config(str(folder / "config.yaml"), BASE).to_dict() == finished.to_dict()
+
+
+def test_the_saved_configuration_runs_again(finished):
+    """``--config runs/NAME/config.yaml`` under another name: the same first epoch, bit for bit."""
+    again = load_config(str(folder_of(finished) / "config.yaml"), BASE)
+    apply_overrides(again, [("run_name", "again"), ("num_epochs", "1"), ("test.at_start", "false"), ("eval_freq", "0")])
+    train(again)
+    one, two = state_of(finished, 1), state_of(again, 1)
+    assert all(torch.equal(one[key], two[key]) for key in one if key != "rng")
 
 
 def test_evaluation_rows_are_the_scores_of_the_images(finished):

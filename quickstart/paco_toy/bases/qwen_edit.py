@@ -20,7 +20,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from torch import nn
 
-from paco_toy.bases.edit_batches import DEPARTURE, EditBatch, draw_edits, draw_pixels
+from paco_toy.bases.edit_batches import EditBatch, draw_edits, draw_pixels
 from paco_toy.bases.flow import shifted_times, train_average, with_weights
 from paco_toy.bases.generator import LatentCache
 from paco_toy.bases.panels import PanelCache
@@ -42,13 +42,14 @@ IMAGE_SIDES = (64,)  # pixels of the scenes that it edits well
 GUIDANCE = 1.0  # no true CFG, as `toy_qwen_edit` samples: the base follows less with it
 VAE_MINUTES, READER_MINUTES = 15.0, 3.5
 SIDES = (16, 32)  # panel sides in pixels: the transformer sees scenes of 32 and 64 px
+_DEPARTURE = 0.3  # of targets, towards the end; on its own the base fails often enough
 _UNTOLD = 0.1  # share of batches without an instruction
 _PROBE_WEIGHT = 0.5
 _ASKED_WEIGHT = 8.0  # of the panel that the instruction names, in the loss; the others are mostly copied
 _BATCH = {16: 40, 32: 14}
 # From which share of the time on: what panel side each step trains on, in turn, and how often a target departs from what is
 # asked. What is asked is learned on small images and careful targets; careless ones come last and are learned soon.
-_LEGS = ((0.0, (16, 16, 32), 0.0), (0.2, (32, 16, 32), 0.0), (0.4, (32,), 0.0), (0.75, (32,), DEPARTURE))
+_LEGS = ((0.0, (16, 16, 32), 0.0), (0.2, (32, 16, 32), 0.0), (0.4, (32,), 0.0), (0.75, (32,), _DEPARTURE))
 # Qwen-Image's own scheduler settings.
 _SCHEDULER = {
     "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256, "max_image_seq_len": 8192,
@@ -161,7 +162,7 @@ def train(
 
 def train_longer(pipe: QwenImageEditPipeline, seconds: float, seed: int, snapshot: Callable | None = None) -> None:
     """On from what was trained: first on careful targets, careless ones last again; the learning rate starts afresh."""
-    train(pipe, seconds, seed + 1, lr=8e-4, legs=((0.0, (32,), 0.0), (0.7, (32,), DEPARTURE)), snapshot=snapshot)
+    train(pipe, seconds, seed + 1, lr=8e-4, legs=((0.0, (32,), 0.0), (0.7, (32,), _DEPARTURE)), snapshot=snapshot)
 
 
 def draw(

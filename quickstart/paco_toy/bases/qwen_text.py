@@ -66,7 +66,13 @@ def new_editor_processor() -> Qwen2VLProcessor:
         additional_special_tokens=list(SPECIAL_TOKENS), model_max_length=2048,
     )  # fmt: skip
     size = {"shortest_edge": _IMAGE_PIXELS, "longest_edge": _IMAGE_PIXELS}
-    options = {"size": size, "min_pixels": _IMAGE_PIXELS, "max_pixels": _IMAGE_PIXELS, "patch_size": 14, "merge_size": 2}
+    options = {
+        "size": size,
+        "min_pixels": _IMAGE_PIXELS,
+        "max_pixels": _IMAGE_PIXELS,
+        "patch_size": 14,
+        "merge_size": 2,
+    }
     return Qwen2VLProcessor(
         Qwen2VLImageProcessor(**options), tokenizer, Qwen2VLVideoProcessor(**options), chat_template=""
     )
@@ -111,11 +117,13 @@ class SceneReader:
 
     def __call__(self, pixels: np.ndarray, instructions: list[str]) -> torch.Tensor:
         """Features (B, L, D) for uint8 scenes (B, S, S, 3)."""
-        images = self.processor.image_processor(images=torch.from_numpy(pixels).permute(0, 3, 1, 2), return_tensors="pt")
+        images = self.processor.image_processor(
+            images=torch.from_numpy(pixels).permute(0, 3, 1, 2), return_tensors="pt"
+        )
         ids = torch.tensor([self._tokens(text) for text in instructions])
+        # Only what the pipeline passes on: without mm_token_type_ids every token has one position, image tokens too.
         hidden = self.encoder.model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **images, use_cache=False,
-            mm_token_type_ids=(ids == self.encoder.config.image_token_id).int(),
+            input_ids=ids, attention_mask=torch.ones_like(ids), **images, use_cache=False
         ).last_hidden_state  # fmt: skip
         return hidden[:, self.dropped :]
 
@@ -178,5 +186,10 @@ def _what_to_know(edits: EditBatch) -> dict[str, torch.Tensor]:
     panels = {"style": shown // 35, "colour": shown // 5 % 7, "shape": shown % 5, "view": edits.views}
     there = {n: v[np.arange(len(shown)), edits.place] for n, v in panels.items()}
     words = {"asked shape": there["shape"], "place": edits.place, "value": edits.value}
-    known = {f"panel {n}": v for n, v in panels.items()} | {"panel place": places} | {f"there {n}": v for n, v in there.items()} | words
+    known = (
+        {f"panel {n}": v for n, v in panels.items()}
+        | {"panel place": places}
+        | {f"there {n}": v for n, v in there.items()}
+        | words
+    )
     return {name: torch.from_numpy(v) for name, v in known.items()}

@@ -1,0 +1,1 @@
+"""What the benchmarks share: generators of any size with random weights, counted FLOPs, timed epochs, JSON files."""

@@ -1,0 +1,328 @@
+"""What each phase of an epoch holds in memory, from tensor sizes: the policy's own code run on the meta device.
+
+Nothing is allocated: parameters are counted where they lie, and what a phase adds is followed operation by operation
+(``live_bytes``). Encoding, sampling and training go through the policy and the objective that a run uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from ml_collections import ConfigDict
+from torch.utils.checkpoint import checkpoint
+
+from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes, bytes_of
+from measuring.presets import build
+from paco_grpo.data.prompts import round_to_multiple
+from paco_grpo.objectives import get_objective
+from paco_grpo.policies import POLICIES, Policy, quantized
+from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters
+from paco_grpo.types import Conditioning, RolloutRecord
+
+META = torch.device("meta")
+# Parameters of rewards that load a model on the process's device, float32.
+REWARD_PARAMETERS = {
+    "subfig_clipT": 986_109_441,  # OpenCLIP ViT-H-14
+    "subfig_clipI": 986_109_441,
+    "pickscore": 986_109_441,  # the same architecture, weights of its own
+    "clipscore": 427_616_513,  # CLIP ViT-L/14
+}
+
+
+def meta_policy(config: ConfigDict) -> Policy:
+    """The generator of ``config`` with its adapters, on the meta device."""
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    pipeline = build(config.pretrained.model, dtype, META)
+    policy = _policy_class(pipeline)(
+        pipeline,
+        dtype=dtype,
+        device=META,
+        max_sequence_length=config.max_sequence_length,
+        guidance_scale=config.sample.guidance_scale,
+        negative_prompt=config.sample.negative_prompt,
+    )
+    imitate_accelerator(policy, config.enable_gradient_checkpointing)
+    with META:
+        if config.use_lora:
+            add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
+        else:
+            policy.transformer.float().requires_grad_(True)
+        if config.train.loss_type == "nft":
+            add_old_adapter(policy)
+    return policy
+
+
+def random_policy(config: ConfigDict, device: torch.device) -> Policy:
+    """The same with weights, as each class initialises them, on ``device`` (quantised there, layer by layer)."""
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    pipeline = build(config.pretrained.model, dtype, torch.device("cpu" if config.pretrained.quantize else device))
+    policy = _policy_class(pipeline)(
+        pipeline,
+        dtype=dtype,
+        device=device,
+        max_sequence_length=config.max_sequence_length,
+        guidance_scale=config.sample.guidance_scale,
+        negative_prompt=config.sample.negative_prompt,
+        quantize=config.pretrained.quantize,
+    )
+    if config.use_lora:
+        add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
+    if config.enable_gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    policy.offload(text_encoders=config.speed.offload_text_encoders is not False, vae=config.speed.offload_vae)
+    return policy
+
+
+def _policy_class(pipeline: Any) -> type[Policy]:
+    module, name = POLICIES[type(pipeline).__name__].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
+    """Autocast and fused attention for a policy on the meta device, also while a block is computed again."""
+    low = None if policy.dtype == torch.float32 else policy.dtype
+    policy.autocast = lambda: MetaAutocast(low)
+    if checkpointing:
+        again = partial(
+            checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), MetaAutocast(low)),
+            preserve_rng_state=False,
+        )  # fmt: skip
+        policy.transformer.enable_gradient_checkpointing(lambda block, *args: again(block.__call__, *args))
+
+
+# --- what lies there all the time -------------------------------------------------------------------------------------
+
+
+def resident(policy: Policy, config: ConfigDict) -> dict[str, int]:
+    """Bytes of what is on the accelerator throughout, by part."""
+    trained = sum(p.numel() for p in trainable_parameters(policy))
+    old = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".old." in n)
+    base = bytes_of(policy.transformer) - 4 * (trained + old)
+    if config.pretrained.quantize:
+        for _, layer in _base_layers(policy):
+            size = layer.weight.numel() * layer.weight.element_size()
+            base += quantized.stored_bytes(layer, config.pretrained.quantize) - size
+    parts = {
+        "transformer": base,
+        "adapter": 4 * trained,
+        "optimizer": (2 if config.train.use_8bit_adam else 8) * trained,
+    }
+    if config.train.ema:
+        parts["average"] = 4 * trained
+    if old:
+        parts["old adapter"] = 4 * old
+    if config.speed.offload_text_encoders is False:  # None: off the accelerator, where that is CUDA
+        parts["text encoders"] = sum(map(bytes_of, policy.text_encoders()))
+    if not config.speed.offload_vae:
+        parts["VAE"] = bytes_of(policy.pipeline.vae)
+    if rewards := reward_bytes(config):
+        parts["rewards"] = rewards
+    return parts
+
+
+def reward_bytes(config: ConfigDict) -> int:
+    """Models of local rewards on the process's accelerator; OpenCLIP's are shared."""
+    found = set()
+    for name in {*config.train.reward_fn, *config.test.reward_fn}:
+        kwargs = config.train.reward_fn_kwargs.get(name, {})
+        elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
+        if name in REWARD_PARAMETERS and not elsewhere:
+            found.add("OpenCLIP" if name.startswith("subfig_clip") else name)
+    known = REWARD_PARAMETERS | {"OpenCLIP": REWARD_PARAMETERS["subfig_clipT"]}
+    return sum(4 * known[name] for name in found)
+
+
+def _base_layers(policy: Policy) -> list[tuple[str, torch.nn.Linear]]:
+    """What would be quantised, seen through the adapters that are already there."""
+    return [(n.replace(".base_layer", ""), layer) for n, layer in quantized.quantizable(policy.transformer)
+            if ".lora_" not in n]  # fmt: skip
+
+
+def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
+    """The most that one quantised layer adds while it computes: its weight decoded (and int8's 32-bit products)."""
+    kind = config.pretrained.quantize
+    if not kind:
+        return 0
+    element = 2 if policy.dtype == torch.bfloat16 else 4
+    layers = [layer for _, layer in _base_layers(policy)]
+    largest = max(element * layer.weight.numel() for layer in layers)
+    if kind == "nf4":
+        return largest
+    return max(largest, max(4 * tokens * layer.out_features for layer in layers))
+
+
+# --- what a phase adds ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Images of one forward.
+
+    Attributes:
+        batch: Images.
+        height: Pixels.
+        width: Pixels.
+        text: Text tokens (FLUX: padded to ``max_sequence_length``; Qwen-Image-Edit: image and instruction).
+    """
+
+    batch: int
+    height: int
+    width: int
+    text: int
+
+
+def shape(policy: Policy, config: ConfigDict, resolution: int, batch: int) -> Shape:
+    """A square image at ``resolution``, whose area every shape of item_size 'aspect' has."""
+    height, width = round_to_multiple((resolution, resolution), policy.size_multiple)
+    text = config.max_sequence_length
+    if type(policy).__name__.startswith("Qwen"):
+        text = (height // 28) * (width // 28) + 64  # the reference image as the text encoder sees it, and words
+    return Shape(batch, height, width, text)
+
+
+def tokens(policy: Policy, size: Shape) -> int:
+    """Tokens of a batch that go through the transformer: text, image and, for an editor, the reference."""
+    rows, columns = policy._grid(size.height, size.width)
+    return size.batch * (size.text + rows * columns * (2 if policy.edits_images else 1))
+
+
+def parameters(policy: Policy) -> dict[str, int]:
+    """Parameters by part; the transformer's without its adapters."""
+    parts = {n: m for n, m in policy.pipeline.components.items() if isinstance(m, torch.nn.Module)}
+    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in parts.items()}
+    adapters = {n: p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" in n}
+    counts["transformer"] -= sum(adapters.values())
+    return counts | {"adapter": sum(count for name, count in adapters.items() if ".old." not in name)}
+
+
+def conditioning(policy: Policy, size: Shape) -> Conditioning:
+    """What ``encode`` would return, on the policy's device; the reference of an editor has the size that is drawn."""
+    of = type(policy).__name__
+    config = policy._transformer_config
+    rows, columns = policy._grid(size.height, size.width)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(size.batch, *shape, device=policy.device, dtype=policy.dtype)
+
+    fields: dict[str, Any] = {"prompt_embeds": empty(size.text, config.joint_attention_dim)}
+    if policy.edits_images:
+        fields["reference"] = empty(rows * columns, config.in_channels)
+        fields["reference_grid"] = torch.tensor([[rows, columns]] * size.batch)
+    if of.startswith("Qwen"):
+        from paco_grpo.policies.qwen_image_edit import QwenEditConditioning
+
+        if policy.guided:
+            fields["negative_embeds"] = empty(size.text, config.joint_attention_dim)
+            fields["negative_mask"] = None
+        return QwenEditConditioning(prompt_mask=None, **fields)
+    from paco_grpo.policies.flux import FluxConditioning
+    from paco_grpo.policies.flux_kontext import KontextConditioning
+
+    fields["pooled_prompt_embeds"] = empty(config.pooled_projection_dim)
+    return (KontextConditioning if policy.edits_images else FluxConditioning)(**fields)
+
+
+def peak_of(action: Callable[[], Any], block: int | None = None) -> int:
+    """Most bytes alive at once of what ``action`` makes."""
+    with LiveBytes(**({} if block is None else {"block": block})) as live:
+        action()
+    return live.peak
+
+
+def sampling(policy: Policy, size: Shape) -> int:
+    """One forward without gradient, with its inputs."""
+
+    def run() -> None:
+        latents = policy.initial_latents(range(size.batch), size.height, size.width)
+        sigma = torch.full((size.batch,), 0.5, device=policy.device)
+        policy.velocity(latents, sigma, conditioning(policy, size), size.height, size.width)
+
+    with torch.no_grad():
+        return peak_of(run)
+
+
+def decoding(policy: Policy, size: Shape) -> int:
+    """The VAE's way from latents to pixels."""
+
+    def run() -> None:
+        latents = policy.initial_latents(range(size.batch), size.height, size.width)
+        unpacked = policy.pipeline._unpack_latents(latents, size.height, size.width, policy.pipeline.vae_scale_factor)
+        policy._pixels(unpacked)
+
+    with torch.no_grad(), _attention(policy):
+        return peak_of(run)
+
+
+def _attention(policy: Policy) -> AbstractContextManager:
+    """Fused attention where there is none: on the meta device."""
+    return MetaAutocast() if policy.device.type == "meta" else nullcontext()
+
+
+def encoding(policy: Policy, size: Shape) -> int | None:
+    """One prompt through FLUX's text encoders; None where it is not counted (Qwen's reads images on the CPU)."""
+    if type(policy).__name__.startswith("Qwen"):
+        return None
+    clip, t5 = policy.text_encoders()
+
+    def run() -> None:
+        t5(torch.zeros(1, size.text, dtype=torch.long, device=policy.device))
+        clip(torch.zeros(1, clip.config.max_position_embeddings, dtype=torch.long, device=policy.device))
+
+    with torch.no_grad(), _attention(policy):
+        return peak_of(run)
+
+
+def record(policy: Policy, config: ConfigDict, size: Shape) -> RolloutRecord:
+    """What a rollout of these images leaves, one noise step, ready for the objective."""
+    x = policy.initial_latents(range(size.batch), size.height, size.width)
+    one = torch.zeros(size.batch, device=policy.device)
+    return RolloutRecord(
+        item_ids=torch.zeros(size.batch, dtype=torch.long, device=policy.device),
+        latents=x[:, None], next_latents=x[:, None].clone(), step_mean=x[:, None].clone(), log_prob=one[:, None],
+        step_index=torch.tensor([1]), sigmas=policy.sigmas(config.sample.num_steps, size.height, size.width),
+        clean_latents=x.clone(), conditioning=conditioning(policy, size), height=size.height, width=size.width,
+        noise_level=config.sample.noise_level, cps=config.sample.cps, advantages=one, weights=one + 1,
+    )  # fmt: skip
+
+
+def record_bytes(policy: Policy, config: ConfigDict, size: Shape, images: int, prompts: int) -> int:
+    """Rollout records of ``images`` and the conditioning of ``prompts``, kept on the accelerator until the update."""
+    one = dataclasses.replace(size, batch=1)
+    held = record(policy, config, one)
+    latents = sum(t.nbytes for t in (held.latents, held.next_latents, held.step_mean)) * len(config.sample.noise_steps)
+    texts = sum(v.nbytes for v in held.conditioning._values().values() if isinstance(v, torch.Tensor))
+    return images * (latents + held.clean_latents.nbytes) + prompts * texts
+
+
+def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None = None) -> dict[str, int]:
+    """Forward and backward of one micro-batch at one noise step.
+
+    Returns:
+        ``saved``: what autograd keeps between the two; ``peak``: the most alive at once, gradients of the trained
+        weights included; ``gradients``: those alone.
+    """
+    rollouts = record(policy, config, size)
+    for parameter in trainable_parameters(policy):
+        parameter.grad = None
+    with LiveBytes(**({} if block is None else {"block": block})) as live:
+        with SavedBytes(policy.transformer) as saved:
+            loss, _ = get_objective(config.train.loss_type)(rollouts, policy, config)
+        torch.autograd.backward(loss)
+        del loss
+        peak = live.peak
+    gradients = sum(p.grad.nbytes for p in trainable_parameters(policy) if p.grad is not None)
+    return {"saved": saved.total, "peak": peak, "gradients": gradients}
+
+
+def merged_bytes(policy: Policy) -> int:
+    """The copies of base weights that ``sample.merge_lora`` sets aside."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m.get_base_layer() for m in policy.transformer.modules() if isinstance(m, BaseTunerLayer)]
+    return sum(layer.weight.nbytes for layer in layers)

@@ -1,0 +1,182 @@
+"""Reports as Markdown tables: medians, and in brackets the quartiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+NOTHING = "–"
+_CALLS = {
+    "transformer": "transformer, forward", "text_encoder": "first text encoder", "text_encoder_2": "second text encoder",
+    "decoder": "VAE decoder", "backward": "transformer, backward",
+}  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """``value`` in ``form``, or a dash; large ones without an exponent."""
+    if value is None:
+        return NOTHING
+    text = format(value, form)
+    return f"{value:.0f}" if "e+" in text else text
+
+
+def spread(of: Mapping[str, Any] | None, form: str = ".3g") -> str:
+    """Median and quartiles."""
+    if not of or of["median"] is None:
+        return NOTHING
+    return f"{number(of['median'], form)} ({number(of['low'], form)}–{number(of['high'], form)})"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return NOTHING if value is None else f"{100 * value:.3g} %"
+
+
+def flops(value: float | None) -> str:
+    """FLOPs with the unit that fits."""
+    if value is None:
+        return NOTHING
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e6:.3g} M"
+
+
+def head(report: Mapping[str, Any]) -> str:
+    """What was run, on what, and when."""
+    machine, git = report["machine"], report["git"]
+    gpus = machine["gpus"]
+    on = f"{len(gpus)}x {gpus[0]['name']}" if gpus else f"{machine['processor']}, {machine['cores']} cores"
+    changed = f" with {git['changed_files']} changed files" if git.get("changed_files") else ""
+    return (
+        f"`{report['command']}` on {on}; torch {report['versions']['torch']}; commit "
+        f"`{git.get('commit', 'unknown')[:10]}`{changed}; load before {machine['load'][0]:.2g}; {report['time']}.\n"
+    )
+
+
+def epoch(report: Mapping[str, Any]) -> str:
+    """Of epoch.py."""
+    results, settings = report["results"], report["settings"]
+    work = ", ".join(f"{key} {settings[key]}" for key in ("resolution", "k", "m", "steps", "train_steps", "batch"))
+    parts = [f"{settings['preset']}: {work}; {settings['repeats']} rounds. Seconds of an epoch, median (quartiles).\n"]
+    rows = [
+        [f"`{r['label']}`", *(spread(r["seconds"].get(name)) for name in ("epoch", "sampling", "reward_wait", "training", "cpu"))]
+        for r in results
+    ]  # fmt: skip
+    parts.append(table(["setting", "epoch", "sampling", "reward wait", "training", "CPU time"], rows))
+    if report["compared"]:
+        rows = [
+            [f"`{c['setting']}` to `{c['base']}`", *(spread(c["ratio"][n], ".3f") for n in ("epoch", "sampling", "training", "cpu"))]
+            for c in report["compared"]
+        ]  # fmt: skip
+        parts.append("Ratios within a round (below 1: faster).\n")
+        parts.append(table(["compared", "epoch", "sampling", "training", "CPU time"], rows))
+    parts += [_phases(results), _calls(results), _rates(report)]
+    if report.get("profile"):
+        parts.append(profile(report["profile"]))
+    return "\n".join(parts)
+
+
+def _phases(results: Sequence[Mapping]) -> str:
+    names = ("encode", "denoising", "decode", "reward_wait", "training", "optimizer")
+    rows = [[f"`{r['label']}`", *(number(r["detailed_seconds"].get(name)) for name in names)] for r in results]
+    text = "Seconds of the phases, in one further epoch that waits after each (training includes the optimizer).\n\n"
+    return text + table(["setting", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _calls(results: Sequence[Mapping]) -> str:
+    rows = [[f"`{r['label']}`", *(str(r["calls"].get(name, 0)) for name in _CALLS)] for r in results]
+    return "Images (texts) through each part.\n\n" + table(["setting", *_CALLS.values()], rows)
+
+
+def _rates(report: Mapping[str, Any]) -> str:
+    peak = report["peak"]
+    rows = []
+    for r in report["results"]:
+        rate, memory = r["rates"], r["memory"]
+        gigabytes = memory.get("peak_gpu_mib", memory["peak_rss_mib"]) / 1024
+        row = [number(rate["sampling_tokens_per_second"]), flops(r["flops"]["sampling"]), flops(r["flops"]["training"])]
+        row += [share(rate[name]) for name in ("denoising_mfu", "sampling_mfu", "training_mfu", "epoch_mfu")]
+        rows.append([f"`{r['label']}`", *row, share(rate["reward_hidden"]), f"{gigabytes:.3g}"])
+    kind = "GPU memory" if report["device"] == "cuda" else "process"
+    text = (
+        f"Shares are of the measured {peak['dtype']} matrix-product peak, {flops(peak['flops_per_second'])}FLOP/s"
+        f"{'' if not peak['threads'] else ' on ' + str(peak['threads']) + ' thread(s)'}; the rewards' time is hidden where "
+        "nobody waits for it.\n\n"
+    )
+    columns = ["setting", "image tokens/s", "sampling FLOPs", "training FLOPs", "denoising MFU", "sampling MFU",
+               "training MFU", "epoch MFU", "reward hidden", f"peak GiB ({kind})"]  # fmt: skip
+    return text + table(columns, rows)
+
+
+def profile(found: Mapping[str, Any], most: int = 12) -> str:
+    """The operations of one small epoch."""
+    rows = [
+        [f"`{o['name'][:70]}`", str(o["calls"]), number(o["ms"]), share(o["share"])] for o in found["operations"][:most]
+    ]
+    text = (
+        f"Where {found['total_ms'] / 1000:.3g} s on {found['on']} go in a profiled epoch of one batch and 3 steps.\n\n"
+    )
+    return text + table(["operation", "calls", "ms", "share"], rows)
+
+
+def resolution_sweep(report: Mapping[str, Any]) -> str:
+    """Of resolution_sweep.py."""
+    parts = []
+    if report["measured"]:
+        settings = report["settings"]
+        steps = report["measured"][0]["steps"]
+        parts.append(f"Measured: {settings['preset']}, {steps} steps, one of them trained; seconds an image.\n")
+        rows = [
+            [str(r["resolution"]), str(r["image_tokens"]), str(r["text_tokens"]), share(r["text_share"]),
+             spread(r["sampling_seconds"]), spread(r["training_seconds"]), number(r["decode_seconds"]),
+             flops(r["sampling_flops"]), flops(r["training_flops"]), share(r["sampling_mfu"]), share(r["training_mfu"])]
+            for r in report["measured"]
+        ]  # fmt: skip
+        columns = ["pixels", "image tokens", "text tokens", "text share", "sampling s", "training s", "of it decoding s",
+                   "sampling FLOPs", "training FLOPs", "sampling MFU", "training MFU"]  # fmt: skip
+        columns[6] = "decoding s (in sampling)"
+        parts.append(table(columns, rows))
+    for preset in dict.fromkeys(row["preset"] for row in report["counted"]):
+        rows = [
+            [str(r["resolution"]), str(r["image_tokens"] + r["reference_tokens"]), str(r["text_tokens"]),
+             share(r["text_share"]), flops(r["forward"]), flops(r["sampling"]), flops(r["training"]), flops(r["decode"])]
+            for r in report["counted"] if r["preset"] == preset
+        ]  # fmt: skip
+        columns = [
+            "pixels",
+            "image tokens",
+            "text tokens",
+            "text share",
+            "one forward",
+            "10 steps",
+            "training step",
+            "decode",
+        ]
+        parts.append(f"Counted, not timed: FLOPs of an image with {preset}'s real architecture.\n")
+        parts.append(table(columns, rows))
+    return "\n".join(parts)
+
+
+def scaling(report: Mapping[str, Any]) -> str:
+    """Of scaling.py."""
+    rows = [
+        [str(r["processes"]), spread(r["seconds"]), spread(r["speedup"]), share(r["efficiency"]),
+         share(r["waiting_share"]["median"])]
+        for r in report["rows"]
+    ]  # fmt: skip
+    text = f"{report['rows'][0]['images']} images an epoch, {report['settings']['threads']} thread(s) a process.\n\n"
+    return text + table(["processes", "epoch, s", "speed-up", "efficiency", "waiting share"], rows)
+
+
+KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "epoch": epoch,
+    "resolution_sweep": resolution_sweep,
+    "scaling": scaling,
+}

@@ -1,0 +1,100 @@
+"""Reports as figures, in the style of the run report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paco_grpo.report.style import FAINT, INK, SERIES, new_figure, save_png, styled
+
+_PHASES = ("encode", "denoising", "decode", "reward_wait", "training")
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """The figure of ``report`` as a PNG at ``path``."""
+    with styled():
+        figure = FIGURES[report["benchmark"]](report)
+        save_png(figure, path, dpi=110)
+
+
+def _epoch(report: Mapping[str, Any]):
+    results, pairs = report["results"], report["compared"]
+    height = 1.6 + 0.34 * max(len(results), len(pairs))
+    figure = new_figure(9.5 if pairs else 5.5, height)
+    axes = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
+    labels, left = [each["label"] for each in results], [0.0] * len(results)
+    for number, phase in enumerate(_PHASES):
+        widths = [max(0.0, each["detailed_seconds"].get(phase) or 0.0) for each in results]
+        axes[0].barh(labels, widths, left=left, color=SERIES[number], label=phase.replace("_", " "), height=0.6)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes[0].set(xlabel="seconds of an epoch", title="Phases")
+    axes[0].invert_yaxis()
+    axes[0].grid(axis="x"), axes[0].grid(visible=False, axis="y")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside lower left")
+    if pairs:
+        _ratios(axes[1], pairs)
+    return figure
+
+
+def _ratios(axis, pairs: Sequence[Mapping[str, Any]]) -> None:
+    for number, each in enumerate(pairs):
+        ratio = each["ratio"]["epoch"]
+        axis.plot(ratio["raw"], [number] * len(ratio["raw"]), "o", color=FAINT, markersize=3)
+        axis.plot([ratio["low"], ratio["high"]], [number, number], color=SERIES[0])
+        axis.plot(ratio["median"], number, "o", color=SERIES[0])
+    axis.axvline(1.0, color=INK, linewidth=0.8)
+    axis.set_yticks(range(len(pairs)), [each["setting"] for each in pairs])
+    axis.set_ylim(len(pairs) - 0.5, -0.5)
+    axis.set(xlabel="seconds of an epoch, ratio to the base", title="Compared: left is faster")
+    axis.grid(axis="x"), axis.grid(visible=False, axis="y")
+
+
+def _resolution_sweep(report: Mapping[str, Any]):
+    measured, counted = report["measured"], report["counted"]
+    figure = new_figure(9.5, 3.3)
+    left, right = figure.subplots(1, 2)
+    for number, phase in enumerate(("sampling", "training")):
+        if measured:
+            sides = [row["resolution"] for row in measured]
+            took = [row[f"{phase}_seconds"] for row in measured]
+            left.plot(sides, [each["median"] for each in took], "o-", color=SERIES[number], label=f"{phase}, measured")
+            left.fill_between(
+                sides, [t["low"] for t in took], [t["high"] for t in took], color=SERIES[number], alpha=0.2, linewidth=0
+            )
+        for line, preset in enumerate(dict.fromkeys(row["preset"] for row in counted)):
+            longest = max(row["text_tokens"] for row in counted if row["preset"] == preset)
+            rows = [row for row in counted if row["preset"] == preset and row["text_tokens"] == longest]
+            sides = [row["resolution"] for row in rows]
+            right.plot(
+                sides, [row[phase] / 1e12 for row in rows], ["o-", "s--", "^:"][line % 3], color=SERIES[number],
+                label=f"{phase}, {preset}",
+            )  # fmt: skip
+    title = report["settings"]["preset"] if measured else "not measured"
+    left.set(xlabel="pixels a side", ylabel="seconds an image", title=f"Measured ({title})")
+    right.set(xlabel="pixels a side", ylabel="TFLOP an image", title="Counted, not timed")
+    for axis, there in ((left, measured), (right, counted)):
+        if there:
+            axis.set(yscale="log")
+            axis.legend(fontsize=8)
+    return figure
+
+
+def _scaling(report: Mapping[str, Any]):
+    figure = new_figure(5.5, 3.0)
+    axis = figure.subplots()
+    rows = report["rows"]
+    counts = [row["processes"] for row in rows]
+    axis.plot(counts, [count / counts[0] for count in counts], "--", color=FAINT, label="ideal")
+    speed = [row["speedup"] for row in rows]
+    axis.errorbar(
+        counts, [s["median"] for s in speed], fmt="o-", color=SERIES[0], label="measured",
+        yerr=[[s["median"] - s["low"] for s in speed], [s["high"] - s["median"] for s in speed]],
+    )  # fmt: skip
+    axis.set(xlabel="processes", ylabel="speed-up", title="The same epoch on more processes", ylim=(0, None))
+    axis.set_xticks(counts)
+    axis.legend()
+    return figure
+
+
+FIGURES = {"epoch": _epoch, "resolution_sweep": _resolution_sweep, "scaling": _scaling}

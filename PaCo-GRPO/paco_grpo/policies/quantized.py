@@ -1,0 +1,104 @@
+"""The frozen base of a transformer in 8 or 4 bits (bitsandbytes), under a LoRA in float32: QLoRA (arXiv 2305.14314).
+
+bitsandbytes' layers keep the quantised weight for the backward pass and not a decoded copy, which is why it was chosen:
+torchao's keep the copy. Rollout and training go through the same layers, so the first ratio stays 1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+KINDS = ("nf4", "int8")
+
+
+def missing_library() -> str | None:
+    """Why nothing can be quantised here, None if it can."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed: pip install 'paco-grpo[quantize]'"
+    return None
+
+
+def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers inside the blocks of ``module`` (its lists of modules), by name.
+
+    Embedders and the output projection stay as they are: they are small, and their errors would reach every token.
+    """
+    for list_name, blocks in module.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            for name, layer in blocks.named_modules():
+                if type(layer) is nn.Linear:
+                    yield f"{list_name}.{name}", layer
+
+
+def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Replace every layer of :func:`quantizable`, in place, moving one at a time to ``device``.
+
+    Args:
+        module: Frozen, in ``dtype``, without adapters; may still be on the CPU.
+        kind: ``nf4`` (4.13 bits a weight with doubly quantised scales) or ``int8`` (row by row, activations too).
+        dtype: In which is computed.
+        device: Where the layers go; full-size layers are never there together.
+
+    Raises:
+        ValueError: Unknown ``kind``.
+        ImportError: Without bitsandbytes.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"pretrained.quantize = {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    # int8 computes in float16 and says so at every forward of every layer.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for name, layer in list(quantizable(module)):
+        parent, _, own = name.rpartition(".")
+        setattr(module.get_submodule(parent), own, _layer(layer, kind, dtype).to(device))
+    # What peft looks at to put its own kind of LoRA on the layers.
+    module.is_loaded_in_4bit, module.is_loaded_in_8bit = kind == "nf4", kind == "int8"
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Whether the weight of ``layer`` is stored in fewer bits."""
+    return hasattr(layer, "quantized_kind")
+
+
+def stored_bytes(layer: nn.Linear, kind: str) -> int:
+    """Bytes of the quantised weight of ``layer`` with its scales (bias apart)."""
+    n = layer.weight.numel()
+    if kind == "int8":
+        return n + 4 * layer.out_features
+    blocks = -(-n // 64)  # a scale in 8 bits for 64 weights, and one in float32 for 256 of those
+    return -(-n // 2) + blocks + 4 * -(-blocks // 256)
+
+
+def _layer(layer: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
+    import bitsandbytes as bnb
+
+    has_bias = layer.bias is not None
+    sizes = layer.in_features, layer.out_features, has_bias
+    weight = layer.weight.detach()
+    with torch.device("meta"):  # no second full-size weight
+        if kind == "nf4":
+            made = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
+            made.support_avx512bf16_for_cpu = False  # it repacks the weights at the first forward without gradient
+        else:
+            # threshold 0: no columns are singled out by their batch mates, so a sample's numbers are its own
+            made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
+    if kind == "nf4":
+        made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+    else:
+        made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False) if has_bias else None
+    made.quantized_kind = kind
+    made.register_forward_pre_hook(_as_autocast)
+    return made.eval()
+
+
+def _as_autocast(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Inputs as autocast would give them to a linear layer: bitsandbytes answers in its input's precision."""
+    x = inputs[0]
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return (x, *inputs[1:])

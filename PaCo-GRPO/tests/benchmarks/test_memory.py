@@ -1,0 +1,167 @@
+"""What benchmarks/memory.py computes on the meta device equals what real tensors take on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from named import override
+
+import memory
+from measuring import footprint as fp
+from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BLOCK = 64  # bytes; the CPU's allocator
+
+
+def tiny(folder, checkpointing=False, **changes):
+    pairs = {
+        "pretrained.model": str(folder), "max_sequence_length": "24", "train.lora_rank": "4", "train.resolution": "64",
+        "train.batch_size": "3", "test.resolution": "64", "enable_gradient_checkpointing": str(checkpointing),
+        "sample.merge_lora": "0",
+    }  # fmt: skip
+    return override(*(pairs | changes).items(), name="t2is")
+
+
+def real_policy(config):
+    """The same policy with real tensors on the CPU."""
+    config = config.copy_and_resolve_references()
+    config.speed.offload_text_encoders = False
+    return fp.random_policy(config, torch.device("cpu"))
+
+
+def allocated_at_most(action) -> int:
+    """Bytes beyond the start, as the allocator itself reports each of its allocations: nothing of ours counts here."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        action()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["flux", "flux_kontext", "qwen_image_edit"])
+def test_training_on_meta_takes_the_bytes_of_real_tensors(name, checkpointing, tiny_folder):
+    config = tiny(tiny_folder(name), checkpointing)
+    config.mixed_precision = "no"
+    meta, real = fp.meta_policy(config), real_policy(config)
+    size = fp.Shape(3, 64, 64, 24)
+    computed, taken = (fp.training(policy, config, size, BLOCK) for policy in (meta, real))
+    assert (computed["saved"], computed["gradients"]) == (taken["saved"], taken["gradients"])
+    assert abs(computed["peak"] - taken["peak"]) <= 4 * BLOCK  # a scalar more or less
+    assert computed["gradients"] > 0 and computed["peak"] > computed["saved"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_peak_is_what_the_allocator_says(checkpointing, tiny_folder):
+    config = tiny(tiny_folder("flux"), checkpointing)
+    config.mixed_precision = "no"
+    size = fp.Shape(3, 64, 64, 24)
+    computed = fp.training(fp.meta_policy(config), config, size, BLOCK)
+    policy = real_policy(config)
+    fp.training(policy, config, size)  # kernels that set something aside at their first call
+    measured = allocated_at_most(lambda: fp.training(policy, config, size))
+    # the rest is what kernels set aside for themselves, much beside so small a model
+    assert computed["peak"] <= measured <= 1.12 * computed["peak"]
+
+
+def test_checkpointing_keeps_less():
+    found = {}
+    for checkpointing in (False, True):
+        config = override(
+            ("pretrained.model", str(ROOT.parent / "quickstart" / "models" / "flux")), ("sample.merge_lora", "0"),
+            ("max_sequence_length", "32"), ("train.resolution", "64"), ("test.resolution", "64"),
+            ("enable_gradient_checkpointing", str(checkpointing)), name="t2is",
+        )  # fmt: skip
+        policy = fp.meta_policy(config)
+        found[checkpointing] = fp.training(policy, config, fp.shape(policy, config, 64, 2))
+    assert found[True]["saved"] < found[False]["saved"] / 3
+    assert found[True]["peak"] < found[False]["peak"]
+
+
+def test_autocast_is_imitated(tiny_folder):
+    """On real CPU tensors, the imitation keeps and takes what CPU's autocast does (without CUDA's float32 list)."""
+    config = tiny(tiny_folder("flux"))
+    found = []
+    for imitated in (False, True):
+        policy = real_policy(config)
+        if imitated:
+            policy.autocast = lambda: MetaAutocast(torch.bfloat16, float32=frozenset())
+        size = fp.Shape(2, 64, 64, 24)
+        rollouts = fp.record(policy, config, size)
+        with SavedBytes(policy.transformer) as saved, torch.random.fork_rng():
+            fp.get_objective("ppo")(rollouts, policy, config)
+        found.append(saved.total)
+    assert found[0] == found[1] > 0
+
+
+def test_live_bytes_counts_each_storage_once_and_forgets_the_dead():
+    with LiveBytes(1) as live:
+        a = torch.zeros(100)
+        view = a[10:].view(9, 10).t()
+        a.add_(1)
+        assert live.now == 400
+        b = view + 1
+        assert live.now == 760
+        del a
+        assert live.now == 760, "the view keeps it"
+        del view, b
+        assert live.now == 0 and live.peak == 760
+
+
+def test_real_sizes():
+    """FLUX.1-dev's published sizes; a LoRA layer of rank 64 has 64·(in + out) weights."""
+    config = override(name="t2is")
+    policy = fp.meta_policy(config)
+    counts = fp.parameters(policy)
+    assert counts["transformer"] == 11_901_408_320
+    assert counts["text_encoder_2"] == 4_762_310_656 and counts["text_encoder"] == 123_060_480
+    width, double, single = 3072, 19, 38
+    attention = 8 * 2 * width * double + 3 * 2 * width * single
+    feed_forward = 2 * 2 * 5 * width * double
+    assert counts["adapter"] == 64 * (attention + feed_forward)
+    parts = fp.resident(policy, config)
+    assert parts["transformer"] == 2 * counts["transformer"]
+    assert parts["optimizer"] == 2 * parts["adapter"] == 8 * counts["adapter"]
+    assert parts["rewards"] == 2 * 4 * 986_109_441 and "text encoders" not in parts
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "factor"),
+    [
+        (("train.use_8bit_adam", "1"), "optimizer", 0.25),
+        (("train.ema", "0"), "average", 0.0),
+        (("pretrained.quantize", "int8"), "transformer", 0.5),
+        (("pretrained.quantize", "nf4"), "transformer", 0.26),
+        (("speed.offload_vae", "1"), "VAE", 0.0),
+        (("train.reward_fn_kwargs.pickscore.device", "cpu"), "rewards", 0.5),
+    ],
+)
+def test_options_change_what_they_say(change, part, factor):
+    before, after = (
+        fp.resident(fp.meta_policy(config), config) for config in (override(name="t2is"), override(change, name="t2is"))
+    )
+    assert after.get(part, 0) / before[part] == pytest.approx(factor, abs=0.02)
+    assert {k: v for k, v in before.items() if k != part} == {k: v for k, v in after.items() if k != part}
+
+
+def test_command_writes_a_table_and_json(tiny_folder, tmp_path, capsys):
+    command = ["--config", f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", f"--config.pretrained.model={tiny_folder('flux')}"]
+    assert memory.main([*command, "--processes", "2", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "toy_t2is.json").read_text())
+    assert found["kind"] == "computed" and found["peak"] == max(row["total"] for row in found["phases"].values())
+    assert found["resident"] == sum(found["parts"].values())
+    said = capsys.readouterr().out
+    assert "computed" in said and "24 GB: fits" in said
+    assert memory.main(["--config", command[1], "--config.pretrained.model=someone/unknown"]) == 2
+    assert "the architecture of 'someone/unknown' is not known" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert memory.main([*command, "--measure", "--output", str(tmp_path)]) == 2
+        assert "--measure needs a CUDA device" in capsys.readouterr().err
+
+

@@ -1,0 +1,125 @@
+"""The sweep, scaling, tables and the one command, at tiny size."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import epoch
+import resolution_sweep
+import scaling
+import tables
+from measuring.repeats import ratios, summary
+from measuring.turns import comparisons
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--preset", "tiny", "--k", "2", "--m", "1", "--steps", "2", "--batch", "2", "--train-batch", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Reports of the sweep and of one epoch."""
+    made = tmp_path_factory.mktemp("machine")
+    command = [*TINY, "--resolutions", "16", "32", "--repeats", "1", "--warmup", "0", "--counted", "flux-small"]
+    assert resolution_sweep.main([*command, "--text", "64", "--output", str(made / "resolution_sweep.json")]) == 0
+    command = [*TINY, "--repeats", "1", "--warmup", "0", "--compare", "sample.same_latent=off,on"]
+    assert epoch.main([*command, "--output", str(made / "epoch-tiny.json")]) == 0
+    return made
+
+
+@pytest.mark.slow
+def test_the_sweep_gives_cost_by_resolution(folder):
+    report = json.loads((folder / "resolution_sweep.json").read_text())
+    small, large = report["measured"]
+    assert [row["image_tokens"] for row in report["measured"]] == [4, 16]
+    assert (small["text_tokens"], small["text_share"], large["text_share"]) == (32, 32 / 36, 32 / 48)
+    assert large["sampling_flops"] > small["sampling_flops"] > 0 and large["training_flops"] > 0
+    for row in report["measured"]:
+        assert row["sampling_seconds"]["median"] > 0 and row["training_seconds"]["median"] > 0
+        assert len(row["epochs"]) == 1
+    assert [row["image_tokens"] for row in report["counted"]] == [1, 4]
+    assert report["counted"][1]["forward"] > report["counted"][0]["forward"]
+
+
+@pytest.mark.slow
+def test_tables_and_plots_of_a_folder(folder, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    for _ in range(2):  # a second time changes nothing
+        assert tables.main([str(folder), "--readme", str(readme)]) == 0
+        text = readme.read_text()
+        assert text.startswith("before\n<!-- results -->\n") and text.endswith("<!-- /results -->\nafter\n")
+    assert "old" not in text and text.count(f"### {folder.name}\n") == 1
+    assert "| `sample.same_latent=on` to `sample.same_latent=off` |" in text
+    assert "Counted, not timed: FLOPs of an image with flux-small's real architecture." in text
+    for name in ("epoch-tiny", "resolution_sweep"):
+        assert (folder / f"{name}.png").stat().st_size > 3000
+        assert (tmp_path / os.path.relpath(folder / f"{name}.json", tmp_path)).is_file() and f"[{name}](" in text
+    assert (folder / "tables.md").is_file()
+
+
+@pytest.mark.slow
+def test_tables_refuse_what_they_cannot_read(folder, tmp_path, capsys):
+    assert tables.main([str(tmp_path)]) == 2
+    (tmp_path / "broken.json").write_text("{")
+    assert tables.main([str(tmp_path)]) == 2
+    (tmp_path / "broken.json").unlink()
+    (tmp_path / "README.md").write_text("no markers")
+    assert tables.main([str(folder), "--readme", str(tmp_path / "README.md")]) == 2
+    said = capsys.readouterr().err
+    assert "no report" in said and "measure again" in said and "<!-- results -->" in said
+
+
+@pytest.mark.long
+def test_scaling_over_two_processes(tmp_path):
+    output = tmp_path / "scaling.json"
+    command = ["--processes", "1", "2", "--rounds", "1", "--repeats", "1", "--output", str(output), "--"]
+    assert scaling.main([*command, *TINY, "--m", "2", "--warmup", "0"]) == 0
+    one, two = json.loads(output.read_text())["rows"]
+    assert one["speedup"]["median"] == one["efficiency"] == 1.0
+    assert two["efficiency"] == pytest.approx(two["speedup"]["median"] / 2)
+    assert one["images"] == two["images"] == 4 and one["calls"]["transformer"] == two["calls"]["transformer"]
+    assert one["waiting_share"]["median"] == 0 < two["waiting_share"]["median"] < 1
+    assert len(two["raw"][0][0]) == 2  # processes
+    assert tables.main([str(tmp_path)]) == 0 and (tmp_path / "scaling.png").is_file()
+
+
+def test_medians_spread_and_ratios():
+    assert summary([3.0, None, 1.0, 2.0]) == {"median": 2.0, "low": 1.5, "high": 2.5, "n": 3}
+    assert summary([])["median"] is None
+    found = ratios([2.0, 9.0, None], [1.0, 3.0, 1.0])
+    assert found["raw"] == [2.0, 3.0] and found["median"] == 2.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [["--cpu"], []], ids=["cpu", "gpu"])
+def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "RESULTS": str(tmp_path / "results")}
+    command = ["bash", ROOT / "benchmarks" / "run_all.sh", *size, "--dry-run"]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ")[0].endswith(".py")]
+    assert len(lines) >= 5 and not (tmp_path / "results").exists()
+    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling}
+    for program, *arguments in lines:
+        options = arguments
+        if program == "scaling.py":
+            cut = arguments.index("--")
+            output = arguments[cut + 1 :]
+            scaling.parser().parse_args(arguments[:cut])
+            program, options = "epoch.py", [each for each in output]
+        given, rest = programs[program].parser().parse_known_args(options)
+        work = epoch.work_of(given).resolved()
+        comparisons(getattr(given, "compare", []), work)
+        assert all(key for key, _ in epoch.overrides_of(rest))
+    assert any("work=published,ours" in line for line in lines)
+
+
+def test_help_teaches(capsys):
+    for program in (epoch, resolution_sweep, scaling, tables):
+        with pytest.raises(SystemExit):
+            program.parser().parse_args(["--help"])
+        assert "python benchmarks/" in capsys.readouterr().out

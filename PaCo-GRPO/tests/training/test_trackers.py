@@ -1,0 +1,70 @@
+"""Trackers: the real packages, kept on this machine, and what is said where one cannot be used."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+from tiny_run import ROOT, overrides_for
+
+from paco_grpo.training.tracking import TrackingError, build_tracker
+
+
+def test_missing_tracker_package_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.raises(TrackingError, match="pip install swanlab"):
+        build_tracker("swanlab", tmp_path, "p", "r", {})
+
+
+def test_tracker_that_does_not_start_is_told(tmp_path, monkeypatch):
+    def init(**arguments):
+        raise RuntimeError("No API key configured.\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(TrackingError, match="does not start: No API key configured. Log in with `wandb login`, set WANDB_MODE"):
+        build_tracker("wandb", tmp_path, "p", "r", {})
+
+
+def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = build_tracker("tensorboard", tmp_path, "p", "r", {})
+    tracker.log({"train/loss": 1.5}, 3)
+    tracker.log_images("eval/images", [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")], 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 1.5)]
+    assert [event.step for event in events.Images("eval/images/1")] == [3]
+    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("eval/images/1_caption/text_summary")]
+    assert texts == [b"a box"]
+
+
+# As scripts/train.py, with the trackers' packages behind this environment's own.
+TRAIN = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_the_real_package_gets_a_whole_run(tiny_flux_dir, tmp_path, name):
+    packages = tmp_path / "packages"
+    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "--target", packages, name], check=True)
+    changes = {"logging_platform": name, "project_name": "the-project", "num_epochs": 1}
+    options = [f"--config.{key}={value}" for key, value in overrides_for(tiny_flux_dir, tmp_path, **changes).items()]
+    script = ROOT / "scripts" / "train.py"
+    code = TRAIN.replace("sys.argv[0]", repr(str(script)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, packages, "--config", f"{ROOT}/config/grpo.py:toy_t2is", *options],
+        env=os.environ | {f"{name.upper()}_MODE": "offline", "PYTHONPATH": str(ROOT / "tests")},
+        cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "run" / name
+    (log,) = folder.rglob(f"*.{name}")
+    written = log.read_bytes()
+    assert b"the-project" in written and b"reward/brightness_mean" in written
+    assert len(list(folder.rglob("*.png"))) >= 6  # the sheet and five images
+    assert json.loads((folder.parent / "plan.json").read_text())["num_processes"] == 1
