@@ -119,7 +119,7 @@ def test_true_cfg_keeps_the_norm_of_the_conditional_velocity(tiny_folder):
     arguments = latents, sigma, conditioning, 32, 32
     conditional = policy.conditional_velocity(*arguments).double().numpy()
     text = conditioning.negative_embeds, conditioning.negative_mask
-    negative = policy._velocity(latents, sigma, conditioning, text, 32, 32).double().numpy()
+    negative = policy._velocity(latents, sigma, conditioning, text, "negative", 32, 32).double().numpy()
     combined = negative + 5.0 * (conditional - negative)
     expected = combined * np.linalg.norm(conditional, axis=-1, keepdims=True)
     expected /= np.linalg.norm(combined, axis=-1, keepdims=True)
