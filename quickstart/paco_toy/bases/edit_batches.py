@@ -13,7 +13,7 @@ import numpy as np
 from paco_toy.bases.panels import PanelCache
 from paco_toy.world import COLOURS, SHAPES, STYLES, VIEWS
 
-DEPARTURE = 0.45
+DEPARTURE = 0.35
 # How it departs: nothing changes; the panel gets another value than asked; another panel gets the value; another panel
 # changes as well. The last one still follows the instruction.
 KINDS = {"untouched": 0.35, "other value": 0.30, "other panel": 0.15, "one more": 0.20}
