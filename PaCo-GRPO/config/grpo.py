@@ -210,6 +210,16 @@ def _toy_editing(config: ConfigDict) -> ConfigDict:
     for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
         config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
     config.train.reward_fn_kwargs = base.open_dict()
+    # An edit is followed or not, and the initial noise decides it as much as one noisy step does: nft learns from whole
+    # images, drawn without noise, and from more instructions an epoch.
+    config.train.loss_type = "nft"
+    config.train.timesteps = (1, 3)
+    config.train.adv_clip_max = 1.0  # an advantage of one standard deviation counts fully
+    config.sample.noise_level = 0.0
+    config.sample.same_latent = False
+    config.sample.num_images_per_prompt = 8
+    config.sample.unique_sample_num_per_epoch = 16
+    config.test.resolution = 64  # their bases draw it better than 128 px
     return config
 
 
@@ -222,14 +232,13 @@ def toy_kontext() -> ConfigDict:
 
 
 def toy_qwen_edit() -> ConfigDict:
-    """qwen_editing with toy weights, on a CPU; evaluated at 64 px, the only size its base draws well."""
+    """qwen_editing with toy weights, on a CPU; its base has seen 64 px alone."""
     config = _toy_editing(qwen_editing())
     config.pretrained.model = "../quickstart/models/qwen_image_edit"
     # No true CFG: the toy base follows less with it (a snapshot: oracle edit 0.65 at scale 1, 0.39 at 2), and an epoch
     # would take twice as long.
     config.sample.guidance_scale = 1.0
     config.sample.negative_prompt = None
-    config.test.resolution = 64
     return config
 
 

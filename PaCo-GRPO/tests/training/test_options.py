@@ -349,7 +349,7 @@ def test_how_the_old_adapter_follows(make, decay_type, follows):
 def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
-        changes = {"sample__negative_prompt": text, "run_name": number, "health__probe_images": 0}
+        changes = {"sample__negative_prompt": text, "sample__guidance_scale": 4.0, "run_name": number, "health__probe_images": 0}
         run = build_run(tiny_edit_config("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path, **changes))
         assert run.policy.guided == (text != "None")
         latents.append(epoch(run, resolution=32)[2])
