@@ -63,7 +63,7 @@ def test_one_small_run_by_its_command(tmp_path):
     done = subprocess.run(command, cwd=REPO, env=env, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "out" / "editing_flux_kontext.json").read_text())
-    assert found["measures"]["all"]["num_images"] == 8 and (found["train_resolution"], found["test_resolution"]) == (64, 128)
+    assert found["measures"]["all"]["num_images"] == 8 and (found["train_resolution"], found["test_resolution"]) == (64, 64)
     page = (tmp_path / "out" / "editing_flux_kontext.html").read_text()
     assert page.count("<article>") == 8 and page.count("<em>reference</em>") == 8
     assert "Edit score" in done.stdout
