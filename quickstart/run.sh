@@ -2,12 +2,4 @@
 # PaCo-RL end to end on a CPU: train a judge, serve it, improve a generator with it, show both.
 #   bash quickstart/run.sh [--seed N] [--fresh] [--rebuild] [--minutes M]      (--help says more)
 # Installs on first use. Run again, it continues after the last finished stage.
-set -euo pipefail
-repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-bash "$repo/setup.sh"
-# Small tensors, allocated and freed all the time: glibc would return the memory to the system at every turn.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-export PYTHON="$repo/.venv/bin/python"
-# exec: Ctrl-C and SIGTERM reach the driver itself, which ends what it started (the judge's server too).
-exec "$PYTHON" -m paco_toy.quickstart "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/driver.sh" quickstart "$@"

@@ -124,6 +124,7 @@ def counted(preset: str, sides: Sequence[int], texts: Sequence[int]) -> list[dic
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

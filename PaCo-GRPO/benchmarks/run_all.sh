@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every benchmark of this folder (but judge_load.py, which needs servers), unattended, with one command:
 #
-#   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size (about an hour on one H100)
-#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths (at most 12 minutes on 2 idle cores)
+#   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size
+#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths; begins nothing after nine minutes
 #
 # Writes benchmarks/results/MACHINE/*.json, tables.md, plots and logs, and the tables into benchmarks/README.md. A report
 # that is there already is not measured again (so a run that was cut off goes on); --again deletes them first. A benchmark

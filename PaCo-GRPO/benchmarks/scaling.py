@@ -92,6 +92,7 @@ def row_of(count: int, made: Sequence[dict], base: Sequence[dict]) -> dict:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes; the first is the base"

@@ -210,8 +210,7 @@ def _toy_editing(config: ConfigDict) -> ConfigDict:
     for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
         config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
     config.train.reward_fn_kwargs = base.open_dict()
-    # An edit is followed or not, and the initial noise decides it as much as one noisy step does: nft learns from whole
-    # images, drawn without noise, and from more instructions an epoch.
+    # An edit is followed or not. nft learns from whole images, drawn without noise; short runs of ppo showed no clear gain.
     config.train.loss_type = "nft"
     config.train.timesteps = (1, 3)
     config.train.adv_clip_max = 1.0  # an advantage of one standard deviation counts fully

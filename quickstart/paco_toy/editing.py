@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from paco_toy.console import Console, TimeLeft
+from paco_toy.drivers import end_as_by_ctrl_c, new_parser, only_one, parse_arguments
 from paco_toy.processes import Commands, QuickstartError
-from paco_toy.quickstart import REPO, interrupt, only_one
+from paco_toy.quickstart import REPO
 from paco_toy.stages import EpochProgress, cpu_processes, resolutions
 from paco_toy.summary import read_rows, versions
 
@@ -128,23 +128,10 @@ def train(
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="quickstart/editing.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("editing.sh", __doc__, "the edits and of RL")
     parser.add_argument("--editor", choices=EDITORS, default="flux_kontext")
-    parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the edits and of RL (default 0)")
-    parser.add_argument("--fresh", action="store_true", help="start over")
     parser.add_argument("--out", type=Path, default=REPO / "quickstart" / "out", help="default: quickstart/out")
-    parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script")
-    arguments, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if not word.startswith("--config.")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if arguments.seed < 0:
-        parser.error("--seed is a number from 0 on")
-    arguments.overrides = (*arguments.overrides, *rest)
-    return arguments
+    return parse_arguments(parser, argv)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -190,8 +177,7 @@ def work(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; 0 when everything ran, 1 with one message when not, 130 after Ctrl-C."""
     arguments = parse(argv)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    end_as_by_ctrl_c()
     try:
         with only_one(arguments.out.resolve()):
             work(arguments)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paco_toy import summary as summaries
 from paco_toy.console import Console, TimeLeft, clock
+from paco_toy.drivers import end_as_by_ctrl_c, new_parser, only_one, parse_arguments
 from paco_toy.processes import Commands, MemoryWatch, QuickstartError
 from paco_toy.stages import STAGES, Context, stop_server
 
@@ -64,23 +62,6 @@ def settings_key(seed: int, minutes: float | None, overrides: tuple[str, ...], m
         if path.is_file():
             digest.update(str(path.relative_to(models)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def only_one(out: Path) -> Iterator[None]:
-    """Refuse a second quickstart in the same clone."""
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out.parent / ".quickstart.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise QuickstartError("another quickstart is running in this clone; wait for it or end it") from None
-        yield
-
-
-def interrupt(signal_number: int, frame: object) -> None:
-    """A signal ends the driver as Ctrl-C does, so that it ends what it started."""
-    raise KeyboardInterrupt
 
 
 def clear(out: Path) -> None:
@@ -137,22 +118,9 @@ def finish(ctx: Context, state: State) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="quickstart/run.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of everything: data, judge, RL (default 0)")
-    parser.add_argument("--fresh", action="store_true", help="start over")
+    parser = new_parser("run.sh", __doc__, "everything: data, judge, RL")
     parser.add_argument("--rebuild", action="store_true", help="first build the toy base models again (up to 90 minutes)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
-    parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="further arguments for train_flux.sh")
-    arguments, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if not word.startswith("--config.")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if arguments.seed < 0:
-        parser.error("--seed is a number from 0 on")
-    arguments.overrides = (*arguments.overrides, *rest)
-    return arguments
+    return parse_arguments(parser, argv)
 
 
 def prepare(arguments: argparse.Namespace, out: Path) -> tuple[Context, State]:
@@ -180,8 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; 0 when everything ran, 1 with one message when not, 130 after Ctrl-C."""
     arguments = parse(argv)
     out = REPO / "quickstart" / "out"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    end_as_by_ctrl_c()
     try:
         with only_one(out):
             ctx, state = prepare(arguments, out)

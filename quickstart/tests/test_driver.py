@@ -177,7 +177,7 @@ def test_new_base_models_start_over(repo):
 def test_no_space_is_refused_before_work(repo, monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "REPO", repo)
     monkeypatch.setattr(quickstart.shutil, "disk_usage", lambda _: type("U", (), {"free": 10 << 20})())
-    monkeypatch.setattr(quickstart.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(quickstart, "end_as_by_ctrl_c", lambda: None)
     assert quickstart.main([]) == 1
     assert "10 MB free" in capsys.readouterr().err
 

@@ -35,18 +35,23 @@ REWARD_PARAMETERS = {
 }
 
 
-def meta_policy(config: ConfigDict) -> Policy:
-    """The generator of ``config`` with its adapters, on the meta device."""
+def _policy(config: ConfigDict, made_on: torch.device, device: torch.device, **more) -> Policy:
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-    pipeline = build(config.pretrained.model, dtype, META)
-    policy = _policy_class(pipeline)(
+    pipeline = build(config.pretrained.model, dtype, made_on)
+    return _policy_class(pipeline)(
         pipeline,
         dtype=dtype,
-        device=META,
+        device=device,
         max_sequence_length=config.max_sequence_length,
         guidance_scale=config.sample.guidance_scale,
         negative_prompt=config.sample.negative_prompt,
+        **more,
     )
+
+
+def meta_policy(config: ConfigDict) -> Policy:
+    """The generator of ``config`` with its adapters, on the meta device."""
+    policy = _policy(config, META, META)
     imitate_accelerator(policy, config.enable_gradient_checkpointing)
     with META:
         if config.use_lora:
@@ -60,17 +65,8 @@ def meta_policy(config: ConfigDict) -> Policy:
 
 def random_policy(config: ConfigDict, device: torch.device) -> Policy:
     """The same with weights, as each class initialises them, on ``device`` (quantised there, layer by layer)."""
-    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-    pipeline = build(config.pretrained.model, dtype, torch.device("cpu" if config.pretrained.quantize else device))
-    policy = _policy_class(pipeline)(
-        pipeline,
-        dtype=dtype,
-        device=device,
-        max_sequence_length=config.max_sequence_length,
-        guidance_scale=config.sample.guidance_scale,
-        negative_prompt=config.sample.negative_prompt,
-        quantize=config.pretrained.quantize,
-    )
+    kind = config.pretrained.quantize
+    policy = _policy(config, torch.device("cpu") if kind else device, device, quantize=kind)
     if config.use_lora:
         add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
     if config.enable_gradient_checkpointing:
