@@ -170,6 +170,9 @@ def test_missing_models_say_how_to_get_them(repo):
 
 def test_new_base_models_start_over(repo):
     assert drive(repo).returncode == 0
+    (repo / "quickstart/models/flux_kontext").mkdir()
+    (repo / "quickstart/models/flux_kontext/model.safetensors").write_bytes(b"an editor's, not used here")
+    assert "starting over" not in drive(repo).stdout
     (repo / "quickstart/models/flux/model.safetensors").write_bytes(b"other")
     assert "starting over" in drive(repo).stdout
 
