@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,17 @@ class Rollouts:
         A micro-batch has one image size (and size of reference): other samples are gathered beside it, order kept
         within each.
         """
-        key_of = {int(s): self.keys[r] for r, group in enumerate(self.samples) for s in group}
-        keys = [key_of[int(sample)] for sample in wanted]
+        keys = [self.keys[self._place[int(sample)][0]] for sample in wanted]
         return [np.asarray(wanted)[batch] for batch in batches_by_key(keys, size)]
 
     def record(self, numbers: Sequence[int]) -> RolloutRecord:
         """Local samples ``numbers``, of one image size, as one record with its conditioning."""
-        place = {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
-        return self._join([place[int(sample)] for sample in numbers])
+        return self._join([self._place[int(sample)] for sample in numbers])
+
+    @cached_property
+    def _place(self) -> dict[int, tuple[int, int]]:
+        """Local sample → (record, row in it)."""
+        return {int(s): (r, row) for r, group in enumerate(self.samples) for row, s in enumerate(group)}
 
     def _join(self, places: list[tuple[int, int]]) -> RolloutRecord:
         # Runs of neighbours out of one record are taken in one go; a batch mostly comes from few records.
