@@ -7,7 +7,7 @@ import pytest
 from engines import COMMON, assert_same_training, assert_same_weights, on_deepspeed, seen, watch
 from survival import STOPPED, Harm, run, said, state
 
-pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed", reason="DeepSpeed not installed")
 pytestmark = pytest.mark.long
 FINE = {"train__reward_fn": "{'tiny_run:brightness': 1}", "train__reward_fn_kwargs": "{}"}
 
