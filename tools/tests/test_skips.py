@@ -10,7 +10,7 @@ CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
 ALLOWED = """
 import pytest
 def test_ok(): pass
-@pytest.mark.parametrize("reason", ["no GPU", "shared/data absent", "vLLM environment not installed"])
+@pytest.mark.parametrize("reason", ["no GPU", "shared/data absent", "vLLM environment not installed", "DeepSpeed not installed"])
 def test_skips(reason): pytest.skip(reason)
 @pytest.mark.skipif(True, reason="no GPU")
 def test_gpu(): pass
@@ -37,7 +37,7 @@ def outcome(pytester, *arguments: str, **sources: str):
 def test_allowed_reasons_and_expected_failures_pass(pytester, workers):
     result = outcome(pytester, *workers, test_allowed=ALLOWED)
     assert result.ret == 0
-    result.assert_outcomes(passed=1, skipped=4, xfailed=1)
+    result.assert_outcomes(passed=1, skipped=5, xfailed=1)
     assert "without an allowed reason" not in result.stdout.str()
 
 
