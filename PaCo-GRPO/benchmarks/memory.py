@@ -59,6 +59,7 @@ def compute(config: Any, processes: int = 1) -> dict[str, Any]:
         "encode": encoders + (fp.encoding(policy, drawn) or 0),
         "sample": records
         + merged
+        + fp.tail_bytes(policy, config)
         + fp.sampling(policy, drawn)
         + fp.decoded_bytes(policy, config, fp.tokens(policy, drawn)),
         "decode": records + decoder + fp.decoding(policy, drawn),

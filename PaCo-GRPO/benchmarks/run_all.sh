@@ -2,7 +2,7 @@
 # Every benchmark of this folder (but judge_load.py, which needs servers), unattended, with one command:
 #
 #   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size
-#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths; begins nothing after nine minutes
+#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths, about 25 minutes; begins nothing later (LIMIT, seconds)
 #
 # Writes benchmarks/results/MACHINE/*.json, tables.md, plots and logs, and the tables into benchmarks/README.md. A report
 # that is there already is not measured again (so a run that was cut off goes on); --again deletes them first. A benchmark
@@ -21,9 +21,12 @@ COMPARISONS=(
   "work=published,ours"
   "sample.merge_lora=off,on"
   "sample.same_latent=off,on"
+  "sample.merge_lora+sample.same_latent=off,on"
 )
 CPU_COMPARISONS=(
   "speed.fused_adam=None,on" # None: by itself, which is off on a CPU
+  "speed.overlap_decode=None,on"
+  "sample.batch_size=16,4,64"
 )
 COMPILED="speed.compile=off,on" # apart, since its first epoch takes minutes
 GPU_COMPARISONS=(
@@ -33,6 +36,17 @@ GPU_COMPARISONS=(
   "speed.offload_text_encoders=off,None"
   "speed.overlap_decode=off,None"
   "speed.attention=None,_native_cudnn,_native_flash"
+)
+# What a process reads when it starts, as scripts/launch.sh sets it and otherwise; the first is the base.
+KEPT="MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912"
+CPU_ENVIRONMENTS=(
+  --setting "OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_= MALLOC_TRIM_THRESHOLD_="
+  --setting "OMP_NUM_THREADS=1 $KEPT"
+  --setting "OMP_NUM_THREADS=$(nproc) $KEPT"
+)
+GPU_ENVIRONMENTS=(
+  --setting "PYTORCH_CUDA_ALLOC_CONF="
+  --setting "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
 # ------------------------------------------------------------------------------------------------------------------------
 
@@ -58,7 +72,8 @@ else
 fi
 
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-results="${RESULTS:-benchmarks/results/$("$PYTHON" -m measuring.machine)}"
+machine="$("$PYTHON" -m measuring.machine)" || { echo "error: $PYTHON lacks the packages: bash setup.sh in the repository's root" >&2; exit 2; }
+results="${RESULTS:-benchmarks/results/$machine}"
 README="${README:-benchmarks/README.md}"
 $dry || mkdir -p "$results"
 if $again && ! $dry; then rm -f "$results"/*.json "$results"/*.png "$results"/tables.md; fi
@@ -69,11 +84,14 @@ declare -a failed=() left=()
 measure() {
   local name="$1" program="$2" begun=$SECONDS status=0
   shift 2
-  if $dry; then printf '%s %s\n' "$program" "$*"; return 0; fi
+  # --output first: what follows a -- is not the program's own
+  set -- --output "$results/$name.json" "$@"
+  if $dry; then printf '%s' "$program"; printf ' %q' "$@"; echo; return 0; fi
   if [[ -f "$results/$name.json" ]]; then echo "$name: there already"; return 0; fi
-  if [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-540})); then left+=("$name"); return 0; fi
-  echo "$name: $program $*"
-  "$PYTHON" "benchmarks/$program" "$@" --output "$results/$name.json" >"$results/$name.log" 2>&1 || status=$?
+  if [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-1500})); then left+=("$name"); return 0; fi
+  echo "$name: $program ${*:3}"
+  "$PYTHON" "benchmarks/$program" "$@" >"$results/$name.log" 2>&1 || status=$?
+  if ((status == 0)) && [[ ! -f "$results/$name.json" ]]; then echo "no report was written" >>"$results/$name.log" && status=1; fi
   if ((status)); then
     echo "$name: failed with status $status after $((SECONDS - begun)) s, last lines of $results/$name.log:" >&2
     tail -n 3 "$results/$name.log" >&2
@@ -118,6 +136,7 @@ if [[ $size == cpu ]]; then
   must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
     --steps 3 --repeats 2 --counted flux-dev kontext-dev --text 512 128
   must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 2
+  must environment environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 3 --repeats 2 -- --preset toy --k 4
   if ((${#compiled[@]})); then must epoch-compiled epoch.py --preset toy --k 2 "${compiled[@]}" --repeats 2; fi
 else
   fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
@@ -128,6 +147,8 @@ else
   fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
   fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
     --counted flux-dev kontext-dev --text 512 128
+  must environment environment.py "${GPU_ENVIRONMENTS[@]}" --rounds 2 --repeats 2 -- \
+    --preset flux-dev --batch 4 --train-batch 1
   fitting epoch-kontext epoch.py --preset kontext-dev --batch 4 --train-batch 2 --repeats 2
   fitting epoch-qwen epoch.py --preset qwen-edit --batch 2 --train-batch 1 --repeats 2
   counts=(1)

@@ -73,6 +73,7 @@ def _sample() -> ConfigDict:
     sample.tail_steps = placeholder(int)  # fewer, larger steps there; None = those of the schedule
     sample.tail_order = 1  # 1 = Euler; 2 = second order from the velocities of two steps, at no further forward
     sample.tail_cache = 0.0  # first-block cache: threshold below which a forward reuses the last one's blocks; 0 = off
+    sample.tail_weights = placeholder(str)  # "int8": 8-bit copies of the transformer's large layers (bitsandbytes)
     return sample
 
 

@@ -9,6 +9,9 @@ idle while the generators have less to sample with. This prints the expected epo
     # the same from files: a run's folder (metrics.jsonl, plan.json) and the report of benchmarks/judge_load.py
     python scripts/plan_gpus.py --gpus 8 --run runs/NAME --judge-load judge_load/judge_load.json
 
+    # before there is a run: seconds from benchmarks/epoch.py on one GPU, random weights of the real size
+    python scripts/plan_gpus.py --gpus 8 --images 672 --epoch benchmarks/results/MACHINE/epoch-counting.json --judge-load …
+
     # is the plan right? Predict the measured run itself from its own seconds, and compare
     python scripts/plan_gpus.py --run runs/NAME --judge-load judge_load/judge_load.json --check
 
@@ -164,7 +167,7 @@ def pairs_of_layout(layout: str) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the epochs of a run, the first left out where there are more (it warms up)."""
+    """Medians over the epochs of a run or of a benchmark."""
 
     images: int
     batch_size: int
@@ -177,7 +180,7 @@ class Measured:
 
 
 def read_run(folder: Path) -> Measured:
-    """From a run's ``metrics.jsonl`` and ``plan.json``.
+    """From a run's ``metrics.jsonl`` and ``plan.json``; the first epoch warms up and is left out where there are more.
 
     Raises:
         PlanError: A file or its training epochs are missing.
@@ -194,6 +197,30 @@ def read_run(folder: Path) -> Measured:
         name: statistics.median(row[f"time/{name}_s"] for row in rows[1:] or rows)
         for name in ("sample", "reward_wait", "train", "epoch")
     }
+    return measured_of(plan, times)
+
+
+def read_epoch(file: Path, setting: str | None = None) -> Measured:
+    """From the report of ``benchmarks/epoch.py``, which has warmed up.
+
+    Raises:
+        PlanError: The file is no such report, or has several settings and ``setting`` names none of them.
+    """
+    try:
+        results = {result["label"]: result for result in json.loads(file.read_text(encoding="utf-8"))["results"]}
+        if setting is None and len(results) == 1:
+            (setting,) = results
+        if setting not in results:
+            raise PlanError(f"--epoch {file} measured {', '.join(results)}: choose one with --setting")
+        seconds = {name: found["median"] for name, found in results[setting]["seconds"].items()}
+        renamed = {"sample": "sampling", "reward_wait": "reward_wait", "train": "training", "epoch": "epoch"}
+        return measured_of(results[setting]["plan"], {name: seconds[theirs] for name, theirs in renamed.items()})
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise PlanError(f"--epoch {file} is no report of epoch.py ({type(error).__name__}: {error})") from error
+
+
+def measured_of(plan: dict, times: dict[str, float]) -> Measured:
+    """Of a run's plan and the median seconds of its epochs: sample, reward_wait, train, epoch."""
     share = plan["samples"] / plan["num_processes"]
     return Measured(
         images=plan["samples"],
@@ -236,22 +263,24 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpus", type=int, help="GPUs to divide")
     found.add_argument("--gpus-per-judge", type=int, default=1, help="GPUs of one copy of the judge (tensor parallel)")
     images = found.add_argument_group("an epoch")
-    images.add_argument("--images", type=int, help="m·k (default: of --run, else 42·16 = 672)")
-    images.add_argument("--batch-size", type=int, help="images per GPU and sampling batch (default: of --run, else 1)")
+    images.add_argument("--images", type=int, help="m·k (default: of --run or --epoch, else 42·16 = 672)")
+    images.add_argument("--batch-size", type=int, help="images per GPU and sampling batch (default: of --run or --epoch, else 1)")
     images.add_argument("--layout", default="2x2", help="of the grids: 2x2 has 6 pairs, 2x3 has 15")
     images.add_argument("--pairs", type=int, help="pairs per image, instead of --layout; 0: no judge; editing: 2")
     speed = found.add_argument_group("how fast one GPU is")
     speed.add_argument("--run", type=Path, help="folder of a run, for seconds per image")
+    speed.add_argument("--epoch", type=Path, help="or the JSON of benchmarks/epoch.py")
+    speed.add_argument("--setting", help="which of its settings, where it has several (as its table names them)")
     speed.add_argument("--sample-seconds", type=float, help="to sample and decode an image")
     speed.add_argument("--train-seconds", type=float, help="to train on an image")
     speed.add_argument(
-        "--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run, else 0)"
+        "--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run or --epoch, else 0)"
     )
     speed.add_argument("--judge-load", type=Path, help="judge_load.json of benchmarks/judge_load.py")
     speed.add_argument("--judge-target", help="which of its servers, where it has several")
     speed.add_argument("--judge-gpus", type=int, default=1, help="GPUs that server had (default 1)")
     speed.add_argument("--judge-pairs-per-second", type=float, help="of one GPU, instead of --judge-load")
-    found.add_argument("--check", action="store_true", help="predict --run itself and compare with what it measured")
+    found.add_argument("--check", action="store_true", help="predict --run (or --epoch) itself and compare with what it measured")
     found.add_argument("--json", action="store_true", help="print JSON")
     return found
 
@@ -262,14 +291,18 @@ def workload(arguments: argparse.Namespace) -> tuple[Workload, Measured | None]:
     Raises:
         PlanError: A number is missing.
     """
+    if arguments.run and arguments.epoch:
+        raise PlanError("--run and --epoch both have seconds per image: give one")
     measured = read_run(arguments.run) if arguments.run else None
+    if arguments.epoch:
+        measured = read_epoch(arguments.epoch, arguments.setting)
 
     def value(name: str, otherwise: float | None) -> float:
         given = getattr(arguments, name)
         if given is None:
             given = getattr(measured, name, None) if measured else otherwise
         if given is None:
-            raise PlanError(f"--{name.replace('_', '-')} is missing: give it, or --run")
+            raise PlanError(f"--{name.replace('_', '-')} is missing: give it, --run or --epoch")
         return given
 
     pairs = arguments.pairs if arguments.pairs is not None else pairs_of_layout(arguments.layout)
@@ -322,7 +355,7 @@ def main(given: Sequence[str] | None = None) -> int:
         work, measured = workload(arguments)
         if arguments.check:
             if measured is None:
-                raise PlanError("--check compares with a run: give --run")
+                raise PlanError("--check compares with what was measured: give --run or --epoch")
             print(check(work, measured, arguments.judge_gpus))
             return 0
         if arguments.gpus is None:

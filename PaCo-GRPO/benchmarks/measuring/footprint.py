@@ -22,7 +22,7 @@ from measuring.presets import build
 from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
 from paco_grpo.policies import POLICIES, Policy, quantized
-from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters
+from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters, unwrap
 from paco_grpo.types import Conditioning, RolloutRecord
 
 META = torch.device("meta")
@@ -314,6 +314,13 @@ def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None 
         peak = live.peak
     gradients = sum(p.grad.nbytes for p in trainable_parameters(policy) if p.grad is not None)
     return {"saved": saved.total, "peak": peak, "gradients": gradients}
+
+
+def tail_bytes(policy: Policy, config: ConfigDict) -> int:
+    """The copies in few bits that ``sample.tail_weights`` makes."""
+    kind = config.sample.tail_weights
+    layers = quantized.token_layers(unwrap(policy.transformer)).values() if kind else ()
+    return sum(quantized.stored_bytes(layer, kind) for layer in layers)
 
 
 def merged_bytes(policy: Policy) -> int:

@@ -175,8 +175,21 @@ def scaling(report: Mapping[str, Any]) -> str:
     return text + table(["processes", "epoch, s", "speed-up", "efficiency", "waiting share"], rows)
 
 
+def environment(report: Mapping[str, Any]) -> str:
+    """Of environment.py."""
+    gpu = "peak_gpu_reserved_mib" if report["device"] == "cuda" else "peak_rss_mib"
+    rows = [
+        [f"`{r['setting']}`", spread(r["seconds"]["epoch"]), spread(r["ratio"]["epoch"], ".3f"),
+         spread(r["ratio"]["cpu"], ".3f"), f"{r['memory'][gpu] / 1024:.3g}"]
+        for r in report["rows"]
+    ]  # fmt: skip
+    text = f"`epoch.py {' '.join(report['settings']['epoch'])}`; ratios to the first line's.\n\n"
+    return text + table(["environment", "epoch, s", "epoch, ratio", "CPU time, ratio", "peak GiB"], rows)
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "epoch": epoch,
     "resolution_sweep": resolution_sweep,
     "scaling": scaling,
+    "environment": environment,
 }

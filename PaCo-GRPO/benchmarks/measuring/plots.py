@@ -97,4 +97,16 @@ def _scaling(report: Mapping[str, Any]):
     return figure
 
 
-FIGURES = {"epoch": _epoch, "resolution_sweep": _resolution_sweep, "scaling": _scaling}
+def _environment(report: Mapping[str, Any]):
+    rows = report["rows"]
+    figure = new_figure(8.0, 1.4 + 0.34 * len(rows))
+    _ratios(figure.subplots(), [{"setting": row["setting"].replace(" ", "\n"), "ratio": row["ratio"]} for row in rows])
+    return figure
+
+
+FIGURES = {
+    "epoch": _epoch,
+    "resolution_sweep": _resolution_sweep,
+    "scaling": _scaling,
+    "environment": _environment,
+}

@@ -156,6 +156,13 @@ class Policy(ABC):
 
         return merged(self)
 
+    def in_int8(self) -> AbstractContextManager:
+        """Approximate forwards inside the block, by 8-bit copies of the layers that see every token."""
+        from paco_grpo.policies.adapters import unwrap
+        from paco_grpo.policies.quantized import in_int8
+
+        return in_int8(unwrap(self.transformer), self.dtype)
+
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """``size_multiple`` by the VAE's configuration alone: its levels halve the sides, and 2x2 latents are a token."""

@@ -1,6 +1,6 @@
 """The frozen base of a transformer in 8 or 4 bits (bitsandbytes), under a LoRA in float32: QLoRA (arXiv 2305.14314).
 
-bitsandbytes' layers keep the quantised weight for the backward pass and not a decoded copy, which is why it was chosen:
+Also 8-bit copies of a whole base for a while, for the part of a rollout that may be approximate. bitsandbytes' layers keep the quantised weight for the backward pass and not a decoded copy, which is why it was chosen:
 torchao's keep the copy. Rollout and training go through the same layers, so the first ratio stays 1.
 """
 
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 KINDS = ("nf4", "int8")
+
+# Layers of a block that see one vector for an image, not one for a token (adaptive norms: FLUX's norm*.linear, Qwen-Image's
+# img_mod and txt_mod): nothing to gain there, and their errors would reach every token. And the adapters.
+_NOT_FOR_TOKENS = re.compile(r"(^|\.)(norm\w*|\w+_mod|lora_\w+)(\.|$)")
 
 
 def missing_library() -> str | None:
@@ -50,13 +56,42 @@ def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.dev
     """
     if kind not in KINDS:
         raise ValueError(f"pretrained.quantize = {kind!r} is unknown: choose one of {', '.join(KINDS)}")
-    # int8 computes in float16 and says so at every forward of every layer.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, layer in list(quantizable(module)):
-        parent, _, own = name.rpartition(".")
-        setattr(module.get_submodule(parent), own, _layer(layer, kind, dtype).to(device))
+        _replace(module, name, _layer(layer, kind, dtype).to(device))
     # What peft looks at to put its own kind of LoRA on the layers.
     module.is_loaded_in_4bit, module.is_loaded_in_8bit = kind == "nf4", kind == "int8"
+
+
+def token_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Those of :func:`quantizable` that see every token, by name; adapters are none of them."""
+    return {name: layer for name, layer in quantizable(module) if not _NOT_FOR_TOKENS.search(name)}
+
+
+@contextmanager
+def in_int8(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block the :func:`token_layers` compute in int8: weights row by row, activations token by
+    token (LLM.int8 without outliers, arXiv 2208.07339).
+
+    The layers themselves are set aside and put back, so their weights stay the same objects with the same bits. The copies
+    take a byte a weight and are made anew each time, of the weights as they are then (merged or not).
+
+    Args:
+        module: The transformer, adapters allowed; its base must be whole.
+        dtype: In which is computed.
+    """
+    layers = token_layers(module)
+    try:
+        for name, layer in layers.items():
+            _replace(module, name, _layer(layer, "int8", dtype).to(layer.weight.device))
+        yield
+    finally:
+        for name, layer in layers.items():
+            _replace(module, name, layer)
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(module.get_submodule(parent), own, layer)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -76,6 +111,8 @@ def stored_bytes(layer: nn.Linear, kind: str) -> int:
 def _layer(layer: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
+    # int8 computes in float16 and says so at every forward of every layer.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     has_bias = layer.bias is not None
     sizes = layer.in_features, layer.out_features, has_bias
     weight = layer.weight.detach()

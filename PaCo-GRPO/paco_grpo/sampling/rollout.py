@@ -182,6 +182,8 @@ def _noiseless(
     with ExitStack() as stack:
         if merge_lora and len(sigmas) > 1:
             stack.enter_context(policy.merged())
+        if tail.weights is not None and len(sigmas) > 1:
+            stack.enter_context(policy.in_int8())
         if tail.cache > 0 and len(sigmas) > 2:
             stack.enter_context(policy.cached(tail.cache))
         return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)

@@ -23,11 +23,13 @@ class Tail:
         steps: At most so many; None = those of the schedule.
         order: 1 = Euler; 2 = the two-step Adams-Bashforth method, which costs no further forward.
         cache: Threshold of the first-block cache, 0 = off.
+        weights: ``int8`` = 8-bit copies of the transformer's large layers; None = the weights themselves.
     """
 
     steps: int | None = None
     order: int = 1
     cache: float = 0.0
+    weights: str | None = None
 
     def sigmas(self, sigmas: torch.Tensor) -> torch.Tensor:
         """Those of ``sigmas`` (n + 1,), from the tail's first to 0, at which the tail stops: evenly spread by number, so

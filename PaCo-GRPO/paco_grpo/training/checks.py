@@ -30,6 +30,7 @@ _CHOICES: dict[str, Iterable] = {
     "mixed_precision": ("bf16", "no"),
     "logging_platform": TRACKERS,
     "sample.tail_order": (1, 2),
+    "sample.tail_weights": (None, "int8"),
     "train.loss_type": OBJECTIVES,
     "train.old_log_prob": ("auto", "rollout", "recompute"),
     "train.sharding": (None, "fsdp2"),
@@ -170,11 +171,22 @@ def _timesteps(config: ConfigDict) -> Iterator[str]:
 
 def _tail(config: ConfigDict) -> Iterator[str]:
     sample = config.sample
-    for name, default in (("tail_steps", None), ("tail_order", 1), ("tail_cache", 0.0)):
+    for name, default in (("tail_steps", None), ("tail_order", 1), ("tail_cache", 0.0), ("tail_weights", None)):
         if sample[name] != default and not (sample.noise_steps and sample.noise_level):
             yield f"sample.{name}={sample[name]} changes the steps after the last noise step, but sampling has no noise"
     if sample.tail_cache and config.speed.compile:
         yield "sample.tail_cache cannot be used with speed.compile=True: it decides at each forward which blocks to skip"
+    if sample.tail_weights == "int8":
+        yield from _int8_tail(config)
+
+
+def _int8_tail(config: ConfigDict) -> Iterator[str]:
+    if problem := quantized.missing_library():
+        yield f"sample.tail_weights='int8': {problem}"
+    if config.pretrained.quantize is not None:
+        yield "sample.tail_weights='int8' needs a whole base: leave it or pretrained.quantize out"
+    if config.speed.compile:
+        yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces layers of compiled blocks"
 
 
 def _speed(config: ConfigDict) -> Iterator[str]:

@@ -209,6 +209,11 @@ def _refuse_what_does_not_go_with_joint_forwards(config: ConfigDict) -> None:
             f"config.sample.tail_cache={config.sample.tail_cache} leaves blocks out, on each process others, but FSDP2 "
             "gathers a block's weights from all processes at once; set it to 0"
         )
+    if config.sample.tail_weights is not None:
+        raise ConfigError(
+            f"config.sample.tail_weights={config.sample.tail_weights!r} does not go with FSDP2: weights that are divided over "
+            "processes cannot be copied in fewer bits; set it to None"
+        )
     if config.speed.compile:
         raise ConfigError("config.speed.compile=True does not go with FSDP2 yet; set it to False")
     if config.pretrained.quantize is not None:

@@ -29,7 +29,7 @@ def on_cuda(chosen: bool | None, device: torch.device) -> bool:
 def tail_of(config: ConfigDict) -> Tail:
     """The rollout's end as ``config.sample`` has it."""
     sample = config.sample
-    return Tail(sample.tail_steps, sample.tail_order, sample.tail_cache)
+    return Tail(sample.tail_steps, sample.tail_order, sample.tail_cache, sample.tail_weights)
 
 
 def check_speed(config: ConfigDict, device: torch.device) -> None:

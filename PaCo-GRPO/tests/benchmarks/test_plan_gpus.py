@@ -127,6 +127,24 @@ def test_measured_files_are_read(run_folder, tmp_path, capsys):
     assert capsys.readouterr().out.count("<- best") == 1
 
 
+def test_seconds_are_read_from_a_benchmark(tmp_path, capsys):
+    seconds = {"sampling": 96.0, "reward_wait": 3.0, "training": 48.0, "epoch": 152.0}
+    made = {"plan": {"samples": 96, "num_processes": 2, "sample_batch_size": 4},
+            "seconds": {name: {"median": value, "low": value, "high": value} for name, value in seconds.items()}}  # fmt: skip
+    file = tmp_path / "epoch.json"
+    file.write_text(json.dumps({"results": [made | {"label": "as configured"}, made | {"label": "speed.compile=on"}]}))
+    with pytest.raises(plan.PlanError, match=r"as configured, speed.compile=on: choose one with --setting"):
+        plan.read_epoch(file)
+    measured = plan.read_epoch(file, "speed.compile=on")
+    assert (measured.sample_seconds, measured.train_seconds, measured.other_seconds) == (2.0, 1.0, 5.0)
+    command = ["--gpus", "8", "--epoch", str(file), "--setting", "as configured", "--judge-pairs-per-second", "12", "--json"]
+    assert plan.main(command) == 0
+    assert json.loads(capsys.readouterr().out)["workload"] == dataclasses.asdict(WORK)
+    assert plan.main([*command, "--run", str(tmp_path)]) == 2 and "give one" in capsys.readouterr().err
+    file.write_text("[]")
+    assert plan.main(command) == 2 and "no report of epoch.py" in capsys.readouterr().err
+
+
 def test_check_compares_with_the_measured_epoch(run_folder, capsys):
     command = ["--run", str(run_folder), "--check", "--judge-pairs-per-second", "12"]
     assert plan.main(command) == 0

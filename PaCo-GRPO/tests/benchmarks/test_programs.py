@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import environment as surroundings
 import epoch
 import resolution_sweep
 import scaling
@@ -88,6 +89,23 @@ def test_scaling_over_two_processes(tmp_path):
     assert tables.main([str(tmp_path)]) == 0 and (tmp_path / "scaling.png").is_file()
 
 
+@pytest.mark.slow
+def test_launches_with_other_environments_take_turns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
+    assert surroundings.environment(os.environ, {"MALLOC_TRIM_THRESHOLD_": "", "A": "1"}).items() >= {("A", "1")}
+    assert "MALLOC_TRIM_THRESHOLD_" not in surroundings.environment(os.environ, {"MALLOC_TRIM_THRESHOLD_": ""})
+    output = tmp_path / "environment.json"
+    command = ["--rounds", "1", "--repeats", "1", "--output", str(output), "--setting"]
+    assert surroundings.main([*command, "threads", "--", *TINY]) == 2 and "is not NAME=VALUE" in capsys.readouterr().err
+    assert surroundings.main([*command, "OMP_NUM_THREADS=1", "--setting", "OMP_NUM_THREADS=2 A=b", "--", *TINY, "--warmup", "0"]) == 0
+    report = json.loads(output.read_text())
+    assert [row["setting"] for row in report["rows"]] == ["OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2 A=b"]
+    assert report["rows"][0]["ratio"]["epoch"]["raw"] == [1.0] and report["rows"][1]["seconds"]["epoch"]["median"] > 0
+    assert report["settings"]["epoch"][:2] == TINY[:2]
+    assert tables.main([str(tmp_path)]) == 0 and (tmp_path / "environment.png").is_file()
+    assert "| `OMP_NUM_THREADS=2 A=b` |" in (tmp_path / "tables.md").read_text()
+
+
 def test_medians_spread_and_ratios():
     assert summary([3.0, None, 1.0, 2.0]) == {"median": 2.0, "low": 1.5, "high": 2.5, "n": 3}
     assert summary([])["median"] is None
@@ -103,15 +121,18 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ")[0].endswith(".py")]
     assert len(lines) >= 5 and not (tmp_path / "results").exists()
-    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling}
+    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings}
+    assert {line[0] for line in lines} == set(programs)
     for program, *arguments in lines:
-        options = arguments
-        if program == "scaling.py":
+        if "--" in arguments:
             cut = arguments.index("--")
-            output = arguments[cut + 1 :]
-            scaling.parser().parse_args(arguments[:cut])
-            program, options = "epoch.py", [each for each in output]
-        given, rest = programs[program].parser().parse_known_args(options)
+            given = programs[program].parser().parse_args(arguments[:cut])
+            assert given.output.parent == tmp_path / "results"  # where the command looks for it
+            for setting in getattr(given, "setting", []):
+                assert surroundings.variables(setting)
+            program, arguments = "epoch.py", ["--output", str(given.output), *arguments[cut + 1 :]]
+        given, rest = programs[program].parser().parse_known_args(arguments)
+        assert given.output.parent == tmp_path / "results"
         work = epoch.work_of(given).resolved()
         comparisons(getattr(given, "compare", []), work)
         assert all(key for key, _ in epoch.overrides_of(rest))
@@ -119,7 +140,7 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
 
 
 def test_help_teaches(capsys):
-    for program in (epoch, resolution_sweep, scaling, tables):
+    for program in (epoch, resolution_sweep, scaling, surroundings, tables):
         with pytest.raises(SystemExit):
             program.parser().parse_args(["--help"])
         assert "python benchmarks/" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """A base in 8 or 4 bits (bitsandbytes' CPU kernels): it trains, its bits stay, its LoRA fits the whole base."""
 
 import sys
+from contextlib import ExitStack
 
 import diffusers
 import pytest
@@ -52,6 +53,39 @@ def test_velocity_is_near_the_whole_base_and_gradients_reach_the_lora(name, kind
     assert sum(bool(g.abs().sum() > 0) for g in gradients) > 0.8 * len(parameters)
     for key, bits in base_bits(small).items():
         assert torch.equal(bits, before[key])
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["lora beside", "lora merged"])
+@pytest.mark.parametrize("name", tiny_policies.NAMES)
+def test_int8_for_a_while_leaves_no_trace(name, merge, tiny_folder):
+    policy = tiny_policies.load(name, tiny_folder(name))
+    add_lora(policy, rank=4, alpha=8)
+    tiny_policies.disturb(policy)
+    modules, weights = dict(policy.transformer.named_modules()), dict(policy.transformer.named_parameters())
+    bits = {key: weight.detach().clone() for key, weight in weights.items()}
+    with torch.no_grad():
+        exact = velocity_of(policy, name)
+        with ExitStack() as stack:
+            if merge:
+                stack.enter_context(policy.merged())
+            stack.enter_context(policy.in_int8())
+            error = ((velocity_of(policy, name) - exact).norm() / exact.norm()).item()
+            small = [key for key, layer in policy.transformer.named_modules() if quantized.is_quantized(layer)]
+        assert 0 < error < 0.05, error
+        assert torch.equal(velocity_of(policy, name), exact)
+    assert dict(policy.transformer.named_modules()) == modules  # modules are equal if they are the same object
+    for key, weight in policy.transformer.named_parameters():
+        assert weight is weights[key] and torch.equal(weight, bits[key])
+    assert any(".attn." in key for key in small) and any("ff" in key or "mlp" in key for key in small)
+    assert not any(part in key for key in small for part in ("norm", "_mod.", "lora_"))
+
+
+def test_int8_is_undone_after_an_error(tiny_flux_dir):
+    policy = tiny_policies.load("flux", tiny_flux_dir)
+    modules = dict(policy.transformer.named_modules())
+    with pytest.raises(KeyError), policy.in_int8():
+        raise KeyError
+    assert dict(policy.transformer.named_modules()) == modules
 
 
 @KINDS

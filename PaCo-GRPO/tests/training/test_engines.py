@@ -70,6 +70,7 @@ CPUS = processes(DistributedType.MULTI_CPU)
     ("accelerator", "changes", "said"),
     [
         (CPUS, FSDP2 | {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
+        (CPUS, FSDP2 | {"sample__tail_weights": "int8"}, "config.sample.tail_weights='int8'"),
         (CPUS, FSDP2 | {"speed__compile": True}, "config.speed.compile=True"),
         (fsdp_of(), {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
         (fsdp_of(), {"pretrained__quantize": "nf4"}, "config.pretrained.quantize='nf4'"),

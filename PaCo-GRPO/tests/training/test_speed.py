@@ -243,7 +243,9 @@ def test_decoder_keeps_order_and_says_what_failed(background):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sample__tail_steps": 1}, {"sample__tail_order": 2}, {"sample__tail_cache": 1e6}], ids=str
+    "changes",
+    [{"sample__tail_steps": 1}, {"sample__tail_order": 2}, {"sample__tail_cache": 1e6}, {"sample__tail_weights": "int8"}],
+    ids=str,
 )
 def test_tail_options_change_images_and_no_ratio(make, changes):
     steps = {"sample__num_steps": 6, "sample__noise_steps": "1", "num_epochs": 1}
