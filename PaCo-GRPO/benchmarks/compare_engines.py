@@ -1,25 +1,25 @@
 """The same two epochs under every engine that can run on this machine, against one process: the number of GPUs and the
 way in which weights are spread must change the speed, not the mathematics.
 
-    python benchmarks/compare_engines.py                                         # tiny random weights, ppo and nft
+    python benchmarks/compare_engines.py                                         # tiny random weights
     python benchmarks/compare_engines.py --config config/grpo.py:t2is --config.pretrained.model=/models/FLUX.1-dev \\
         --config.train.reward_fn='{"jpeg_compressibility": 1}'                   # a configuration of yours, a GPU machine
 
 Needs nobody; without GPUs it runs on the CPU over gloo. Prints a table and writes compare_engines.json into --output.
 Exit status: 0 = everything that ran agrees, 1 = something differs or failed. What cannot run is named with the reason.
 
-The largest differences to one process are given: of the advantages; of an epoch's loss, relative; and of the weights,
-as a share of the way they went in the second epoch. Adam's epsilon is 1e-2 here: with a tiny one the first step is the
+The largest differences to one process are given: of the advantages; of an epoch's loss, as a share of it or of the mean
+|advantage|, whichever is larger (the first loss of PPO is the mean advantage, 0 but for rounding); and of the weights, as
+a share of the way they went in the second epoch. Adam's epsilon is 1e-2 here: with a tiny one the first step is the
 sign of the gradient, which turns rounding near 0 into differences of full size.
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from measuring import machine
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,12 +165,16 @@ def differences(reference: dict, other: dict) -> dict[str, float]:
     before, after = reference["weights"]
     way = max(float((after[key] - before[key]).abs().max()) for key in after)
     apart = max(float((after[key] - other["weights"][1][key]).abs().max()) for key in after)
-    losses = zip(reference["loss"], other["loss"], strict=True)
+    losses = zip(reference["loss"], other["loss"], reference["advantages"], strict=True)
     return {
         "advantages": max(abs(a - b) for a, b in pairs if a is not None),
-        "loss": max(abs(a - b) / max(abs(a), 1e-8) for a, b in losses),
+        "loss": max(abs(a - b) / max(abs(a), _mean_size(advantages)) for a, b, advantages in losses),
         "weights": apart / way,
     }
+
+
+def _mean_size(advantages: list[float | None]) -> float:
+    return statistics.fmean([abs(a) for a in advantages if a is not None] or [0.0])
 
 
 def compare(objective: str, options: list[str], folder: Path, gpus: int) -> list[dict]:
@@ -214,21 +219,6 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def machine(gpus: int) -> dict:
-    """What the numbers were made on."""
-    versions = {}
-    for name in ("torch", "accelerate", "diffusers", "peft", "deepspeed"):
-        if importlib.util.find_spec(name):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     if arguments[:1] == ["--worker"]:
@@ -237,7 +227,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--config", help="a configuration (FILE:NAME or config.yaml); default: toy_t2is on tiny weights"
     )
-    parser.add_argument("--objectives", default="ppo,nft", help="default: ppo,nft")
+    parser.add_argument("--objectives", default="ppo,guard_grpo,nft", help="default: ppo,guard_grpo,nft")
     parser.add_argument("--output", type=Path, default=Path("compare_engines"), help="default: compare_engines")
     own, overrides = parser.parse_known_args(arguments)
     folder = own.output.absolute()
@@ -252,8 +242,8 @@ def main(arguments: list[str]) -> int:
     options = ["--config", own.config or "config/grpo.py:toy_t2is"]
     options += [f"--config.{key}={value}" for key, value in settings.items()] + overrides
     rows = [row for objective in own.objectives.split(",") for row in compare(objective, options, folder, gpus)]
-    report = {"machine": machine(gpus), "options": options, "tolerances": TOLERANCES, "rows": rows}
-    (folder / "compare_engines.json").write_text(json.dumps(report, indent=1))
+    report = machine.report("compare_engines", {"options": options, "tolerances": TOLERANCES}, rows=rows)
+    machine.write(folder / "compare_engines.json", report)
     print(table(rows))
     print(f"\n{folder / 'compare_engines.json'}")
     return int(any(row["agrees"] is False for row in rows))

@@ -35,3 +35,16 @@ def sleeping(seconds: float = 0.1):
         return np.array([np.asarray(image, dtype=np.float64).mean() for image in images])
 
     return score
+
+
+def checking(longest: int):
+    """Takes short prompts alone."""
+    return lambda images, items: np.zeros(len(images))
+
+
+def _check_item(item, kwargs):
+    if len(item.prompt) > kwargs["longest"]:
+        raise ValueError(f"longer than {kwargs['longest']}")
+
+
+checking.check_item = _check_item

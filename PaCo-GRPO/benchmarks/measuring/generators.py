@@ -73,7 +73,7 @@ def write(architecture: Architecture, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps(dataclasses.asdict(architecture), indent=1))
     for name, part in pipeline_of(architecture, torch.float32, "meta").components.items():
-        if isinstance(part, nn.Module) and hasattr(part, "save_config"):
+        if hasattr(part, "save_config"):  # diffusers' modules and schedulers
             part.save_config(folder / name)
         elif isinstance(part, PreTrainedModel):
             part.config.save_pretrained(folder / name)

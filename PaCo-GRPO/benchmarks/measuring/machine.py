@@ -19,7 +19,7 @@ from typing import Any
 
 FORMAT = 1
 _ROOT = Path(__file__).resolve().parents[3]
-_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "triton", "bitsandbytes", "torchao")
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "triton", "bitsandbytes", "deepspeed")
 
 
 def machine() -> dict[str, Any]:

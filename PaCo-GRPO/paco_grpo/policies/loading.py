@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -112,13 +115,26 @@ def size_multiple(model_path: str | Path) -> int:
     Raises:
         PolicyLoadError: The VAE's configuration cannot be had.
     """
-    file = _small_file(model_path, "vae/config.json")
+    with _reading(_small_file(model_path, "vae/config.json"), "the VAE's configuration") as values:
+        return policy_class(model_path).size_multiple_with(values)
+
+
+def fewest_steps(model_path: str | Path) -> int:
+    """The smallest number of steps that the schedule of the generator at ``model_path`` has; weights are not read.
+
+    Raises:
+        PolicyLoadError: The scheduler's configuration cannot be had.
+    """
+    with _reading(_small_file(model_path, "scheduler/scheduler_config.json"), "the scheduler's configuration") as values:
+        return 2 if values.get("shift_terminal") else 1  # it stretches the last σ before 0 to a value of its own
+
+
+@contextmanager
+def _reading(file: Path, what: str) -> Iterator[dict[str, Any]]:
     try:
-        return policy_class(model_path).size_multiple_with(json.loads(file.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise PolicyLoadError(
-            f"{file} is not the VAE's configuration ({type(error).__name__}: {error}). Download it again."
-        ) from error
+        yield json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise PolicyLoadError(f"{file} is not {what} ({type(error).__name__}: {error}). Download it again.") from error
 
 
 def _small_file(model_path: str | Path, name: str) -> Path:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paco_grpo.rewards.judging import JudgeReward, judge_client
+from paco_grpo.rewards.panels import check_panels
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.grid import pairs, split_image, split_prompt
 from paco_judge.questions import criteria_questions, theme_no_duplicates_question, theme_question
@@ -36,22 +37,23 @@ class ConsistencyScore(JudgeReward):
             ValueError: An item's prompt has a single panel, or the item no criteria to ask about.
         """
         grid = split_prompt(item.prompt)
-        if grid.rows * grid.cols < 2:
-            raise ValueError(
-                f"consistency_score compares sub-figures, but item {item.item_id} has one: {item.prompt!r}"
-            )
+        check_panels("consistency_score", item)
         cells = split_image(image, grid.rows, grid.cols)
         couples = [(cells[i], cells[j]) for i, j in pairs(len(cells))]
         if self.question in _OF_THEME:
             text = _OF_THEME[self.question](grid.theme)
             return [Pair(a, b, text) for a, b in couples], mean_score
-        try:
-            by_dimension = criteria_questions(item.metadata.get("criteria") or {})
-        except ValueError as error:
-            raise ValueError(f"consistency_score, item {item.item_id}: {error}") from error
+        by_dimension = _criteria_of(item)
         texts = [text for named in by_dimension.values() for text in named]
         sizes = {dimension: len(named) for dimension, named in by_dimension.items()}
         return [Pair(a, b, text) for a, b in couples for text in texts], lambda v: _criteria_score(v, sizes)
+
+
+def _criteria_of(item: Item) -> dict[str, list[str]]:
+    try:
+        return criteria_questions(item.metadata.get("criteria") or {})
+    except ValueError as error:
+        raise ValueError(f"consistency_score, item {item.item_id}: {error}") from error
 
 
 def _criteria_score(verdicts: list[Verdict], sizes: dict[str, int]) -> float | None:
@@ -87,3 +89,12 @@ def consistency_score(
     if question not in QUESTIONS:
         raise ValueError(f"consistency_score: question={question!r} is not known. Known: {', '.join(QUESTIONS)}")
     return ConsistencyScore(judge_client(base_url, model, api_key, max_concurrency, deadline_s), question)
+
+
+def _check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    check_panels("consistency_score", item)
+    if kwargs.get("question") == "criteria":
+        _criteria_of(item)
+
+
+consistency_score.check_item = _check_item

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from paco_grpo.rewards.judging import JudgeReward, judge_client
 from paco_judge.client import Pair
@@ -27,10 +27,15 @@ class GridLayout(JudgeReward):
         Raises:
             ValueError: The prompt states no grid.
         """
-        rows, cols = parse_layout(item.prompt)
-        if rows * cols < 2:
-            raise ValueError(f"grid_layout needs a prompt with a layout, item {item.item_id} has none: {item.prompt!r}")
+        rows, cols = _grid_of(item)
         return [Pair(image, None, grid_layout_question(rows, cols))], mean_score
+
+
+def _grid_of(item: Item) -> tuple[int, int]:
+    rows, cols = parse_layout(item.prompt)
+    if rows * cols < 2:
+        raise ValueError(f"grid_layout needs a prompt with a layout, item {item.item_id} has none: {item.prompt!r}")
+    return rows, cols
 
 
 def grid_layout(
@@ -46,3 +51,10 @@ def grid_layout(
     arguments as in ``consistency_score``.
     """
     return GridLayout(judge_client(base_url, model, api_key, max_concurrency, deadline_s))
+
+
+def _check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    _grid_of(item)
+
+
+grid_layout.check_item = _check_item

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +99,13 @@ def ocr(reader: str = "paddleocr", lang: str = "en", device: Any = "cpu") -> Ocr
         raise ValueError(f"ocr: reader={reader!r} is neither 'paddleocr' nor package.module:function")
     function = getattr(importlib.import_module(module), name)
     return OcrScore(lambda: function)
+
+
+def _check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    wanted_text(item.prompt)
+
+
+ocr.check_item = _check_item
 
 
 def _paddle_reader(paddleocr: Any, lang: str, device: str) -> Reader:

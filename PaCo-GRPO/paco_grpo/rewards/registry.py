@@ -2,7 +2,9 @@
 
 A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``, a missing score is NaN. A factory that
 has a parameter ``device`` is given the process's device. A callable may have a method ``check()`` that is asked once
-before anything expensive (a server that must answer, weights that must be there).
+before anything expensive (a server that must answer, weights that must be there). A factory may have an attribute
+``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that can have no score: every
+item of a prompt set is shown to it before a model is loaded.
 
 Any of them runs in another process when ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
 called there, by ``paco_grpo.rewards.service``, and not here.
@@ -93,8 +95,14 @@ def build_rewards(
             )
     reward_weights(reward_fn)
     return {
-        short_name(name): _Checked(short_name(name), _build(name, kwargs.get(name, {}), device)) for name in reward_fn
+        short_name(name): _Checked(short_name(name), _build(name, kwargs.get(name, {}), device), _item_check(name, kwargs))
+        for name in reward_fn
     }
+
+
+def _item_check(name: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Callable[[Item], None]:
+    check = getattr(find_factory(name), "check_item", None)
+    return (lambda item: None) if check is None else (lambda item: check(item, kwargs.get(name, {})))
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -171,15 +179,30 @@ def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 class _Checked:
     """A reward whose answers are checked: one score an image, no infinities."""
 
-    def __init__(self, name: str, function: Reward) -> None:
+    def __init__(self, name: str, function: Reward, check_item: Callable[[Item], None]) -> None:
         if not callable(function):
             raise RewardError(f"the factory of reward {name!r} returned {type(function).__name__}, not a callable")
-        self.name, self.function = name, function
+        self.name, self.function, self._check_item = name, function, check_item
 
     def check(self) -> None:
         """Ask the reward whether it can work, if it knows how to tell."""
         if hasattr(self.function, "check"):
             self.function.check()
+
+    def check_items(self, items: Sequence[Item]) -> None:
+        """Look for an item that can have no score.
+
+        Raises:
+            RewardError: There is one; the message names it.
+        """
+        for item in items:
+            try:
+                self._check_item(item)
+            except ValueError as error:
+                raise RewardError(
+                    f"item {item.item_id} of the prompt set can have no score: {error}; take another reward, or leave the "
+                    "item out"
+                ) from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         scores = np.asarray(self.function(images, items), dtype=np.float64)

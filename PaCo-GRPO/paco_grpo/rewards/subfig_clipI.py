@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paco_grpo.rewards.open_clip_model import MODEL, WEIGHTS, open_clip_model
+from paco_grpo.rewards.panels import has_panels
 from paco_grpo.rewards.subfig_pairs import SubfigPairs
 
 if TYPE_CHECKING:
@@ -22,3 +23,6 @@ def subfig_clipI(
     """
     clip = open_clip_model(model, pretrained, device)
     return SubfigPairs("subfig_clipI", lambda images: clip.images(images, batch_size))
+
+
+subfig_clipI.check_item = has_panels("subfig_clipI")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from paco_grpo.rewards.panels import has_panels
 from paco_grpo.rewards.subfig_pairs import SubfigPairs
 
 if TYPE_CHECKING:
@@ -67,3 +68,6 @@ def subfig_dreamsim(
         return dreamsim(pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type)
 
     return SubfigPairs("subfig_dreamsim", DreamSim(load, str(device), batch_size))
+
+
+subfig_dreamsim.check_item = has_panels("subfig_dreamsim")

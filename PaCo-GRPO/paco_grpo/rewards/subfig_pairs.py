@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paco_judge.grid import pairs, parse_layout, split_image
+from paco_grpo.rewards.panels import check_panels
+from paco_judge.grid import pairs, split_image
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,7 @@ class SubfigPairs:
         """
         cells, counts = [], []
         for image, item in zip(images, items, strict=True):
-            rows, cols = parse_layout(item.prompt)
-            if rows * cols < 2:
-                raise ValueError(f"{self.name} compares sub-figures, but item {item.item_id} has one: {item.prompt!r}")
+            rows, cols = check_panels(self.name, item)
             cells.extend(split_image(image, rows, cols))
             counts.append(rows * cols)
         features = self.features(cells).double().cpu().numpy()

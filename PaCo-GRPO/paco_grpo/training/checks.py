@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.policies import policy_class, quantized, size_multiple
+from paco_grpo.policies import fewest_steps, policy_class, quantized, size_multiple
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
@@ -282,7 +282,10 @@ def check_model(config: ConfigDict) -> None:
             f"sample.negative_prompt={sample.negative_prompt!r} is given, but the guidance of {model} is embedded, not "
             "true CFG: leave it at None"
         )
-    multiple = size_multiple(model)
+    multiple, fewest = size_multiple(model), fewest_steps(model)
+    for name, steps in (("sample.num_steps", sample.num_steps), ("test.num_steps", config.test.num_steps)):
+        if steps < fewest:
+            problems.append(f"{name}={steps} must be at least {fewest}: the schedule of {model} ends at a σ of its own")
     for group in ("train", "test"):
         if config[group].resolution % multiple:
             problems.append(

@@ -105,6 +105,10 @@ class JournaledReward:
         """Ask the reward whether it can work."""
         self.reward.check()
 
+    def check_items(self, items: Sequence[Item]) -> None:
+        """Look for an item that the reward can give no score."""
+        self.reward.check_items(items)
+
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing."""
         keys = [self._key(image, item) for image, item in zip(images, items, strict=True)]

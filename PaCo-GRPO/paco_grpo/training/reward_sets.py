@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from paco_grpo.rewards.registry import Reward, build_rewards, short_name
 from paco_grpo.training.journal import JournaledReward, ScoreJournal
+from paco_grpo.types import Item
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,17 @@ def test_reward_kwargs(config: ConfigDict) -> dict[str, dict[str, Any]]:
     return {name: test.get(name, train.get(name, {})) for name in names}
 
 
-def build_reward_sets(config: ConfigDict, device: torch.device, journal: ScoreJournal) -> RewardSets:
-    """Build all rewards of ``config`` and ask each whether it can work (is the judge there?).
+def build_reward_sets(
+    config: ConfigDict,
+    device: torch.device,
+    journal: ScoreJournal,
+    train_items: Sequence[Item] = (),
+    test_items: Sequence[Item] = (),
+) -> RewardSets:
+    """Build all rewards of ``config`` and ask each whether it can work (is the judge there? can every item have a score?).
 
     Raises:
-        RewardError, JudgeError: One message that names the reward.
+        RewardError, JudgeError: One message that names the reward or the item.
     """
     built: dict[str, Reward] = {}
 
@@ -50,5 +57,8 @@ def build_reward_sets(config: ConfigDict, device: torch.device, journal: ScoreJo
     test = {short_name(name): build(name, its) for name, its in test_reward_kwargs(config).items()}
     for reward in built.values():
         reward.check()
+    for rewards, items in ((train, train_items), (test, test_items)):
+        for reward in rewards.values():
+            reward.check_items(items)
     only_test = {name: reward for name, reward in test.items() if name not in train}
     return RewardSets(train, test, only_test if config.train.watch_test_rewards else {})

@@ -120,7 +120,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     weights = reward_weights(config.train.reward_fn)
     aggregate_fn = _aggregate_fn(config, weights)
     journal = ScoreJournal(folder / "scores", accelerator.process_index)
-    rewards = build_reward_sets(config, accelerator.device, journal)
+    rewards = build_reward_sets(config, accelerator.device, journal, train_items, test_items)
     tracker = _tracker(config, folder) if accelerator.is_main_process else None
     policy, parameters, extra = _policy(config, engine)
     apply_speed(config, policy)

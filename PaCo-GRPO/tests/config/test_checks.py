@@ -5,7 +5,7 @@ from named import override
 from tiny_policies import NAMES, load
 
 from paco_grpo.data.prompts import DataError
-from paco_grpo.policies import size_multiple
+from paco_grpo.policies import fewest_steps, size_multiple
 from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.types import Item
@@ -100,6 +100,8 @@ def small_files(folder, pipeline="FluxPipeline", vae='{"block_out_channels": [4,
     """What is known of a model before its weights are read."""
     (folder / "vae").mkdir(parents=True)
     (folder / "vae" / "config.json").write_text(vae)
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     (folder / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
     return folder
 
@@ -156,6 +158,18 @@ def test_prompt_set_must_be_of_the_model_s_kind(tmp_path, pipeline, image, said)
 @pytest.mark.parametrize("name", NAMES)
 def test_size_multiple_is_known_without_the_weights(tiny_folder, name):
     assert size_multiple(tiny_folder(name)) == load(name, tiny_folder(name)).size_multiple
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewest_steps_are_known_without_the_weights(tiny_folder, name):
+    fewest = fewest_steps(tiny_folder(name))
+    assert len(load(name, tiny_folder(name)).sigmas(fewest, 32, 32)) == fewest + 1
+    config = override(("pretrained.model", str(tiny_folder(name))), ("test.num_steps", "1"))
+    if fewest > 1:
+        with pytest.raises(ConfigError, match=r"config.test.num_steps=1 must be at least 2"):
+            check_model(config)
+    else:
+        check_model(config)
 
 
 def test_folder_that_cannot_be_written(tmp_path):

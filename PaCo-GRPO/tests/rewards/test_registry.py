@@ -56,5 +56,37 @@ def test_answers_are_checked(name, said):
         build_rewards({f"reward_factories:{name}": 1})[name](IMAGES, ITEMS)
 
 
+NO_TEXT = Item(7, "a fox")
+GRID = Item(8, 'A 2x2 grid layout of "one" cat. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d.')
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "bad", "said"),
+    [
+        ("ocr", {"server": "http://127.0.0.1:9"}, NO_TEXT, "item 7 .* double quotes in the prompt, got 'a fox'"),
+        ("ocr", {"reader": "reward_factories:factory"}, NO_TEXT, "double quotes"),
+        ("consistency_score", {}, NO_TEXT, "item 7 .* compares sub-figures"),
+        ("consistency_score", {"question": "criteria"}, GRID, "consistency_score, item 8: "),
+        ("grid_layout", {}, NO_TEXT, "grid_layout needs a prompt with a layout"),
+        ("subfig_clipI", {}, NO_TEXT, "subfig_clipI compares sub-figures"),
+        ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT, "subfig_dreamsim compares sub-figures"),
+    ],
+)
+def test_items_that_can_have_no_score_are_found(name, kwargs, bad, said):
+    (reward,) = build_rewards({name: 1}, {name: kwargs}).values()
+    if bad is NO_TEXT:
+        reward.check_items([GRID])
+    with pytest.raises(RewardError, match=said):
+        reward.check_items([GRID, bad])
+
+
+def test_a_factory_of_one_s_own_may_check_items_and_need_not():
+    rewards = build_rewards({"reward_factories:factory": 1.0, "reward_factories:checking": 1.0}, {"reward_factories:checking": {"longest": 3}})  # fmt: skip
+    rewards["factory"].check_items([NO_TEXT])
+    rewards["checking"].check_items([Item(0, "abc")])
+    with pytest.raises(RewardError, match="item 7 of the prompt set can have no score: longer than 3; take another"):
+        rewards["checking"].check_items([NO_TEXT])
+
+
 def test_weights_by_short_name():
     assert reward_weights({"jpeg_compressibility": 1, "a.b:c": 0.5}) == {"jpeg_compressibility": 1.0, "c": 0.5}
