@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import machine
 from safetensors.torch import load_file
+
+from measuring import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {

@@ -13,19 +13,17 @@ Written: time of a batch (denoising and decoding) and its ratio; root mean squar
 
 import argparse
 import dataclasses
-import json
 import logging
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import torch
 from ml_collections import ConfigDict
 
+from measuring import machine
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, trainable_parameters
@@ -124,13 +122,7 @@ def summary(setting: Setting, plain: Setting) -> dict[str, float | str]:
 
 def main(arguments: list[str]) -> int:
     """Measure, print the table, write the JSON; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", action="append", default=[])
-    parser.add_argument("--images", type=int, default=4, help="a batch")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
-    parser.add_argument("--lora-scale", type=float, default=0.01)
-    parser.add_argument("--output", type=Path)
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parser().parse_known_args(arguments)
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     settings = [build(rest, name, own.lora_scale) for name in ("", *own.setting)]
     config = settings[0].config
@@ -145,11 +137,20 @@ def main(arguments: list[str]) -> int:
     for row in rows:
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
     if own.output:
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
-        machine = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
-        found = {"arguments": arguments, "machine": machine, "versions": versions, "images": own.images, "rows": rows}
-        own.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        said = {"options": rest, "images": own.images, "rounds": own.rounds, "threads": torch.get_num_threads()}
+        machine.write(own.output, machine.report("effects", said, rows=rows, device=DEVICE.type))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, but for the options of the configuration."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--setting", action="append", default=[], help="see above; may be repeated")
+    made.add_argument("--images", type=int, default=4, help="a batch")
+    made.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
+    made.add_argument("--lora-scale", type=float, default=0.01, help="standard deviation of the LoRA's second matrices")
+    made.add_argument("--output", type=Path, help="JSON; tables.py turns it into a table and a plot")
+    return made
 
 
 if __name__ == "__main__":

@@ -36,7 +36,16 @@ GPU_COMPARISONS=(
   "speed.offload_text_encoders=off,None"
   "speed.overlap_decode=off,None"
   "speed.attention=None,_native_cudnn,_native_flash"
+  "sample.tail_steps=None,4" # approximate, as the next two; what they change is for effects.py
+  "sample.tail_cache=0,0.1"
+  "sample.tail_weights=None,int8"
 )
+# What an option changes in the images, and what it gains in sampling.
+EFFECTS=(
+  --setting sample.tail_steps=4 --setting sample.tail_steps=4,sample.tail_order=2 --setting sample.tail_order=2
+  --setting sample.tail_cache=0.1 --setting sample.tail_cache=0.3 --setting sample.tail_weights=int8
+)
+CPU_EFFECTS=(--setting max_sequence_length=64 --setting sample.merge_lora=false --setting speed.attention=_native_math)
 # What a process reads when it starts, as scripts/launch.sh sets it and otherwise; the first is the base.
 KEPT="MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912"
 CPU_ENVIRONMENTS=(
@@ -104,6 +113,15 @@ measure() {
 # must NAME … : as measure, remembering failures
 must() { measure "$@" || failed+=("$1"); }
 
+# world NAME ARGUMENTS… : effects.py on the quickstart's prompts, which are drawn where they are not there
+world() {
+  local prompts=../quickstart/out/world
+  if ! $dry && [[ ! -d "$prompts" && ! -f "$results/$1.json" ]]; then
+    (cd ../quickstart && "$PYTHON" -m paco_toy.build_world --out out/world) >"$results/world.log" 2>&1
+  fi
+  must "$1" effects.py "${@:2}"
+}
+
 # fitting NAME PROGRAM ARGUMENTS… : as must, with less memory at each try while the GPU's is not enough (status 3)
 fitting() {
   local name="$1" status=0 smaller
@@ -136,6 +154,8 @@ if [[ $size == cpu ]]; then
   must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
     --steps 3 --repeats 2 --counted flux-dev kontext-dev --text 512 128
   must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 2
+  world effects-toy --config config/grpo.py:toy_t2is --config.sample.num_steps=10 --images 4 --rounds 3 \
+    "${EFFECTS[@]}" "${CPU_EFFECTS[@]}"
   must environment environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 3 --repeats 2 -- --preset toy --k 4
   if ((${#compiled[@]})); then must epoch-compiled epoch.py --preset toy --k 2 "${compiled[@]}" --repeats 2; fi
 else

@@ -187,9 +187,26 @@ def environment(report: Mapping[str, Any]) -> str:
     return text + table(["environment", "epoch, s", "epoch, ratio", "CPU time, ratio", "peak GiB"], rows)
 
 
+def effects(report: Mapping[str, Any]) -> str:
+    """Of effects.py."""
+    rows = [
+        [f"`{r['setting']}`", number(r["time_ratio"], ".2f"), f"{r['time_ratio_min']:.2f}–{r['time_ratio_max']:.2f}",
+         number(r["pixel_rms"], ".4f"), number(r["pixel_max"], ".2f"), number(r["ratio_deviation"], ".2g")]
+        for r in report["rows"]
+    ]  # fmt: skip
+    settings = report["settings"]
+    text = (
+        f"A sampling batch of {settings['images']} images, {settings['rounds']} rounds: time (denoising and decoding), "
+        "pixels (of 0 to 1) and first ratio against `plain`.\n\n"
+    )
+    columns = ["setting", "time, ratio", "over rounds", "pixels, root mean square", "largest", "first ratio off by"]
+    return text + table(columns, rows)
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "epoch": epoch,
     "resolution_sweep": resolution_sweep,
     "scaling": scaling,
     "environment": environment,
+    "effects": effects,
 }

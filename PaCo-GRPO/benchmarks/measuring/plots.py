@@ -104,7 +104,26 @@ def _environment(report: Mapping[str, Any]):
     return figure
 
 
+def _effects(report: Mapping[str, Any]):
+    rows = report["rows"]
+    figure = new_figure(8.5, 1.4 + 0.34 * len(rows))
+    times, pixels = figure.subplots(1, 2, sharey=True)
+    places = range(len(rows))
+    times.plot([row["time_ratio"] for row in rows], places, "o", color=SERIES[0])
+    times.hlines(places, [r["time_ratio_min"] for r in rows], [r["time_ratio_max"] for r in rows], color=SERIES[0])
+    times.axvline(1.0, color=INK, linewidth=0.8)
+    times.set(xlabel="time of a batch, ratio to plain", title="Left is faster")
+    pixels.barh(places, [row["pixel_rms"] for row in rows], color=SERIES[1], height=0.6)
+    pixels.set(xlabel="root mean square of pixels (of 0 to 1)", title="Change of the images")
+    times.set_yticks(places, [row["setting"].replace(",", ",\n") for row in rows])
+    times.set_ylim(len(rows) - 0.5, -0.5)
+    for axis in (times, pixels):
+        axis.grid(axis="x"), axis.grid(visible=False, axis="y")
+    return figure
+
+
 FIGURES = {
+    "effects": _effects,
     "epoch": _epoch,
     "resolution_sweep": _resolution_sweep,
     "scaling": _scaling,

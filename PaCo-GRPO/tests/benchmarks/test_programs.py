@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import effects
 import environment as surroundings
 import epoch
 import resolution_sweep
 import scaling
 import tables
+from measuring.options import names
 from measuring.repeats import ratios, summary
 from measuring.turns import comparisons
+from paco_grpo.training.configuration import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--preset", "tiny", "--k", "2", "--m", "1", "--steps", "2", "--batch", "2", "--train-batch", "2"]
@@ -90,6 +94,25 @@ def test_scaling_over_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_effects_of_a_setting(tiny_flux_dir, tmp_path):
+    from tiny_run import write_prompts
+
+    output = tmp_path / "effects.json"
+    command = ["--config", f"{ROOT}/config/grpo.py:toy_t2is", f"--config.pretrained.model={tiny_flux_dir}", "--images", "2",
+               f"--config.dataset={write_prompts(tmp_path / 'prompts')}", "--config.train.resolution=16", "--rounds", "1",
+               "--config.max_sequence_length=16", "--config.sample.num_steps=4", "--output", str(output)]  # fmt: skip
+    settings = ["sample.tail_steps=1", "sample.tail_weights=int8", "sample.merge_lora=false", "speed.attention=native"]
+    assert effects.main([*command, *(part for text in settings for part in ("--setting", text))]) == 0
+    rows = {row["setting"]: row for row in json.loads(output.read_text())["rows"]}
+    assert list(rows) == ["plain", *settings]
+    assert rows["plain"]["time_ratio"] == 1 and rows["plain"]["pixel_rms"] == rows["speed.attention=native"]["pixel_rms"] == 0
+    assert rows["sample.tail_steps=1"]["pixel_rms"] > 0 and rows["sample.tail_weights=int8"]["pixel_rms"] > 0
+    assert all(row["ratio_deviation"] == 0 for row in rows.values())
+    assert tables.main([str(tmp_path)]) == 0 and (tmp_path / "effects.png").is_file()
+    assert "| `sample.tail_weights=int8` |" in (tmp_path / "tables.md").read_text()
+
+
+@pytest.mark.slow
 def test_launches_with_other_environments_take_turns(tmp_path):
     output = tmp_path / "environment.json"
     command = ["--rounds", "1", "--repeats", "1", "--output", str(output), "--setting"]
@@ -123,9 +146,16 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ")[0].endswith(".py")]
     assert len(lines) >= 5 and not (tmp_path / "results").exists()
-    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings}
-    assert {line[0] for line in lines} == set(programs)
+    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings,
+                "effects.py": effects}  # fmt: skip
+    options = set(names(load_config(f"{ROOT}/config/grpo.py:t2is", ROOT / "config" / "base.py")))
+    assert {line[0] for line in lines} >= set(programs) - {"effects.py"}
     for program, *arguments in lines:
+        if program == "effects.py":
+            given, rest = effects.parser().parse_known_args(arguments)
+            assert given.output == tmp_path / "results" / "effects-toy.json" and rest[0] == "--config"
+            assert {option for text in given.setting for option in re.findall(r"([a-z_.]+)=", text)} <= options
+            continue
         if "--" in arguments:
             cut = arguments.index("--")
             given = programs[program].parser().parse_args(arguments[:cut])
@@ -142,7 +172,7 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
 
 
 def test_help_teaches(capsys):
-    for program in (epoch, resolution_sweep, scaling, surroundings, tables):
+    for program in (effects, epoch, resolution_sweep, scaling, surroundings, tables):
         with pytest.raises(SystemExit):
             program.parser().parse_args(["--help"])
         assert "python benchmarks/" in capsys.readouterr().out
