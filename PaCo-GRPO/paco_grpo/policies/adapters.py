@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
 from paco_grpo.policies.quantized import is_quantized
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ OLD = "old"
 
 # How PEFT names weights in its files: they belong to a PeftModel that wraps the model.
 _PEFT_PREFIX = "base_model.model."
+
+# Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
+_DIFFUSERS = ("pytorch_lora_weights.safetensors",)
+_PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def add_lora(
@@ -48,8 +53,8 @@ def add_lora(
         rank: r ≥ 1.
         alpha: Scale; the update is alpha / r · B·A.
         targets: Module-name suffixes; default ``policy.lora_targets``.
-        lora_path: Folder or hub name in PEFT format, or a folder in diffusers format, to start from. Rank, alpha and
-            targets then come from there.
+        lora_path: Folder or hub name, in diffusers or PEFT format, to start from. Rank, alpha and targets then come
+            from there.
 
     Raises:
         PolicyLoadError: ``lora_path`` is missing, unreadable, or made for another model.
@@ -61,13 +66,43 @@ def add_lora(
             r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets or policy.lora_targets)
         )
         transformer.add_adapter(config, CURRENT)
-    elif (Path(lora_path).expanduser() / "pytorch_lora_weights.safetensors").is_file():
-        _load_diffusers(policy, Path(lora_path).expanduser())
     else:
-        _load_peft(transformer, str(lora_path))
+        folder = find_lora(lora_path)
+        if all((folder / file).is_file() for file in _DIFFUSERS):
+            _load_diffusers(policy, folder)
+        else:
+            _load_peft(transformer, folder)
     for parameter in _adapter_parameters(transformer, CURRENT):
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
+
+
+def find_lora(place: str | Path) -> Path:
+    """The folder of an adapter, downloaded if ``place`` is a hub name; its weights are not read.
+
+    Raises:
+        PolicyLoadError: There is none; the message says which files are looked for.
+    """
+    folder = Path(place).expanduser()
+    wanted = f"It needs {_DIFFUSERS[0]} (diffusers), or {' and '.join(_PEFT)} (PEFT)."
+    if folder.is_dir():
+        if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
+            return folder
+        raise PolicyLoadError(f"config.train.lora_path: {place} holds no LoRA. {wanted}")
+    if looks_like_a_path(str(place)):
+        raise PolicyLoadError(f"config.train.lora_path: folder {folder.absolute()} does not exist. Correct the path.")
+    unreached = None
+    for files in (_DIFFUSERS, _PEFT):
+        try:
+            found = [hub_file(str(place), file) for file in files]
+            return found[0].parent
+        except NoSuchFile:
+            continue
+        except PolicyLoadError as error:  # the other format may be in the cache
+            unreached = error
+    if unreached is not None:
+        raise PolicyLoadError(f"config.train.lora_path: {unreached}") from unreached
+    raise PolicyLoadError(f"config.train.lora_path: {place} on the hub holds no LoRA. {wanted}")
 
 
 def add_old_adapter(policy: Policy) -> None:
@@ -265,28 +300,24 @@ def _adapter_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]
     ]
 
 
-def _load_peft(transformer: nn.Module, path: str) -> None:
-    local = Path(path).expanduser()
-    if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise PolicyLoadError(f"config.train.lora_path: folder {local.absolute()} does not exist. Correct the path.")
-    source = str(local) if local.is_dir() else path
+def _load_peft(transformer: nn.Module, folder: Path) -> None:
     try:
-        config = LoraConfig.from_pretrained(source)
-        weights = load_peft_weights(source, device="cpu")
+        config = LoraConfig.from_pretrained(str(folder))
+        weights = load_peft_weights(str(folder), device="cpu")
     except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
         raise PolicyLoadError(
-            f"config.train.lora_path: {path} holds no readable LoRA ({type(error).__name__}: {error}). "
-            "It needs adapter_config.json and adapter_model.safetensors (PEFT), or pytorch_lora_weights.safetensors."
+            f"config.train.lora_path: the LoRA at {folder} cannot be read ({type(error).__name__}: {error}). "
+            "Save or download it again."
         ) from error
     config.inference_mode = False
-    logger.info("LoRA from %s: rank %d, alpha %g", path, config.r, config.lora_alpha)
+    logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
     transformer.add_adapter(config, CURRENT)
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in weights.items()}
     expected = get_peft_model_state_dict(transformer, adapter_name=CURRENT)
     if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
         different = sorted(set(weights) ^ set(expected)) or "the shapes"
         raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {path} was made for another model: {str(different)[:300]} differ. "
+            f"config.train.lora_path: the LoRA at {folder} was made for another model: {str(different)[:300]} differ. "
             "Choose the LoRA that belongs to config.pretrained.model."
         )
     set_peft_model_state_dict(transformer, weights, adapter_name=CURRENT)

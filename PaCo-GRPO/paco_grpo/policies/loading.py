@@ -15,6 +15,7 @@ import torch
 
 from paco_grpo.policies import quantized
 from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {
@@ -129,6 +130,20 @@ def fewest_steps(model_path: str | Path) -> int:
         return 2 if values.get("shift_terminal") else 1  # it stretches the last σ before 0 to a value of its own
 
 
+def transformer_bytes(model_path: str | Path) -> int:
+    """Size of the transformer's weights as they are stored, 0 where they are one file (a small model); they are not read.
+
+    Raises:
+        PolicyLoadError: The model cannot be had.
+    """
+    try:
+        index = _small_file(model_path, "transformer/diffusion_pytorch_model.safetensors.index.json", optional=True)
+    except NoSuchFile:
+        return 0
+    with _reading(index, "the list of the transformer's files") as values:
+        return int(values["metadata"]["total_size"])
+
+
 @contextmanager
 def _reading(file: Path, what: str) -> Iterator[dict[str, Any]]:
     try:
@@ -137,60 +152,31 @@ def _reading(file: Path, what: str) -> Iterator[dict[str, Any]]:
         raise PolicyLoadError(f"{file} is not {what} ({type(error).__name__}: {error}). Download it again.") from error
 
 
-def _small_file(model_path: str | Path, name: str) -> Path:
+def _small_file(model_path: str | Path, name: str, optional: bool = False) -> Path:
     """The file ``name`` of a pipeline folder or hub repository.
 
     Raises:
+        NoSuchFile: It is ``optional``, and not there.
         PolicyLoadError: It cannot be had.
     """
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         if not (folder / name).is_file():
+            if optional:
+                raise NoSuchFile(f"{folder} has no {name}")
             raise PolicyLoadError(
                 f"model folder {folder} has no {name}, so it is not a whole diffusers pipeline. "
                 "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
             )
         return folder / name
-    if _looks_like_a_path(str(model_path)):
+    if looks_like_a_path(str(model_path)):
         raise PolicyLoadError(
             f"model folder {model_path} does not exist (looked at {folder.absolute()}). "
             "Correct config.pretrained.model, or download the model to that place."
         )
-    return _download(str(model_path), name)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
-
-
-def _download(name: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (  # fmt: skip
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    remedy = f"There is no local folder {Path(name).absolute()} either."
     try:
-        return Path(hf_hub_download(name, file))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
-        raise PolicyLoadError(
-            f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
-            f"{remedy} Check the network, or download the model elsewhere and give its folder."
-        ) from error
-    except GatedRepoError as error:
-        raise PolicyLoadError(
-            f"the hub model {name!r} is gated: accept its licence on the hub, then log in with `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise PolicyLoadError(f"the hub has no model {name!r} that you may read. {remedy} Check the name.") from error
-    except EntryNotFoundError as error:
-        raise PolicyLoadError(
-            f"the hub model {name!r} has no {file}, so it is not a diffusers pipeline. Choose another model."
-        ) from error
-    except HfHubHTTPError as error:
-        raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error
+        return hub_file(str(model_path), name)
+    except NoSuchFile as error:
+        if optional:
+            raise
+        raise PolicyLoadError(f"{error}, so it is not a diffusers pipeline. Choose another model.") from error

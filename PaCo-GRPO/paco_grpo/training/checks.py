@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from ml_collections import ConfigDict
 
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.policies import fewest_steps, policy_class, quantized, size_multiple
+from paco_grpo.policies import fewest_steps, policy_class, quantized, size_multiple, transformer_bytes
+from paco_grpo.policies.adapters import find_lora
 from paco_grpo.rewards.registry import find_factory, reward_weights
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.training.plan import gradient_steps
@@ -81,6 +83,7 @@ _AT_LEAST: dict[str, float] = {
     "health.max_zero_std_share": 0,
     "health.max_reward_divergence": 0,
 }
+_LARGE = 4e9  # bytes of a transformer, for a CPU
 _BELOW_ONE = ("train.adam_beta1", "train.adam_beta2", "train.ema_decay")
 _POSITIVE = ("train.adv_clip_max", "train.nft_beta", "train.lora_alpha", "train.adam_epsilon", "train.max_grad_norm")
 
@@ -273,7 +276,7 @@ def check_model(config: ConfigDict) -> None:
 
     Raises:
         ConfigError: All problems found, one line each; every line names the field to change.
-        PolicyLoadError: There is no such model, or it is not reached.
+        PolicyLoadError: There is no such model or LoRA, or it is not reached.
     """
     model, sample = config.pretrained.model, config.sample
     problems = []
@@ -292,6 +295,18 @@ def check_model(config: ConfigDict) -> None:
                 f"{group}.resolution={config[group].resolution} is not a multiple of {multiple}, as {model} needs"
             )
     _refuse(problems)
+    if config.use_lora and config.train.lora_path is not None:
+        find_lora(config.train.lora_path)
+
+
+def warn_of_a_slow_device(config: ConfigDict, device: torch.device) -> None:
+    """A published generator on a CPU is nearly always an accident: a GPU that is hidden, or torch without CUDA."""
+    stored = transformer_bytes(config.pretrained.model)
+    if device.type == "cpu" and stored > _LARGE:
+        logger.warning(
+            "config.pretrained.model=%s has %.0f GB of transformer weights, and no GPU is visible to torch %s: a step will "
+            "take minutes, if the memory is enough at all", config.pretrained.model, stored / 1e9, torch.__version__,
+        )  # fmt: skip
 
 
 def check_images(config: ConfigDict, splits: Mapping[str, list[Item]]) -> None:

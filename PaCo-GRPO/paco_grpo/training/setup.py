@@ -28,7 +28,7 @@ from paco_grpo.policies.adapters import add_lora, add_old_adapter
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.training import checkpoint as ckpt
 from paco_grpo.training.batch_size import settle_batch_size
-from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_model, check_writable, warn_of_a_slow_device
 from paco_grpo.training.configuration import ConfigError, config_to_yaml
 from paco_grpo.training.ema import EMA
 from paco_grpo.training.engine import Engine, build_accelerator, build_engine
@@ -109,6 +109,7 @@ def build_run(config: ConfigDict, configuration_name: str = "run") -> Run:
     check_config(config)
     check_model(config)
     accelerator = build_accelerator()
+    warn_of_a_slow_device(config, accelerator.device)
     engine = build_engine(config, accelerator)
     threads = set_threads(config.num_threads, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32

@@ -1,12 +1,13 @@
 """Contradictions are found before any model is loaded, and the message names the field."""
 
 import pytest
+import torch
 from named import override
 from tiny_policies import NAMES, load
 
 from paco_grpo.data.prompts import DataError
 from paco_grpo.policies import fewest_steps, size_multiple
-from paco_grpo.training.checks import check_config, check_images, check_model, check_writable
+from paco_grpo.training.checks import check_config, check_images, check_model, check_writable, warn_of_a_slow_device
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.types import Item
 
@@ -170,6 +171,20 @@ def test_fewest_steps_are_known_without_the_weights(tiny_folder, name):
             check_model(config)
     else:
         check_model(config)
+
+
+def test_a_large_model_on_a_cpu_is_said(tmp_path, caplog):
+    folder = small_files(tmp_path)
+    config = override(("pretrained.model", str(folder)))
+    warn_of_a_slow_device(config, torch.device("cpu"))
+    assert not caplog.records
+    (folder / "transformer").mkdir()
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": 23802816640}}')
+    warn_of_a_slow_device(config, torch.device("cuda"))
+    assert not caplog.records
+    warn_of_a_slow_device(config, torch.device("cpu"))
+    assert "has 24 GB of transformer weights, and no GPU is visible" in caplog.text
 
 
 def test_folder_that_cannot_be_written(tmp_path):

@@ -1,5 +1,7 @@
 """LoRA: adds nothing at first, can be switched, and goes out and comes back in both formats."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from paco_grpo.policies.adapters import (
     add_lora,
     add_old_adapter,
     blend_old_adapter,
+    find_lora,
     old_adapter_decay,
     save_diffusers,
     save_peft,
@@ -161,7 +164,7 @@ def test_bad_lora_paths(tiny_flux_dir, tmp_path):
     policy = make(tiny_flux_dir)
     with pytest.raises(PolicyLoadError, match="lora_path.*nowhere does not exist"):
         add_lora(policy, lora_path=tmp_path / "nowhere")
-    with pytest.raises(PolicyLoadError, match="holds no readable LoRA.*adapter_config.json"):
+    with pytest.raises(PolicyLoadError, match="holds no LoRA. It needs pytorch_lora_weights.*adapter_config.json"):
         add_lora(policy, lora_path=tmp_path)
     other = make(build_tiny_flux(tmp_path / "other", width=48))
     add_lora(other, rank=2, alpha=2)
@@ -171,6 +174,44 @@ def test_bad_lora_paths(tiny_flux_dir, tmp_path):
         add_lora(make(tiny_flux_dir), lora_path=tmp_path / "peft")
     with pytest.raises(PolicyLoadError, match="does not fit this model"):
         add_lora(make(tiny_flux_dir), lora_path=tmp_path / "diffusers")
+
+
+def test_a_pickle_is_not_read(tiny_flux_dir, tmp_path):
+    policy = make(tiny_flux_dir)
+    add_lora(policy, rank=2, alpha=2)
+    save_peft(policy, tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(PolicyLoadError, match="holds no LoRA"):
+        add_lora(make(tiny_flux_dir), lora_path=tmp_path)
+
+
+def hub_cache(monkeypatch, folder, name, files):
+    """A hub that is not reached, with ``files`` of ``name`` in its cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit, repository = "0" * 40, folder / f"models--{name.replace('/', '--')}"
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for file in files:
+        shutil.copy(file, repository / "snapshots" / commit)
+
+
+@pytest.mark.parametrize("save", [save_peft, save_diffusers])
+def test_adapters_of_the_hub(save, tiny_flux_dir, tmp_path, monkeypatch):
+    policy = make(tiny_flux_dir)
+    add_lora(policy, rank=2, alpha=2)
+    disturb(policy)
+    save(policy, tmp_path / "lora")
+    hub_cache(monkeypatch, tmp_path / "cache", "someone/adapter", list((tmp_path / "lora").iterdir()))
+    again = make(tiny_flux_dir)
+    add_lora(again, lora_path="someone/adapter")
+    for ours, theirs in zip(trainable_parameters(policy), trainable_parameters(again), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(PolicyLoadError, match="config.train.lora_path: cannot reach the model hub for 'someone/other'"):
+        find_lora("someone/other")
 
 
 def test_unknown_target(tiny_flux_dir):

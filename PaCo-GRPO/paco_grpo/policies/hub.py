@@ -1,0 +1,55 @@
+"""Single files of models and adapters on the hub, with one clear message for each way not to get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+
+from paco_grpo.policies.base import PolicyLoadError
+
+
+class NoSuchFile(PolicyLoadError):
+    """The hub has the repository, but not the file."""
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether ``name`` cannot be a hub name (owner/name), so that it was meant as a folder."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
+
+
+def hub_file(name: str, file: str) -> Path:
+    """``file`` of the hub repository ``name``, from the local cache or downloaded into it.
+
+    Raises:
+        NoSuchFile: The repository lacks it.
+        PolicyLoadError: The hub is not reached, or has no such repository for this user.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (  # fmt: skip
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    remedy = f"There is no local folder {Path(name).absolute()} either."
+    try:
+        return Path(hf_hub_download(name, file))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
+        raise PolicyLoadError(
+            f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
+            f"{remedy} Check the network, or download it elsewhere and give its folder."
+        ) from error
+    except GatedRepoError as error:
+        raise PolicyLoadError(
+            f"{name!r} on the hub is gated: accept its licence there, then log in with `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise PolicyLoadError(f"the hub has no {name!r} that you may read. {remedy} Check the name.") from error
+    except EntryNotFoundError as error:
+        raise NoSuchFile(f"{name!r} on the hub has no {file}") from error
+    except HfHubHTTPError as error:
+        raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error
