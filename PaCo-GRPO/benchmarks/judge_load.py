@@ -12,14 +12,12 @@ before the clock starts, and the first round is not counted.
     python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 --target gateway=http://127.0.0.1:8000 \\
         --compare gateway/vllm --model PaCo-Reward-7B --concurrency 1 16 64
 
-Writes judge_load.json (everything, each round), judge_load.md (the tables) and judge_load.png into --output.
+Prints the tables and writes everything, each round too, as JSON; ``tables.py`` makes tables and a plot of it.
 """
 
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +27,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from measuring import machine
+from measuring.markdown import PERCENTILES, judge_load
 from paco_judge import transport
 from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError
 from paco_judge.grid import pairs, split_image
@@ -36,7 +36,6 @@ from paco_judge.images import png_data_url
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.transport import Refused, Unreachable
 
-PERCENTILES = (50, 90, 99)
 # The toy judge answers Yes or No on themes of its own world; for others any text will do.
 THEME = "2x2 grid layout depicting a filled purple triangle.The same triangle throughout."
 
@@ -162,57 +161,6 @@ def median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if values else None
 
 
-def tables(found: dict) -> str:
-    """The summary as Markdown; – where nothing was answered."""
-
-    def line(*cells) -> str:
-        return f"| {' | '.join(str(cell) for cell in cells)} |"
-
-    def shown(row: dict, name: str, form: str) -> str:
-        return "–" if row[name] is None else format(row[name], form)
-
-    lines = ["| server | in flight | pairs/s | p50 ms | p90 ms | p99 ms | errors |", "|---|--:|--:|--:|--:|--:|--:|"]
-    for row in found["targets"]:
-        cells = [shown(row, name, ".1f") for name in ("pairs_per_second", *(f"p{p}_ms" for p in PERCENTILES))]
-        lines.append(line(row["target"], row["concurrency"], *cells, row["errors"]))
-    if found["compared"]:
-        lines += ["", "| compared | in flight | pairs/s, ratio | p50, ratio | p50 added, ms |", "|---|--:|--:|--:|--:|"]
-    for row in found["compared"]:
-        cells = [
-            shown(row, *each) for each in (("throughput_ratio", ".3f"), ("p50_ratio", ".3f"), ("added_p50_ms", "+.1f"))
-        ]
-        lines.append(line(f"{row['target']} to {row['base']}", row["concurrency"], *cells))
-    return "\n".join(lines) + "\n"
-
-
-def plot(found: dict, path: Path) -> None:
-    """Pairs per second and median latency (with p90) against questions in flight."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name in dict.fromkeys(row["target"] for row in found["targets"]):
-        rows = [row for row in found["targets"] if row["target"] == name and row["p50_ms"] is not None]
-        levels = [row["concurrency"] for row in rows]
-        left.plot(levels, [row["pairs_per_second"] for row in rows], marker="o", label=name)
-        (line,) = right.plot(levels, [row["p50_ms"] for row in rows], marker="o", label=name)
-        right.fill_between(
-            levels, [row["p50_ms"] for row in rows], [row["p90_ms"] for row in rows], color=line.get_color(), alpha=0.15
-        )
-    left.set(ylabel="pairs per second", ylim=(0, None))
-    right.set(ylabel="latency in ms: median, shaded to p90", yscale="log")
-    for axis in (left, right):
-        axis.set(xlabel="questions in flight", xscale="log")
-        axis.set_xticks(levels, [str(level) for level in levels], minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
-
-
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given)
     try:
@@ -225,14 +173,10 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     found = summary(rounds, list(targets), compare)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")}
-    machine = {"processor": platform.machine(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}
-    report = {"settings": settings, "machine": machine, **found, "rounds": [asdict(each) for each in rounds]}
-    (arguments.output / "judge_load.json").write_text(json.dumps(report, indent=1))
-    (arguments.output / "judge_load.md").write_text(tables(found))
-    plot(found, arguments.output / "judge_load.png")
-    print(tables(found), end="")
+    report = machine.report("judge_load", settings, **found, rounds=[asdict(each) for each in rounds])
+    machine.write(arguments.output, report)
+    print(judge_load(report), end="")
     return 0
 
 
@@ -279,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--theme", default=THEME, help="theme sentence of the question")
     made.add_argument("--deadline", type=float, default=300.0, help="seconds until a question counts as an error")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of what is written")
+    made.add_argument("--output", type=Path, default=Path("benchmarks/results/judge_load.json"))
     return made
 
 

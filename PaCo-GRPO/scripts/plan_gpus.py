@@ -7,13 +7,13 @@ idle while the generators have less to sample with. This prints the expected epo
     python scripts/plan_gpus.py --gpus 8 --sample-seconds 1.9 --train-seconds 1.1 --judge-pairs-per-second 40
 
     # the same from files: a run's folder (metrics.jsonl, plan.json) and the report of benchmarks/judge_load.py
-    python scripts/plan_gpus.py --gpus 8 --run runs/NAME --judge-load judge_load/judge_load.json
+    python scripts/plan_gpus.py --gpus 8 --run runs/NAME --judge-load benchmarks/results/judge_load.json
 
     # before there is a run: seconds from benchmarks/epoch.py on one GPU, random weights of the real size
     python scripts/plan_gpus.py --gpus 8 --images 672 --epoch benchmarks/results/MACHINE/epoch-counting.json --judge-load …
 
     # is the plan right? Predict the measured run itself from its own seconds, and compare
-    python scripts/plan_gpus.py --run runs/NAME --judge-load judge_load/judge_load.json --check
+    python scripts/plan_gpus.py --run runs/NAME --judge-load benchmarks/results/judge_load.json --check
 
 What is computed, for G generating and J serving GPUs, S images an epoch in batches of B, P pairs an image, a judge of
 R pairs a second and GPU, s and t seconds a GPU needs to sample and to train on an image, u seconds for the rest:

@@ -203,10 +203,32 @@ def effects(report: Mapping[str, Any]) -> str:
     return text + table(columns, rows)
 
 
+PERCENTILES = (50, 90, 99)  # of latencies
+
+
+def judge_load(report: Mapping[str, Any]) -> str:
+    """Of judge_load.py."""
+    rows = [
+        [row["target"], str(row["concurrency"]), number(row["pairs_per_second"], ".1f"),
+         *(number(row[f"p{p}_ms"], ".1f") for p in PERCENTILES), str(row["errors"])]
+        for row in report["targets"]
+    ]  # fmt: skip
+    text = table(["server", "in flight", "pairs/s", *(f"p{p} ms" for p in PERCENTILES), "errors"], rows)
+    if not report["compared"]:
+        return text
+    names = (("throughput_ratio", ".3f"), ("p50_ratio", ".3f"), ("added_p50_ms", "+.1f"))
+    rows = [
+        [f"{row['target']} to {row['base']}", str(row["concurrency"]), *(number(row[name], form) for name, form in names)]
+        for row in report["compared"]
+    ]
+    return f"{text}\n{table(['compared', 'in flight', 'pairs/s, ratio', 'p50, ratio', 'p50 added, ms'], rows)}"
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "epoch": epoch,
     "resolution_sweep": resolution_sweep,
     "scaling": scaling,
     "environment": environment,
     "effects": effects,
+    "judge_load": judge_load,
 }

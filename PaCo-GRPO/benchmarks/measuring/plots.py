@@ -122,7 +122,29 @@ def _effects(report: Mapping[str, Any]):
     return figure
 
 
+def _judge_load(report: Mapping[str, Any]):
+    figure = new_figure(9.0, 3.3)
+    left, right = figure.subplots(1, 2)
+    for color, name in zip(SERIES, dict.fromkeys(row["target"] for row in report["targets"]), strict=False):
+        rows = [row for row in report["targets"] if row["target"] == name and row["p50_ms"] is not None]
+        levels = [row["concurrency"] for row in rows]
+        left.plot(levels, [row["pairs_per_second"] for row in rows], "o-", color=color, label=name)
+        median, most = ([row[f"p{p}_ms"] for row in rows] for p in (50, 90))
+        right.plot(levels, median, "o-", color=color, label=name)
+        right.fill_between(levels, median, most, color=color, alpha=0.15, linewidth=0)
+    left.set(ylabel="pairs a second", ylim=(0, None), title="Throughput")
+    right.set(ylabel="ms: median, shaded to p90", yscale="log", title="Latency")
+    levels = sorted({row["concurrency"] for row in report["targets"]})
+    for axis in (left, right):
+        axis.set(xlabel="questions in flight", xscale="log")
+        axis.set_xticks(levels, [str(level) for level in levels])
+        axis.minorticks_off()
+    left.legend(fontsize=8)
+    return figure
+
+
 FIGURES = {
+    "judge_load": _judge_load,
     "effects": _effects,
     "epoch": _epoch,
     "resolution_sweep": _resolution_sweep,

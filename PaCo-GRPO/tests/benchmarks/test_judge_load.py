@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import judge_load as benchmark
+import tables
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,14 +21,13 @@ def load_file(path: Path):
     return module
 
 
-benchmark = load_file(ROOT / "benchmarks" / "judge_load.py")
 FakeJudge = load_file(ROOT.parent / "PaCo-Reward" / "judge" / "tests" / "fake_judge.py").FakeJudge
 
 
 def test_two_servers_take_turns_and_the_slower_one_is_seen(tmp_path, capsys):
     with FakeJudge(delay_s=0.03) as fast, FakeJudge(delay_s=0.12) as slow:
         command = ["--target", f"fast={fast.url}", "--target", f"slow={slow.url}/v1", "--model", "paco-reward-7b"]
-        command += ["--concurrency", "1", "4", "--pairs", "6", "--rounds", "3", "--output", str(tmp_path)]
+        command += ["--concurrency", "1", "4", "--pairs", "6", "--rounds", "3", "--output", str(tmp_path / "judge_load.json")]
         assert benchmark.main(command) == 0
         assert len(fast.requests) == len(slow.requests) == 1 + 4 + 3 * (6 + 6)
         assert slow.max_in_flight <= 4
@@ -37,14 +39,15 @@ def test_two_servers_take_turns_and_the_slower_one_is_seen(tmp_path, capsys):
     order = [each["target"] for each in report["rounds"]]
     assert order != ["fast", "slow"] * 6, "the order changes between rounds"
     printed = capsys.readouterr().out
-    assert printed == (tmp_path / "judge_load.md").read_text() and "| slow to fast | 4 |" in printed
-    assert (tmp_path / "judge_load.png").stat().st_size > 1000
+    assert tables.main([str(tmp_path)]) == 0
+    assert printed in (tmp_path / "tables.md").read_text() and "| slow to fast | 4 |" in printed
+    assert (tmp_path / "judge_load.png").stat().st_size > 3000
 
 
 def test_pictures_are_new_in_every_round(tmp_path):
     with FakeJudge() as judge:
         command = ["--target", f"a={judge.url}", "--model", "Paco-Reward-7B", "--pairs", "6", "--rounds", "2"]
-        assert benchmark.main([*command, "--concurrency", "2", "--output", str(tmp_path)]) == 0
+        assert benchmark.main([*command, "--concurrency", "2", "--output", str(tmp_path / "judge_load.json")]) == 0
         asked = [json.dumps(request["messages"]) for request in judge.requests]
     assert len(set(asked)) == len(asked) == 2 + 2 * 6
 
@@ -55,7 +58,7 @@ def test_errors_are_counted_and_are_no_latencies(tmp_path):
 
     with FakeJudge(respond) as judge:
         command = ["--target", f"a={judge.url}", "--model", "Paco-Reward-7B", "--pairs", "8", "--rounds", "1"]
-        assert benchmark.main([*command, "--concurrency", "1", "--output", str(tmp_path)]) == 0
+        assert benchmark.main([*command, "--concurrency", "1", "--output", str(tmp_path / "judge_load.json")]) == 0
     (row,) = json.loads((tmp_path / "judge_load.json").read_text())["rounds"]
     assert row["errors"] == len(row["latencies_ms"]) == 4 and "HTTP 400: no" in row["first_error"]
 
@@ -64,8 +67,8 @@ def test_a_server_that_answers_nothing_has_no_figures_beside_one_that_does(tmp_p
     with FakeJudge() as good, FakeJudge(lambda number, request: (400, {}, {})) as bad:
         command = ["--target", f"good={good.url}", "--target", f"bad={bad.url}", "--model", "Paco-Reward-7B"]
         command += ["--pairs", "2", "--rounds", "1", "--concurrency", "1"]
-        assert benchmark.main([*command, "--output", str(tmp_path)]) == 0
-        assert benchmark.main([*command[2:], "--output", str(tmp_path / "bad")]) == 2
+        assert benchmark.main([*command, "--output", str(tmp_path / "judge_load.json")]) == 0
+        assert benchmark.main([*command[2:], "--output", str(tmp_path / "bad.json")]) == 2
     report = json.loads((tmp_path / "judge_load.json").read_text())
     assert report["targets"][1]["p50_ms"] is None and report["compared"][0]["throughput_ratio"] is None
     captured = capsys.readouterr()
