@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every benchmark of this folder (but judge_load.py, which needs servers), unattended, with one command:
+# Every benchmark of this folder, unattended, with one command:
 #
 #   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size
 #   bash benchmarks/run_all.sh --cpu      on any machine: toy widths, about 25 minutes; begins nothing later (LIMIT, seconds)
@@ -177,6 +177,23 @@ else
     must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 1
   else
     echo "scaling: one GPU, so there is nothing to scale over"
+  fi
+fi
+
+judges=(bash benchmarks/judges.sh "$results")
+if [[ $size == gpu && -z "${JUDGE:-}" ]]; then
+  echo "judges: left out; JUDGE=FOLDER OR HUB NAME measures that one"
+elif $dry; then
+  echo "${judges[*]}"
+elif [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-1500})); then
+  left+=(judges)
+else
+  echo "judges: ${judges[*]}"
+  if PYTHON="$PYTHON" "${judges[@]}" >"$results/judges.log" 2>&1; then
+    echo "judges: done"
+  else
+    failed+=(judges)
+    tail -n 3 "$results/judges.log" >&2
   fi
 fi
 

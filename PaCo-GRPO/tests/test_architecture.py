@@ -7,6 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "paco_grpo"
 ROOMS = ("policies", "sampling", "objectives", "advantages", "rewards", "data")
+SHARED = ("paco_grpo.types", "paco_grpo.transfer")
 # What one room may know of another. Objectives recompute a step with the function that the rollout used, so that the
 # first ratio is exactly 1; of policies both know the interface alone.
 ALLOWED = {
@@ -33,11 +34,13 @@ def test_rooms_do_not_import_each_other(room):
             module
             for module in imported_modules(file)
             if module.startswith("paco_grpo.")
-            and module != "paco_grpo.types"
+            and module not in SHARED
             and not (module + ".").startswith(f"paco_grpo.{room}.")
         }
         assert foreign <= ALLOWED.get(room, set()), f"{file.relative_to(PACKAGE)} imports {foreign}"
 
 
-def test_types_know_nobody():
-    assert not any(module.startswith("paco_grpo") for module in imported_modules(PACKAGE / "types.py"))
+@pytest.mark.parametrize("module", SHARED)
+def test_what_all_share_knows_nobody(module):
+    file = PACKAGE / f"{module.removeprefix('paco_grpo.')}.py"
+    assert not any(name.startswith("paco_grpo") for name in imported_modules(file))

@@ -20,6 +20,7 @@ from paco_grpo.policies.adapters import save_diffusers, unwrap
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.cache import TensorCache
 from paco_grpo.policies.offload import Offloaded
+from paco_grpo.transfer import to_device
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
@@ -149,7 +150,7 @@ class PipelinePolicy(Policy):
         shape = (1, channels, 2 * rows, 2 * columns)
         noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds])
         packed = self.pipeline._pack_latents(noise, len(seeds), channels, 2 * rows, 2 * columns)
-        return packed.to(self.device)
+        return to_device(packed, self.device)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:

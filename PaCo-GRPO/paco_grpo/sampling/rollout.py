@@ -14,6 +14,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.schedule import check_noise_steps
 from paco_grpo.sampling.sde import Transition, cps_step, sde_step
 from paco_grpo.sampling.tail import Tail, integrate
+from paco_grpo.transfer import to_device
 from paco_grpo.types import Conditioning, RolloutRecord
 
 
@@ -73,7 +74,7 @@ def rollout(
     else:
         first, inverse = _first_of_each_group(group_index, batch)
         x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[inverse.to(x.device)]
+        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(inverse, x.device)]
 
     before, after, means, log_probs = [], [], [], []
     for position, i in enumerate(steps):
@@ -163,7 +164,7 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
     """
     shape = tuple(like.shape[1:])
     rows = [np.random.default_rng([int(seed), step]).standard_normal(shape, dtype=np.float32) for seed in seeds]
-    return torch.from_numpy(np.stack(rows)).to(like.device)
+    return to_device(torch.from_numpy(np.stack(rows)), like.device)
 
 
 def _noiseless(
@@ -190,7 +191,7 @@ def _noiseless(
 
 
 def _sigma_at(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    pair = sigmas[step : step + 2].to(like.device)
+    pair = to_device(sigmas[step : step + 2], like.device)
     return pair[0].expand(like.shape[0]), pair[1].expand(like.shape[0])
 
 

@@ -69,7 +69,7 @@ def sde_step(
         noise_level: a > 0 (at 0 the step is deterministic and has no density).
     """
     dt = sigma_next - sigma
-    sigma_tilde = torch.where(sigma == 1, torch.as_tensor(sigma_first, dtype=sigma.dtype, device=sigma.device), sigma)
+    sigma_tilde = torch.where(sigma == 1, torch.full_like(sigma, float(sigma_first)), sigma)
     s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
     half = s.square() / (2 * sigma)
     mean = latents * _expand(1 + half * dt, latents) + velocity * _expand((1 + half * (1 - sigma)) * dt, latents)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from paco_grpo.sampling.sde import euler_step
+from paco_grpo.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def integrate(
     """
     last: tuple[torch.Tensor, float] | None = None
     for i in range(len(sigmas) - 1):
-        pair = sigmas[i : i + 2].to(x.device)
+        pair = to_device(sigmas[i : i + 2], x.device)
         sigma, sigma_next = pair[0].expand(x.shape[0]), pair[1].expand(x.shape[0])
         v = velocity(x, sigma)
         slope = v
