@@ -115,7 +115,7 @@ must() { measure "$@" || failed+=("$1"); }
 
 # world NAME ARGUMENTS… : effects.py on the quickstart's prompts, which are drawn where they are not there
 world() {
-  local prompts=../quickstart/out/world
+  local prompts=../quickstart/out/world/prompts
   if ! $dry && [[ ! -d "$prompts" && ! -f "$results/$1.json" ]]; then
     (cd ../quickstart && "$PYTHON" -m paco_toy.build_world --out out/world) >"$results/world.log" 2>&1
   fi
