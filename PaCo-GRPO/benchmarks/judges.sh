@@ -29,8 +29,8 @@ load() { "$PYTHON" benchmarks/judge_load.py --model Judge --rounds "$rounds" "$@
 
 if [[ ! -f "$results/judge_gateway.json" || ! -f "$results/epoch-judge.json" ]]; then
   VLLM_GATEWAY=always launch transformers "$port"
-  # its engine answers on a private port, as the state says
-  direct="$(VLLM_LABEL="$label-transformers" bash vllm_server/status.sh --json | "$PYTHON" -c '
+  # its engine answers on a private port, as the state says (which knows of other launches too, ended ones among them)
+  direct="$({ bash vllm_server/status.sh --json || true; } | "$PYTHON" -c '
 import json, sys
 print(next(row["url"] for row in json.load(sys.stdin) if row["label"] == sys.argv[1] and row["engine"] == "transformers"))
 ' "$label-transformers")"
