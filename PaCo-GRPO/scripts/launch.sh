@@ -56,13 +56,10 @@ if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
   OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
   export OMP_NUM_THREADS
 fi
-# glibc returns freed memory to the system at once, which costs page faults at every forward: let it keep some.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 # A fragmented pool of GPU memory fails an allocation that would fit: segments that grow cannot be fragmented so.
 ((gpus == 0)) || export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 echo "launch: $processes process(es) on $( ((gpus > 0)) && echo "$gpus GPU(s)" || echo "the CPU"), OMP_NUM_THREADS=$OMP_NUM_THREADS," \
-  "MALLOC_MMAP_THRESHOLD_=$MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_=$MALLOC_TRIM_THRESHOLD_," \
   "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-}" >&2
 
 launch=("$PYTHON" -m accelerate.commands.launch)
