@@ -34,9 +34,10 @@ if [[ ! -f "$results/judge_gateway.json" || ! -f "$results/epoch-judge.json" ]];
 import json, sys
 print(next(row["url"] for row in json.load(sys.stdin) if row["label"] == sys.argv[1] and row["engine"] == "transformers"))
 ' "$label-transformers")"
-  load --target "direct=$direct" --target "gateway=http://127.0.0.1:$port" --compare gateway/direct \
+  [[ -f "$results/judge_gateway.json" ]] || load --target "direct=$direct" --target "gateway=http://127.0.0.1:$port" --compare gateway/direct \
     --concurrency 1 16 64 --pairs "$pairs" --output "$results/judge_gateway.json"
-  "$PYTHON" benchmarks/epoch.py --preset toy --batch 8 --repeats 3 --judge "http://127.0.0.1:$port" --judge-model Judge \
+  # An untrained judge leaves many questions without Yes and No, that is images without a score; the time is the same.
+  "$PYTHON" benchmarks/epoch.py --preset toy --batch 8 --repeats 3 --config.train.max_missing_reward_fraction=1.0 --judge "http://127.0.0.1:$port" --judge-model Judge \
     --output "$results/epoch-judge.json"
   stop
 fi
