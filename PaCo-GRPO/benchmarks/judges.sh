@@ -10,7 +10,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0; fi
-results="$(realpath -m "${1:-$here/results/judges}")"
+results="$(realpath -m --relative-to "$here/.." "${1:-$here/results/judges}")"
 cd "$here/.."
 repo="$(cd .. && pwd)"
 export PYTHON="${PYTHON:-$repo/.venv/bin/python}"

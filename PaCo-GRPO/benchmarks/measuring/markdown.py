@@ -33,6 +33,16 @@ def spread(of: Mapping[str, Any] | None, form: str = ".3g") -> str:
     return f"{number(of['median'], form)} ({number(of['low'], form)}–{number(of['high'], form)})"
 
 
+def seconds(value: float | None) -> str:
+    """Seconds; what is less than a millisecond is no waiting."""
+    return "0" if value is not None and value < 1e-3 else number(value)
+
+
+def spread_of_seconds(of: Mapping[str, Any] | None) -> str:
+    """Median and quartiles of seconds."""
+    return "0" if of and of["high"] is not None and of["high"] < 1e-3 else spread(of)
+
+
 def share(value: float | None) -> str:
     """A share as a percentage."""
     return NOTHING if value is None else f"{100 * value:.3g} %"
@@ -66,7 +76,7 @@ def epoch(report: Mapping[str, Any]) -> str:
     work = ", ".join(f"{key} {settings[key]}" for key in ("resolution", "k", "m", "steps", "train_steps", "batch"))
     parts = [f"{settings['preset']}: {work}; {settings['repeats']} rounds. Seconds of an epoch, median (quartiles).\n"]
     rows = [
-        [f"`{r['label']}`", *(spread(r["seconds"].get(name)) for name in ("epoch", "sampling", "reward_wait", "training", "cpu"))]
+        [f"`{r['label']}`", *(spread_of_seconds(r["seconds"].get(name)) for name in ("epoch", "sampling", "reward_wait", "training", "cpu"))]
         for r in results
     ]  # fmt: skip
     parts.append(table(["setting", "epoch", "sampling", "reward wait", "training", "CPU time"], rows))
@@ -85,7 +95,7 @@ def epoch(report: Mapping[str, Any]) -> str:
 
 def _phases(results: Sequence[Mapping]) -> str:
     names = ("encode", "denoising", "decode", "reward_wait", "training", "optimizer")
-    rows = [[f"`{r['label']}`", *(number(r["detailed_seconds"].get(name)) for name in names)] for r in results]
+    rows = [[f"`{r['label']}`", *(seconds(r["detailed_seconds"].get(name)) for name in names)] for r in results]
     text = "Seconds of the phases, in one further epoch that waits after each (training includes the optimizer).\n\n"
     return text + table(["setting", *(name.replace("_", " ") for name in names)], rows)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
 from paco_grpo.report.style import FAINT, INK, SERIES, new_figure, save_png, styled
 
 _PHASES = ("encode", "denoising", "decode", "reward_wait", "training")
@@ -23,7 +25,7 @@ def _epoch(report: Mapping[str, Any]):
     height = 1.6 + 0.34 * max(len(results), len(pairs))
     figure = new_figure(9.5 if pairs else 5.5, height)
     axes = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
-    labels, left = [each["label"] for each in results], [0.0] * len(results)
+    labels, left = [_broken(each["label"]) for each in results], [0.0] * len(results)
     for number, phase in enumerate(_PHASES):
         widths = [max(0.0, each["detailed_seconds"].get(phase) or 0.0) for each in results]
         axes[0].barh(labels, widths, left=left, color=SERIES[number], label=phase.replace("_", " "), height=0.6)
@@ -37,6 +39,11 @@ def _epoch(report: Mapping[str, Any]):
     return figure
 
 
+def _broken(label: str) -> str:
+    """``label`` on several lines where it names several options."""
+    return label.replace("+", "+\n").replace(",", ",\n").replace(" ", "\n" if "=" in label else " ")
+
+
 def _ratios(axis, pairs: Sequence[Mapping[str, Any]]) -> None:
     for number, each in enumerate(pairs):
         ratio = each["ratio"]["epoch"]
@@ -44,7 +51,7 @@ def _ratios(axis, pairs: Sequence[Mapping[str, Any]]) -> None:
         axis.plot([ratio["low"], ratio["high"]], [number, number], color=SERIES[0])
         axis.plot(ratio["median"], number, "o", color=SERIES[0])
     axis.axvline(1.0, color=INK, linewidth=0.8)
-    axis.set_yticks(range(len(pairs)), [each["setting"] for each in pairs])
+    axis.set_yticks(range(len(pairs)), [_broken(each["setting"]) for each in pairs])
     axis.set_ylim(len(pairs) - 0.5, -0.5)
     axis.set(xlabel="seconds of an epoch, ratio to the base", title="Compared: left is faster")
     axis.grid(axis="x"), axis.grid(visible=False, axis="y")
@@ -100,7 +107,7 @@ def _scaling(report: Mapping[str, Any]):
 def _environment(report: Mapping[str, Any]):
     rows = report["rows"]
     figure = new_figure(8.0, 1.4 + 0.34 * len(rows))
-    _ratios(figure.subplots(), [{"setting": row["setting"].replace(" ", "\n"), "ratio": row["ratio"]} for row in rows])
+    _ratios(figure.subplots(), [{"setting": row["setting"], "ratio": row["ratio"]} for row in rows])
     return figure
 
 
@@ -115,7 +122,7 @@ def _effects(report: Mapping[str, Any]):
     times.set(xlabel="time of a batch, ratio to plain", title="Left is faster")
     pixels.barh(places, [row["pixel_rms"] for row in rows], color=SERIES[1], height=0.6)
     pixels.set(xlabel="root mean square of pixels (of 0 to 1)", title="Change of the images")
-    times.set_yticks(places, [row["setting"].replace(",", ",\n") for row in rows])
+    times.set_yticks(places, [_broken(row["setting"]) for row in rows])
     times.set_ylim(len(rows) - 0.5, -0.5)
     for axis in (times, pixels):
         axis.grid(axis="x"), axis.grid(visible=False, axis="y")
@@ -138,7 +145,10 @@ def _judge_load(report: Mapping[str, Any]):
     for axis in (left, right):
         axis.set(xlabel="questions in flight", xscale="log")
         axis.set_xticks(levels, [str(level) for level in levels])
-        axis.minorticks_off()
+        axis.xaxis.set_minor_locator(NullLocator())
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(ScalarFormatter())
+    right.yaxis.set_minor_locator(NullLocator())
     left.legend(fontsize=8)
     return figure
 
