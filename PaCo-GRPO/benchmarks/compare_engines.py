@@ -5,7 +5,7 @@ way in which weights are spread must change the speed, not the mathematics.
     python benchmarks/compare_engines.py --config config/grpo.py:t2is --config.pretrained.model=/models/FLUX.1-dev \\
         --config.train.reward_fn='{"jpeg_compressibility": 1}'                   # a configuration of yours, a GPU machine
 
-Needs nobody; without GPUs it runs on the CPU over gloo. Prints a table and writes compare_engines.json into --output.
+Needs nobody; without GPUs it runs on the CPU over gloo. Prints a table and writes --output; --folder keeps the runs.
 Exit status: 0 = everything that ran agrees, 1 = something differs or failed. What cannot run is named with the reason.
 
 The largest differences to one process are given: of the advantages; of an epoch's loss, as a share of it or of the mean
@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from measuring import machine
+from measuring.markdown import compare_engines
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -206,32 +208,20 @@ def compare(objective: str, options: list[str], folder: Path, gpus: int) -> list
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown."""
-    lines = ["| objective | engine | advantages | loss | weights | |", "|---|---|--:|--:|--:|---|"]
-    for row in rows:
-        if row["ran"]:
-            cells = [f"{row['differences'][name]:.1e}" for name in TOLERANCES]
-            said = "agrees" if row["agrees"] else "**differs**"
-        else:
-            cells = ["–"] * 3
-            said = f"not run: {row['not_run']}" if "not_run" in row else f"**failed**: {row['failed'].splitlines()[-1]}"
-        lines.append(f"| {row['objective']} | {row['engine']} | {' | '.join(cells)} | {said} |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     if arguments[:1] == ["--worker"]:
         return worker(arguments[1:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--config", help="a configuration (FILE:NAME or config.yaml); default: toy_t2is on tiny weights"
-    )
-    parser.add_argument("--objectives", default="ppo,guard_grpo,nft", help="default: ppo,guard_grpo,nft")
-    parser.add_argument("--output", type=Path, default=Path("compare_engines"), help="default: compare_engines")
-    own, overrides = parser.parse_known_args(arguments)
-    folder = own.output.absolute()
+    own, overrides = parser().parse_known_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as temporary:
+        report = measure(own, overrides, (own.folder or Path(temporary)).absolute())
+    machine.write(own.output, report)
+    print(f"{compare_engines(report)}\n{own.output}")
+    return int(any(row["agrees"] is False for row in report["rows"]))
+
+
+def measure(own: argparse.Namespace, overrides: list[str], folder: Path) -> dict:
+    """The report; runs are left in ``folder``."""
     settings, gpus = dict(SETTINGS), torch.cuda.device_count()
     if own.config is None:
         sys.path.insert(0, str(ROOT / "tests"))
@@ -243,11 +233,17 @@ def main(arguments: list[str]) -> int:
     options = ["--config", own.config or "config/grpo.py:toy_t2is"]
     options += [f"--config.{key}={value}" for key, value in settings.items()] + overrides
     rows = [row for objective in own.objectives.split(",") for row in compare(objective, options, folder, gpus)]
-    report = machine.report("compare_engines", {"options": options, "tolerances": TOLERANCES}, rows=rows)
-    machine.write(folder / "compare_engines.json", report)
-    print(table(rows))
-    print(f"\n{folder / 'compare_engines.json'}")
-    return int(any(row["agrees"] is False for row in rows))
+    return machine.report("compare_engines", {"options": options, "tolerances": TOLERANCES}, rows=rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, but for the options of the configuration."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--config", help="a configuration (FILE:NAME or config.yaml); default: toy_t2is on tiny weights")
+    made.add_argument("--objectives", default="ppo,guard_grpo,nft", help="default: ppo,guard_grpo,nft")
+    made.add_argument("--folder", type=Path, help="of the runs (default: one that is removed)")
+    made.add_argument("--output", type=Path, default=Path("benchmarks/results/compare_engines.json"))
+    return made
 
 
 if __name__ == "__main__":

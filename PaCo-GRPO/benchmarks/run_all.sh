@@ -180,6 +180,8 @@ else
   fi
 fi
 
+must compare_engines compare_engines.py
+
 judges=(bash benchmarks/judges.sh "$results")
 if [[ $size == gpu && -z "${JUDGE:-}" ]]; then
   echo "judges: left out; JUDGE=FOLDER OR HUB NAME measures that one"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from measuring.machine import FORMAT
 from measuring.markdown import KINDS, head
-from measuring.plots import plot
+from measuring.plots import FIGURES, plot
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 ORDER = list(KINDS)
@@ -34,7 +34,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 continue
             reports = read(folder)
             for path, report in reports:
-                plot(report, path.with_suffix(".png"))
+                if report["benchmark"] in FIGURES:
+                    plot(report, path.with_suffix(".png"))
             if reports:
                 (folder / "tables.md").write_text(page(folder, reports, folder))
                 texts.append(page(folder, reports, arguments.readme.resolve().parent if arguments.readme else folder))
@@ -75,7 +76,8 @@ def page(folder: Path, reports: Sequence[tuple[Path, dict]], seen_from: Path) ->
         link = os.path.relpath(path, seen_from)
         picture = os.path.relpath(path.with_suffix(".png"), seen_from)
         parts += [f"#### [{path.stem}]({link})\n", head(report), KINDS[report["benchmark"]](report)]
-        parts.append(f"![{path.stem}]({picture})\n")
+        if report["benchmark"] in FIGURES:
+            parts.append(f"![{path.stem}]({picture})\n")
     return "\n".join(parts)
 
 

@@ -234,11 +234,29 @@ def judge_load(report: Mapping[str, Any]) -> str:
     return f"{text}\n{table(['compared', 'in flight', 'pairs/s, ratio', 'p50, ratio', 'p50 added, ms'], rows)}"
 
 
+def compare_engines(report: Mapping[str, Any]) -> str:
+    """Of compare_engines.py."""
+    tolerances = report["settings"]["tolerances"]
+    rows = []
+    for row in report["rows"]:
+        cells, said = [NOTHING] * len(tolerances), row.get("not_run", "")
+        if row["ran"]:
+            cells = [f"{row['differences'][name]:.1e}" for name in tolerances]
+            said = "agrees" if row["agrees"] else "**differs**"
+        elif "failed" in row:
+            said = f"**failed**: {row['failed'].splitlines()[-1]}"
+        rows.append([row["objective"], row["engine"], *cells, said])
+    limits = ", ".join(f"{name} {limit:g}" for name, limit in tolerances.items())
+    text = f"Largest differences to one process; they agree within {limits}.\n\n"
+    return text + table(["objective", "engine", *tolerances, ""], rows)
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "epoch": epoch,
     "resolution_sweep": resolution_sweep,
     "scaling": scaling,
     "environment": environment,
     "effects": effects,
+    "compare_engines": compare_engines,
     "judge_load": judge_load,
 }

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import compare_engines
 import effects
 import environment as surroundings
 import epoch
 import resolution_sweep
 import scaling
 import tables
+from measuring import machine
 from measuring.options import names
 from measuring.repeats import ratios, summary
 from measuring.turns import comparisons
@@ -131,6 +134,26 @@ def test_variables_are_set_and_taken_away(capsys):
     assert surroundings.main(["--setting", "threads"]) == 2 and "'threads' is not NAME=VALUE" in capsys.readouterr().err
 
 
+def test_engines_are_compared_at_the_scale_of_what_differs(tmp_path):
+    def outcome(loss, weight, advantages):
+        after = {"a": torch.tensor([1.0, 3.0 + weight])}
+        return {"advantages": [advantages], "loss": [loss], "weights": [{"a": torch.tensor([1.0, 1.0])}, after]}
+
+    one, two = outcome(-1e-8, 0.0, [1.0, -1.0, None]), outcome(1e-8, 0.002, [1.001, -1.0, None])
+    found = compare_engines.differences(one, two)
+    # a loss that is 0 but for rounding is no reason; the weights went 2 in the second epoch
+    assert found == pytest.approx({"advantages": 0.001, "loss": 2e-8, "weights": 0.001}, rel=1e-3)
+    assert compare_engines.differences(outcome(2.0, 0, [1.0]), outcome(2.2, 0, [1.0]))["loss"] == pytest.approx(0.1)
+    assert set(compare_engines.differences(one, outcome(0, 0, [1.0, None, None])).values()) == {float("inf")}
+    rows = [{"objective": "ppo", "engine": "fsdp2-2", "ran": True, "agrees": True, "differences": found},
+            {"objective": "ppo", "engine": "zero3-2", "ran": False, "agrees": None, "not_run": "not driven"}]  # fmt: skip
+    report = machine.report("compare_engines", {"tolerances": compare_engines.TOLERANCES}, rows=rows)
+    machine.write(tmp_path / "compare_engines.json", report)
+    assert tables.main([str(tmp_path)]) == 0
+    page = (tmp_path / "tables.md").read_text()
+    assert "| ppo | fsdp2-2 | 1.0e-03 | 2.0e-08 | 1.0e-03 | agrees |" in page and "| – | – | – | not driven |" in page
+
+
 def test_medians_spread_and_ratios():
     assert summary([3.0, None, 1.0, 2.0]) == {"median": 2.0, "low": 1.5, "high": 2.5, "n": 3}
     assert summary([])["median"] is None
@@ -146,11 +169,13 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ")[0].endswith(".py")]
     assert len(lines) >= 5 and not (tmp_path / "results").exists()
-    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings,
-                "effects.py": effects}  # fmt: skip
+    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings}
     options = set(names(load_config(f"{ROOT}/config/grpo.py:t2is", ROOT / "config" / "base.py")))
-    assert {line[0] for line in lines} >= set(programs) - {"effects.py"}
+    assert {line[0] for line in lines} >= {*programs, "compare_engines.py"}
     for program, *arguments in lines:
+        if program == "compare_engines.py":
+            assert compare_engines.parser().parse_args(arguments).output == tmp_path / "results" / "compare_engines.json"
+            continue
         if program == "effects.py":
             given, rest = effects.parser().parse_known_args(arguments)
             assert given.output == tmp_path / "results" / "effects-toy.json" and rest[0] == "--config"
@@ -172,7 +197,7 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
 
 
 def test_help_teaches(capsys):
-    for program in (effects, epoch, resolution_sweep, scaling, surroundings, tables):
+    for program in (compare_engines, effects, epoch, resolution_sweep, scaling, surroundings, tables):
         with pytest.raises(SystemExit):
             program.parser().parse_args(["--help"])
         assert "python benchmarks/" in capsys.readouterr().out
