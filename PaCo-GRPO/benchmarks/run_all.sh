@@ -29,14 +29,19 @@ CPU_COMPARISONS=(
   "sample.batch_size=16,4,64"
 )
 COMPILED="speed.compile=off,on" # apart, since its first epoch takes minutes
-GPU_COMPARISONS=(
+# In several reports: each setting has its own LoRA and optimizer on the GPU, 2.7 GB at FLUX.1-dev's size.
+GPU_OPTIONS=(
   "speed.fused_adam=off,None" # and on on a GPU
   "enable_gradient_checkpointing=off,on"
   "allow_tf32=off,on"
-  "speed.offload_text_encoders=off,None"
   "speed.overlap_decode=off,None"
+)
+GPU_PLACES=(
+  "speed.offload_text_encoders=off,None"
   "speed.attention=None,_native_cudnn,_native_flash"
-  "sample.tail_steps=None,4" # approximate, as the next two; what they change is for effects.py
+)
+GPU_TAILS=( # approximate: what they change in the images is for effects.py
+  "sample.tail_steps=None,4"
   "sample.tail_cache=0,0.1"
   "sample.tail_weights=None,int8"
 )
@@ -133,20 +138,28 @@ fitting() {
   ((status == 0)) || failed+=("$name")
 }
 
-compare=() compiled=()
-all=("${COMPARISONS[@]}")
-if [[ $size == gpu ]]; then all+=("${GPU_COMPARISONS[@]}"); else all+=("${CPU_COMPARISONS[@]}"); fi
 known="$("$PYTHON" -m measuring.options)"
-for each in "${all[@]}"; do
-  missing=""
-  while read -r -d + key; do
-    if [[ "$key" != work ]] && ! grep -qx -- "$key" <<<"$known"; then missing="$key"; fi
-  done <<<"${each%%=*}+"
-  if [[ -z "$missing" ]]; then compare+=(--compare "$each"); else echo "no option $missing: $each is left out"; fi
-done
-if grep -qx -- "${COMPILED%%=*}" <<<"$known"; then compiled=(--compare "$COMPILED"); fi
+compare=()
+# among COMPARISON… : those whose options there are, in `compare`
+among() {
+  local each key missing
+  compare=()
+  for each in "$@"; do
+    missing=""
+    while read -r -d + key; do
+      if [[ "$key" != work ]] && ! grep -qx -- "$key" <<<"$known"; then missing="$key"; fi
+    done <<<"${each%%=*}+"
+    if [[ -z "$missing" ]]; then compare+=(--compare "$each"); else echo "no option $missing: $each is left out"; fi
+  done
+}
+# compared NAME COMPARISON… : at FLUX.1-dev's size
+compared() {
+  among "${@:2}"
+  ((${#compare[@]})) && fitting "$1" epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
+}
 
 if [[ $size == cpu ]]; then
+  among "${COMPARISONS[@]}" "${CPU_COMPARISONS[@]}"
   must epoch-counting epoch.py --preset toy "${compare[@]}" --repeats 3
   must epoch-rewards epoch.py --preset toy --batch 4 --reward-seconds 0.05 --repeats 2 --profile
   must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
@@ -157,13 +170,15 @@ if [[ $size == cpu ]]; then
   must environment environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 3 --repeats 2 -- --preset toy --k 4
   must environment-512px environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 2 --repeats 3 -- \
     --preset narrow --resolution 512 --k 2 --m 2 --batch 2 --train-batch 2 --steps 4
-  if ((${#compiled[@]})); then must epoch-compiled epoch.py --preset toy --k 2 "${compiled[@]}" --repeats 2; fi
+  among "$COMPILED"
+  if ((${#compare[@]})); then must epoch-compiled epoch.py --preset toy --k 2 "${compare[@]}" --repeats 2; fi
 else
   fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
-  fitting epoch-compared epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
-  if ((${#compiled[@]})); then
-    fitting epoch-compiled epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compiled[@]}" --repeats 3
-  fi
+  compared epoch-compared "${COMPARISONS[@]}"
+  compared epoch-options "${GPU_OPTIONS[@]}"
+  compared epoch-places "${GPU_PLACES[@]}"
+  compared epoch-tails "${GPU_TAILS[@]}"
+  compared epoch-compiled "$COMPILED"
   fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
   fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
     --counted flux-dev kontext-dev --text 512 128
