@@ -82,11 +82,21 @@ def in_int8(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     layers = token_layers(module)
     try:
         for name, layer in layers.items():
-            _replace(module, name, _layer(layer, "int8", dtype).to(layer.weight.device))
+            _replace(module, name, _in_int8_here(layer, dtype))
         yield
     finally:
         for name, layer in layers.items():
             _replace(module, name, layer)
+
+
+def _in_int8_here(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    """An 8-bit copy where ``layer`` is; by itself bitsandbytes quantises only what comes from the CPU."""
+    import bitsandbytes as bnb
+
+    made = _layer(layer, "int8", dtype)
+    numbers, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.detach().to(torch.float16))
+    made.weight = bnb.nn.Int8Params(numbers, requires_grad=False, has_fp16_weights=False, CB=numbers, SCB=scales)
+    return made
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
 def velocity_of(policy, name):
     items = tiny_policies.items(name, "a red fox", "two blue hats")
     latents = policy.initial_latents([1, 2], 32, 32)
-    return policy.velocity(latents, torch.tensor([0.6, 0.6]), policy.encode(items), 32, 32)
+    return policy.velocity(latents, torch.tensor([0.6, 0.6], device=policy.device), policy.encode(items), 32, 32)
 
 
 def base_bits(policy):
@@ -70,7 +70,8 @@ def test_int8_for_a_while_leaves_no_trace(name, merge, tiny_folder):
                 stack.enter_context(policy.merged())
             stack.enter_context(policy.in_int8())
             error = ((velocity_of(policy, name) - exact).norm() / exact.norm()).item()
-            small = [key for key, layer in policy.transformer.named_modules() if quantized.is_quantized(layer)]
+            small = {key: each for key, each in policy.transformer.named_modules() if quantized.is_quantized(each)}
+            assert {layer.weight.dtype for layer in small.values()} == {torch.int8}
         assert 0 < error < 0.05, error
         assert torch.equal(velocity_of(policy, name), exact)
     assert dict(policy.transformer.named_modules()) == modules  # modules are equal if they are the same object
@@ -78,6 +79,16 @@ def test_int8_for_a_while_leaves_no_trace(name, merge, tiny_folder):
         assert weight is weights[key] and torch.equal(weight, bits[key])
     assert any(".attn." in key for key in small) and any("ff" in key or "mlp" in key for key in small)
     assert not any(part in key for key in small for part in ("norm", "_mod.", "lora_"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_int8_for_a_while_on_a_gpu(tiny_flux_dir):
+    policy = tiny_policies.load("flux", tiny_flux_dir, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = velocity_of(policy, "flux")
+        with policy.in_int8():
+            error = ((velocity_of(policy, "flux") - exact).norm() / exact.norm()).item()
+        assert 0 < error < 0.1 and torch.equal(velocity_of(policy, "flux"), exact)
 
 
 def test_int8_is_undone_after_an_error(tiny_flux_dir):
