@@ -70,14 +70,16 @@ def read(folder: Path) -> list[tuple[Path, dict]]:
 
 
 def page(folder: Path, reports: Sequence[tuple[Path, dict]], seen_from: Path) -> str:
-    """Markdown of one machine; links are relative to ``seen_from``."""
+    """Markdown of one machine, each report folded up; links are relative to ``seen_from``."""
     parts = [f"### {folder.name}\n"]
     for path, report in reports:
         link = os.path.relpath(path, seen_from)
         picture = os.path.relpath(path.with_suffix(".png"), seen_from)
-        parts += [f"#### [{path.stem}]({link})\n", head(report), KINDS[report["benchmark"]](report)]
+        parts += [f"<details><summary>{path.stem}</summary>\n", f"[JSON]({link}). {head(report)}"]
+        parts.append(KINDS[report["benchmark"]](report))
         if report["benchmark"] in FIGURES:
             parts.append(f"![{path.stem}]({picture})\n")
+        parts.append("</details>\n")
     return "\n".join(parts)
 
 
