@@ -105,7 +105,7 @@ def _train() -> ConfigDict:
     train.ema_update_interval = 8  # optimizer steps
     train.lora_rank = 64  # width of the adapters
     train.lora_alpha = 128  # an adapter counts alpha/rank
-    train.lora_path = placeholder(str)  # PEFT adapter to start from
+    train.lora_path = placeholder(str)  # adapter to start from: folder or hub name, PEFT or diffusers format
     train.rank_grpo = False  # within-group ranks in place of rewards
     train.max_missing_reward_fraction = 0.1  # of an epoch's images; beyond it the run saves and stops
     train.stop_on_collapse = False  # save and stop at a sign of collapse (config.health); False = warn

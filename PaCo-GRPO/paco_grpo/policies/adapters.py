@@ -94,7 +94,7 @@ def find_lora(place: str | Path) -> Path:
     unreached = None
     for files in (_DIFFUSERS, _PEFT):
         try:
-            found = [hub_file(str(place), file) for file in files]
+            found = [hub_file(str(place), file, cached_only=unreached is not None) for file in files]
             return found[0].parent
         except NoSuchFile:
             continue

@@ -18,8 +18,8 @@ def looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
 
 
-def hub_file(name: str, file: str) -> Path:
-    """``file`` of the hub repository ``name``, from the local cache or downloaded into it.
+def hub_file(name: str, file: str, cached_only: bool = False) -> Path:
+    """``file`` of the hub repository ``name``, from the local cache or (unless ``cached_only``) downloaded into it.
 
     Raises:
         NoSuchFile: The repository lacks it.
@@ -37,7 +37,7 @@ def hub_file(name: str, file: str) -> Path:
 
     remedy = f"There is no local folder {Path(name).absolute()} either."
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, local_files_only=cached_only))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
         raise PolicyLoadError(
             f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
