@@ -2,7 +2,7 @@
 # Every benchmark of this folder, unattended, with one command:
 #
 #   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size
-#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths, about 35 minutes; begins nothing later (LIMIT, seconds)
+#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths, about 40 minutes; begins nothing later (LIMIT, seconds)
 #
 # Writes benchmarks/results/MACHINE/*.json, tables.md, plots and logs, and the tables into benchmarks/README.md. A report
 # that is there already is not measured again (so a run that was cut off goes on); --again deletes them first. A benchmark
@@ -100,7 +100,7 @@ measure() {
   set -- --output "$results/$name.json" "$@"
   if $dry; then printf '%s' "$program"; printf ' %q' "$@"; echo; return 0; fi
   if [[ -f "$results/$name.json" ]]; then echo "$name: there already"; return 0; fi
-  if [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2100})); then left+=("$name"); return 0; fi
+  if [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2700})); then left+=("$name"); return 0; fi
   echo "$name: $program ${*:3}"
   "$PYTHON" "benchmarks/$program" "$@" >"$results/$name.log" 2>&1 || status=$?
   if ((status == 0)) && [[ ! -f "$results/$name.json" ]]; then echo "no report was written" >>"$results/$name.log" && status=1; fi
@@ -202,7 +202,7 @@ if [[ $size == gpu && -z "${JUDGE:-}" ]]; then
   echo "judges: left out; JUDGE=FOLDER OR HUB NAME measures that one"
 elif $dry; then
   echo "${judges[*]}"
-elif [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2100})); then
+elif [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2700})); then
   left+=(judges)
 else
   echo "judges: ${judges[*]}"
