@@ -15,41 +15,34 @@ What follows ``--`` goes to epoch.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from measuring import machine
+from measuring.launches import LaunchFailed, split_at_dashes, take_turns
 from measuring.repeats import ratios, summary
 
-EPOCH = Path(__file__).with_name("epoch.py")
 REFUSED = 2
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure and write; returns 0, 2 for a setting that cannot be read, or the exit status of a launch that failed."""
-    given = list(sys.argv[1:] if given is None else given)
-    split = given.index("--") if "--" in given else len(given)
-    arguments, rest = parser().parse_args(given[:split]), given[split + 1 :]
+    own, rest = split_at_dashes(given)
+    arguments = parser().parse_args(own)
+    options = [*rest, "--repeats", str(arguments.repeats)]
     try:
-        settings = {text: variables(text) for text in arguments.setting}
+        settings = {text: environment(os.environ, variables(text)) for text in arguments.setting}
+        launches = take_turns(
+            list(settings), arguments.rounds, options, lambda text: ([sys.executable], settings[text])
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
-    launches: dict[str, list[dict]] = {text: [] for text in settings}
-    with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
-        for number in range(arguments.rounds):
-            for text in list(settings) if number % 2 == 0 else list(settings)[::-1]:
-                output = Path(folder) / "epoch.json"
-                options = [*rest, "--repeats", str(arguments.repeats), "--output", str(output)]
-                if status := launch(text, environment(os.environ, settings[text]), options):
-                    print(f"error: epoch.py with {text} ended with status {status}", file=sys.stderr)
-                    return status
-                launches[text].append(json.loads(output.read_text()))
+    except LaunchFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
     base = launches[arguments.setting[0]]
     rows = [row_of(text, made, base) for text, made in launches.items()]
     said = {"rounds": arguments.rounds, "repeats": arguments.repeats, "epoch": rest}
@@ -77,13 +70,6 @@ def variables(text: str) -> dict[str, str]:
 def environment(present: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """``present`` with what ``given`` sets, and without what it empties."""
     return {name: value for name, value in {**present, **given}.items() if given.get(name) != ""}
-
-
-def launch(text: str, variables: Mapping[str, str], options: Sequence[str]) -> int:
-    """epoch.py in a process of its own; its exit status."""
-    print(f"{text}: epoch.py {' '.join(options)}", file=sys.stderr, flush=True)
-    command = [sys.executable, str(EPOCH), *options]
-    return subprocess.run(command, env=dict(variables), check=False, stdout=sys.stderr).returncode
 
 
 def row_of(text: str, made: Sequence[dict], base: Sequence[dict]) -> dict:

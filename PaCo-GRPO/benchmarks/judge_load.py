@@ -162,6 +162,7 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the JSON; returns the exit status: 0, 2 where nothing can be measured."""
     arguments = parser().parse_args(given)
     try:
         targets = named_urls(arguments.target)
@@ -205,6 +206,7 @@ def comparisons(given: Sequence[str] | None, names: Sequence[str]) -> list[tuple
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--target", action="append", required=True, metavar="NAME=URL", help="a server; several in turn")
     made.add_argument(

@@ -13,35 +13,33 @@ What follows ``--`` goes to epoch.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from measuring import machine
+from measuring.launches import LaunchFailed, split_at_dashes, take_turns
 from measuring.repeats import ratios, summary
-
-EPOCH = Path(__file__).with_name("epoch.py")
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure and write; returns 0, or the exit status of a launch that failed."""
-    given = list(sys.argv[1:] if given is None else given)
-    split = given.index("--") if "--" in given else len(given)
-    arguments, rest = parser().parse_args(given[:split]), given[split + 1 :]
-    launches: dict[int, list[dict]] = {count: [] for count in arguments.processes}
-    with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
-        for number in range(arguments.rounds):
-            for count in arguments.processes if number % 2 == 0 else arguments.processes[::-1]:
-                output = Path(folder) / f"{number}-{count}.json"
-                status = launch(count, [*rest, "--repeats", str(arguments.repeats), "--output", str(output)], arguments)
-                if status:
-                    print(f"error: epoch.py with {count} process(es) ended with status {status}", file=sys.stderr)
-                    return status
-                launches[count].append(json.loads(output.read_text()))
+    own, rest = split_at_dashes(given)
+    arguments = parser().parse_args(own)
+
+    def launcher(count: int) -> tuple[list[str], dict[str, str]]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+        # without the dashes torchrun takes --m for one of its own
+        return [*command, "--"], os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+
+    try:
+        launches = take_turns(
+            arguments.processes, arguments.rounds, [*rest, "--repeats", str(arguments.repeats)], launcher
+        )
+    except LaunchFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
     base = launches[arguments.processes[0]]
     rows = [row_of(count, made, base) for count, made in launches.items()]
     settings = {"processes": arguments.processes, "rounds": arguments.rounds, "repeats": arguments.repeats,
@@ -51,15 +49,6 @@ def main(given: Sequence[str] | None = None) -> int:
     machine.write(arguments.output, made)
     print(arguments.output)
     return 0
-
-
-def launch(count: int, options: Sequence[str], arguments: argparse.Namespace) -> int:
-    """epoch.py on ``count`` processes; its exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
-    print(f"{count} process(es): epoch.py {' '.join(options)}", file=sys.stderr, flush=True)
-    command += ["--", str(EPOCH), *options]  # without the dashes torchrun takes --m for one of its own
-    return subprocess.run(command, env=environment, check=False, stdout=sys.stderr).returncode
 
 
 def row_of(count: int, made: Sequence[dict], base: Sequence[dict]) -> dict:

@@ -131,14 +131,15 @@ def fewest_steps(model_path: str | Path) -> int:
 
 
 def transformer_bytes(model_path: str | Path) -> int:
-    """Size of the transformer's weights as they are stored, 0 where they are one file (a small model); they are not read.
+    """Size of the transformer's weights as they are stored, 0 where they are one file (a small model) or their list cannot
+    be had (loading says why, if it matters); they are not read.
 
     Raises:
-        PolicyLoadError: The model cannot be had.
+        PolicyLoadError: The list is damaged.
     """
     try:
-        index = _small_file(model_path, "transformer/diffusion_pytorch_model.safetensors.index.json", optional=True)
-    except NoSuchFile:
+        index = _small_file(model_path, "transformer/diffusion_pytorch_model.safetensors.index.json")
+    except PolicyLoadError:
         return 0
     with _reading(index, "the list of the transformer's files") as values:
         return int(values["metadata"]["total_size"])
@@ -152,18 +153,15 @@ def _reading(file: Path, what: str) -> Iterator[dict[str, Any]]:
         raise PolicyLoadError(f"{file} is not {what} ({type(error).__name__}: {error}). Download it again.") from error
 
 
-def _small_file(model_path: str | Path, name: str, optional: bool = False) -> Path:
+def _small_file(model_path: str | Path, name: str) -> Path:
     """The file ``name`` of a pipeline folder or hub repository.
 
     Raises:
-        NoSuchFile: It is ``optional``, and not there.
         PolicyLoadError: It cannot be had.
     """
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         if not (folder / name).is_file():
-            if optional:
-                raise NoSuchFile(f"{folder} has no {name}")
             raise PolicyLoadError(
                 f"model folder {folder} has no {name}, so it is not a whole diffusers pipeline. "
                 "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
@@ -177,6 +175,4 @@ def _small_file(model_path: str | Path, name: str, optional: bool = False) -> Pa
     try:
         return hub_file(str(model_path), name)
     except NoSuchFile as error:
-        if optional:
-            raise
         raise PolicyLoadError(f"{error}, so it is not a diffusers pipeline. Choose another model.") from error

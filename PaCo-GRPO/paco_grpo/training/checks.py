@@ -301,8 +301,8 @@ def check_model(config: ConfigDict) -> None:
 
 def warn_of_a_slow_device(config: ConfigDict, device: torch.device) -> None:
     """A published generator on a CPU is nearly always an accident: a GPU that is hidden, or torch without CUDA."""
-    stored = transformer_bytes(config.pretrained.model)
-    if device.type == "cpu" and stored > _LARGE:
+    stored = transformer_bytes(config.pretrained.model) if device.type == "cpu" else 0
+    if stored > _LARGE:
         logger.warning(
             "config.pretrained.model=%s has %.0f GB of transformer weights, and no GPU is visible to torch %s: a step will "
             "take minutes, if the memory is enough at all", config.pretrained.model, stored / 1e9, torch.__version__,

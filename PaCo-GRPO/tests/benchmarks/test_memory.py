@@ -10,6 +10,7 @@ from named import override
 import memory
 from measuring import footprint as fp
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes
+from paco_grpo.policies import quantized
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +83,17 @@ def test_checkpointing_keeps_less():
         found[checkpointing] = fp.training(policy, config, fp.shape(policy, config, 64, 2))
     assert found[True]["saved"] < found[False]["saved"] / 3
     assert found[True]["peak"] < found[False]["peak"]
+
+
+def test_a_tail_in_int8_takes_a_byte_a_weight_more(tiny_folder):
+    config = tiny(tiny_folder("flux"))
+    policy = real_policy(config)
+    assert fp.tail_bytes(policy, config) == 0
+    config.sample.tail_weights = "int8"
+    with policy.in_int8():
+        made = [layer for layer in policy.transformer.modules() if quantized.is_quantized(layer)]
+        stored = sum(layer.weight.CB.nbytes + layer.weight.SCB.nbytes for layer in made)
+    assert fp.tail_bytes(policy, config) == stored > 0
 
 
 def test_autocast_is_imitated(tiny_folder):
