@@ -4,10 +4,10 @@
     python benchmarks/memory.py --config config/grpo.py:t2is_24gb --config.train.batch_size=2 --processes 8
     python benchmarks/memory.py --config config/grpo.py:t2is_48gb --measure        # on a GPU: random weights, real bytes
 
-The policy's own code runs on torch's meta device, where tensors have sizes and no memory: every tensor that is made is
-followed until it dies, through autograd's saved tensors, gradient checkpointing and the backward pass. "computed" is
-that; it leaves out what no tensor holds (the CUDA context, cuBLAS workspaces, fragmentation: RESERVE below) and what
-other programs use. --measure runs the same phases on a GPU and puts its allocator's peak beside the computed number.
+The policy's own code runs on torch's meta device, where tensors have sizes and no memory. Every tensor is followed until
+it dies, through autograd's saved tensors, gradient checkpointing and the backward pass. The computed numbers leave out
+what no tensor holds (CUDA context, cuBLAS workspaces, fragmentation: RESERVE below) and what other programs use.
+--measure also runs the phases on a GPU and prints its allocator's peak next to the computed number.
 
 The real architectures are known without a download (FLUX.1-dev, FLUX.1-Kontext-dev, Qwen-Image-Edit); any local pipeline
 folder works too. Writes benchmarks/results/memory/NAME.json.
@@ -33,15 +33,18 @@ def compute(config: Any, processes: int = 1) -> dict[str, Any]:
     """Bytes by part and by phase of one process of ``config``.
 
     Returns:
-        ``parts``: what lies on the accelerator throughout, by name. ``phases``: what each phase adds to it and the sum.
+        ``parts``: what stays on the accelerator, by name. ``phases``: what each phase adds to it, and the sum.
         ``saved``: what autograd keeps between forward and backward. ``parameters``: counts by part.
     """
     from measuring import footprint as fp
     from paco_grpo.training.plan import make_plan
 
-    for name, value in (("sample.batch_size", config.sample.batch_size), ("max_sequence_length", config.max_sequence_length)):
+    for name, value in (
+        ("sample.batch_size", config.sample.batch_size),
+        ("max_sequence_length", config.max_sequence_length),
+    ):
         if not value:
-            raise RuntimeError(f"config.{name}=0 is settled by a run from its GPU or data set: give a number here")
+            raise RuntimeError(f"config.{name}=0 is chosen by a run from its GPU or data set: give a number here")
     policy = fp.meta_policy(config)
     plan = make_plan(config, processes)
     drawn = fp.shape(policy, config, config.train.resolution, plan.sample_batch_size)
@@ -64,7 +67,7 @@ def compute(config: Any, processes: int = 1) -> dict[str, Any]:
         + fp.decoded_bytes(policy, config, fp.tokens(policy, drawn)),
         "decode": records + decoder + fp.decoding(policy, drawn),
         "train": records + training["peak"] + fp.decoded_bytes(policy, config, tokens),
-        # one message of all gradients where processes add them up
+        # several processes sum gradients in one message
         "update": records + training["gradients"] * (2 if processes > 1 else 1),
         "sample test": fp.sampling(policy, tested) + fp.decoded_bytes(policy, config, fp.tokens(policy, tested)),
         "decode test": decoder + fp.decoding(policy, tested),
@@ -84,7 +87,7 @@ def compute(config: Any, processes: int = 1) -> dict[str, Any]:
 
 
 def measure(config: Any) -> dict[str, int]:
-    """What the same phases add on this machine's GPU, with random weights: its allocator's peak.
+    """Peak of the GPU's allocator in the same phases, with random weights.
 
     Raises:
         RuntimeError: There is no CUDA device.
@@ -120,17 +123,17 @@ def measure(config: Any) -> dict[str, int]:
 
 
 def fits(found: Mapping[str, Any]) -> dict[int, float]:
-    """GiB that are left of each card, the reserve taken off; negative: it does not fit."""
+    """GiB left on each card after RESERVE; negative: it does not fit."""
     return {card: USABLE[card] - (found["peak"] + RESERVE) / GIB for card in CARDS}
 
 
 def tables(name: str, found: Mapping[str, Any], measured: Mapping[str, int] | None = None) -> str:
-    """Markdown: parts, phases, and what fits."""
+    """Markdown: parts, phases, and the cards that fit."""
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in found["parts"].items())
     lines = [
         f"**{name}** ({found['model']}), GiB, computed" + (" | measured" if measured else ""),
         "",
-        f"Always there, {found['resident'] / GIB:.2f}: {parts}. Kept for the backward pass: {found['saved'] / GIB:.2f}.",
+        f"Resident, {found['resident'] / GIB:.2f}: {parts}. Kept for the backward pass: {found['saved'] / GIB:.2f}.",
         "",
         "| phase | adds | total |" + (" adds, measured |" if measured else ""),
         "|---|--:|--:|" + ("--:|" if measured else ""),
@@ -148,7 +151,7 @@ def tables(name: str, found: Mapping[str, Any], measured: Mapping[str, int] | No
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line that says what is wrong."""
+    """Returns the exit status: 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -156,20 +159,22 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="also run the phases on this machine's GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "memory", help="folder")
     arguments, rest = parser.parse_known_args(given)
-    from measuring.machine import report, write
-    from measuring.presets import PresetError
+    from measuring.models import UnknownModelError
+    from measuring.report import header, write
     from paco_grpo.training.configuration import ConfigError, read_config
 
     try:
         config, name = read_config(rest, ROOT / "config" / "base.py")
         found = compute(config, arguments.processes)
         measured = measure(config) if arguments.measure else None
-    except (ConfigError, PresetError, RuntimeError) as error:
+    except (ConfigError, UnknownModelError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = {"config": name, "overrides": rest[1:], "processes": arguments.processes}
-    write(arguments.output / f"{name}.json", report("memory", settings, kind="computed", **found, measured=measured))
-    print(tables(name, found, measured), end="")
+    text = tables(name, found, measured)
+    made = header("memory", settings) | found | {"kind": "computed", "measured": measured}
+    write(arguments.output / f"{name}.json", made, text)
+    print(text, end="")
     return 0
 
 

@@ -1,13 +1,12 @@
-"""What each phase of an epoch holds in memory, from tensor sizes: the policy's own code run on the meta device.
+"""What each phase of an epoch holds in memory, computed by running the policy's own code on the meta device.
 
-Nothing is allocated: parameters are counted where they lie, and what a phase adds is followed operation by operation
-(``live_bytes``). Encoding, sampling and training go through the policy and the objective that a run uses.
+Nothing is allocated: what a phase adds to the resident parameters is followed operation by operation (``live_bytes``).
+Encoding, sampling and training use the policy and the objective of a real run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,19 +17,19 @@ from ml_collections import ConfigDict
 from torch.utils.checkpoint import checkpoint
 
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes, bytes_of
-from measuring.presets import build
+from measuring.models import build, policy_of
 from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
-from paco_grpo.policies import POLICIES, Policy, quantized
+from paco_grpo.policies import Policy, quantized
 from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters, unwrap
 from paco_grpo.types import Conditioning, RolloutRecord
 
 META = torch.device("meta")
-# Parameters of rewards that load a model on the process's device, float32.
+# Parameters of rewards that load a float32 model on the device of the process.
 REWARD_PARAMETERS = {
     "subfig_clipT": 986_109_441,  # OpenCLIP ViT-H-14
     "subfig_clipI": 986_109_441,
-    "pickscore": 986_109_441,  # the same architecture, weights of its own
+    "pickscore": 986_109_441,  # the same architecture, other weights
     "clipscore": 427_616_513,  # CLIP ViT-L/14
 }
 
@@ -38,7 +37,7 @@ REWARD_PARAMETERS = {
 def _policy(config: ConfigDict, made_on: torch.device, device: torch.device, **more) -> Policy:
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
     pipeline = build(config.pretrained.model, dtype, made_on)
-    return _policy_class(pipeline)(
+    return policy_of(
         pipeline,
         dtype=dtype,
         device=device,
@@ -64,7 +63,7 @@ def meta_policy(config: ConfigDict) -> Policy:
 
 
 def random_policy(config: ConfigDict, device: torch.device) -> Policy:
-    """The same with weights, as each class initialises them, on ``device`` (quantised there, layer by layer)."""
+    """The same generator with weights as each class initializes them, on ``device`` (quantized there, layer by layer)."""
     kind = config.pretrained.quantize
     policy = _policy(config, torch.device("cpu") if kind else device, device, quantize=kind)
     if config.use_lora:
@@ -75,13 +74,8 @@ def random_policy(config: ConfigDict, device: torch.device) -> Policy:
     return policy
 
 
-def _policy_class(pipeline: Any) -> type[Policy]:
-    module, name = POLICIES[type(pipeline).__name__].split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
-    """Autocast and fused attention for a policy on the meta device, also while a block is computed again."""
+    """Imitate autocast and fused attention on the meta device, also when gradient checkpointing recomputes a block."""
     low = None if policy.dtype == torch.float32 else policy.dtype
     policy.autocast = lambda: MetaAutocast(low)
     if checkpointing:
@@ -92,11 +86,11 @@ def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
         policy.transformer.enable_gradient_checkpointing(lambda block, *args: again(block.__call__, *args))
 
 
-# --- what lies there all the time -------------------------------------------------------------------------------------
+# --- resident parts ---------------------------------------------------------------------------------------------------
 
 
 def resident(policy: Policy, config: ConfigDict) -> dict[str, int]:
-    """Bytes of what is on the accelerator throughout, by part."""
+    """Bytes that stay on the accelerator for the whole epoch, by part."""
     trained = sum(p.numel() for p in trainable_parameters(policy))
     old = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".old." in n)
     base = bytes_of(policy.transformer) - 4 * (trained + old)
@@ -123,7 +117,7 @@ def resident(policy: Policy, config: ConfigDict) -> dict[str, int]:
 
 
 def reward_bytes(config: ConfigDict) -> int:
-    """Models of local rewards on the process's accelerator; OpenCLIP's are shared."""
+    """Bytes of local reward models on the accelerator; the two OpenCLIP rewards share one model."""
     found = set()
     for name in {*config.train.reward_fn, *config.test.reward_fn}:
         kwargs = config.train.reward_fn_kwargs.get(name, {})
@@ -135,13 +129,13 @@ def reward_bytes(config: ConfigDict) -> int:
 
 
 def _base_layers(policy: Policy) -> list[tuple[str, torch.nn.Linear]]:
-    """What would be quantised, seen through the adapters that are already there."""
+    """Layers that quantization would replace, found behind the adapters that wrap them."""
     return [(n.replace(".base_layer", ""), layer) for n, layer in quantized.quantizable(policy.transformer)
             if ".lora_" not in n]  # fmt: skip
 
 
 def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
-    """The most that one quantised layer adds while it computes: its weight decoded (and int8's 32-bit products)."""
+    """Largest addition of one quantized layer while it computes: its decoded weight, or int8's 32-bit products."""
     kind = config.pretrained.quantize
     if not kind:
         return 0
@@ -153,7 +147,7 @@ def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
     return max(largest, max(4 * tokens * layer.out_features for layer in layers))
 
 
-# --- what a phase adds ------------------------------------------------------------------------------------------------
+# --- phases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +168,7 @@ class Shape:
 
 
 def shape(policy: Policy, config: ConfigDict, resolution: int, batch: int) -> Shape:
-    """A square image at ``resolution``, whose area every shape of item_size 'aspect' has."""
+    """A square image at ``resolution``; images of ``item_size='aspect'`` have the same area."""
     height, width = round_to_multiple((resolution, resolution), policy.size_multiple)
     text = config.max_sequence_length
     if type(policy).__name__.startswith("Qwen"):
@@ -183,7 +177,7 @@ def shape(policy: Policy, config: ConfigDict, resolution: int, batch: int) -> Sh
 
 
 def tokens(policy: Policy, size: Shape) -> int:
-    """Tokens of a batch that go through the transformer: text, image and, for an editor, the reference."""
+    """Tokens of a batch in the transformer: text, image and, for an editor, the reference."""
     rows, columns = policy._grid(size.height, size.width)
     return size.batch * (size.text + rows * columns * (2 if policy.edits_images else 1))
 
@@ -198,7 +192,7 @@ def parameters(policy: Policy) -> dict[str, int]:
 
 
 def conditioning(policy: Policy, size: Shape) -> Conditioning:
-    """What ``encode`` would return, on the policy's device; the reference of an editor has the size that is drawn."""
+    """Empty conditioning in the shapes of ``encode``; the reference of an editor has the size of the sampled image."""
     of = type(policy).__name__
     config = policy._transformer_config
     rows, columns = policy._grid(size.height, size.width)
@@ -225,7 +219,7 @@ def conditioning(policy: Policy, size: Shape) -> Conditioning:
 
 
 def peak_of(action: Callable[[], Any], block: int | None = None) -> int:
-    """Most bytes alive at once of what ``action`` makes."""
+    """Peak bytes of the tensors that ``action`` creates."""
     with LiveBytes(**({} if block is None else {"block": block})) as live:
         action()
     return live.peak
@@ -244,7 +238,7 @@ def sampling(policy: Policy, size: Shape) -> int:
 
 
 def decoding(policy: Policy, size: Shape) -> int:
-    """The VAE's way from latents to pixels."""
+    """Latents to pixels through the VAE."""
 
     def run() -> None:
         latents = policy.initial_latents(range(size.batch), size.height, size.width)
@@ -256,12 +250,12 @@ def decoding(policy: Policy, size: Shape) -> int:
 
 
 def _attention(policy: Policy) -> AbstractContextManager:
-    """Fused attention where there is none: on the meta device."""
+    """Fused attention for the meta device, which has none."""
     return MetaAutocast() if policy.device.type == "meta" else nullcontext()
 
 
 def encoding(policy: Policy, size: Shape) -> int | None:
-    """One prompt through FLUX's text encoders; None where it is not counted (Qwen's reads images on the CPU)."""
+    """One prompt through FLUX's text encoders; None for Qwen, whose encoder reads image values."""
     if type(policy).__name__.startswith("Qwen"):
         return None
     clip, t5 = policy.text_encoders()
@@ -275,7 +269,7 @@ def encoding(policy: Policy, size: Shape) -> int | None:
 
 
 def record(policy: Policy, config: ConfigDict, size: Shape) -> RolloutRecord:
-    """What a rollout of these images leaves, one noise step, ready for the objective."""
+    """A rollout record of these images with one noise step, ready for the objective."""
     x = policy.initial_latents(range(size.batch), size.height, size.width)
     one = torch.zeros(size.batch, device=policy.device)
     return RolloutRecord(
@@ -288,7 +282,7 @@ def record(policy: Policy, config: ConfigDict, size: Shape) -> RolloutRecord:
 
 
 def record_bytes(policy: Policy, config: ConfigDict, size: Shape, images: int, prompts: int) -> int:
-    """Rollout records of ``images`` and the conditioning of ``prompts``, kept on the accelerator until the update."""
+    """Bytes of the rollout records of ``images`` and the conditioning of ``prompts``, kept until the update."""
     one = dataclasses.replace(size, batch=1)
     held = record(policy, config, one)
     latents = sum(t.nbytes for t in (held.latents, held.next_latents, held.step_mean)) * len(config.sample.noise_steps)
@@ -300,8 +294,8 @@ def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None 
     """Forward and backward of one micro-batch at one noise step.
 
     Returns:
-        ``saved``: what autograd keeps between the two; ``peak``: the most alive at once, gradients of the trained
-        weights included; ``gradients``: those alone.
+        Bytes: ``saved`` for the backward pass, ``peak`` at once (with gradients of the trained weights), and
+        ``gradients`` alone.
     """
     rollouts = record(policy, config, size)
     for parameter in trainable_parameters(policy):
@@ -317,14 +311,14 @@ def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None 
 
 
 def tail_bytes(policy: Policy, config: ConfigDict) -> int:
-    """The copies in few bits that ``sample.tail_weights`` makes."""
+    """Bytes of the quantized copies for ``sample.tail_weights``."""
     kind = config.sample.tail_weights
     layers = quantized.token_layers(unwrap(policy.transformer)).values() if kind else ()
     return sum(quantized.stored_bytes(layer, kind) for layer in layers)
 
 
 def merged_bytes(policy: Policy) -> int:
-    """The copies of base weights that ``sample.merge_lora`` sets aside."""
+    """Bytes of the base weights that ``sample.merge_lora`` sets aside."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m.get_base_layer() for m in policy.transformer.modules() if isinstance(m, BaseTunerLayer)]
