@@ -1,4 +1,4 @@
-"""The README.md of a saved adapter: what it belongs to, how to use it, how it came about, what it scores."""
+"""The README.md of a saved adapter: its base model, how to use it, how it was trained, what it scores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from ml_collections import ConfigDict
 
-from paco_grpo.training.configuration import config_to_yaml
+from paco_grpo.options import RunOptions
+from paco_grpo.options.parse import options_to_yaml
 
 _USE_DIFFUSERS = """```python
 import torch
@@ -28,13 +28,13 @@ pipe.transformer = PeftModel.from_pretrained(pipe.transformer, {folder!r})
 
 
 def write_model_card(
-    folder: Path, config: ConfigDict, *, epoch: int, step: int, edits_images: bool, evaluation: Mapping | None
+    folder: Path, options: RunOptions, *, epoch: int, step: int, edits_images: bool, evaluation: Mapping | None
 ) -> None:
     """Write ``folder/README.md``.
 
     Args:
         folder: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint.
-        config: The run's.
+        options: The run's.
         epoch: Finished epochs.
         step: Optimizer steps.
         edits_images: Whether the model edits images.
@@ -42,35 +42,35 @@ def write_model_card(
     """
     peft = folder.name == "adapter"
     head = {
-        "base_model": config.pretrained.model,
+        "base_model": options.pretrained.model,
         "library_name": "peft" if peft else "diffusers",
         "pipeline_tag": "image-to-image" if edits_images else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
-    rewards = [f"| `{name}` | {weight:g} |" for name, weight in config.train.reward_fn.items()]
-    use = (_USE_PEFT if peft else _USE_DIFFUSERS).format(model=config.pretrained.model, folder="FOLDER OF THIS FILE")
+    rewards = [f"| `{name}` | {weight:g} |" for name, weight in options.train.reward_fn.items()]
+    use = (_USE_PEFT if peft else _USE_DIFFUSERS).format(model=options.pretrained.model, folder="FOLDER OF THIS FILE")
     origin = (
-        f"A LoRA for `{config.pretrained.model}`, trained with PaCo-GRPO (arXiv 2512.04784), objective "
-        f"`{config.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
-        + (" The weights are the run's moving average." if config.train.ema else "")
+        f"A LoRA for `{options.pretrained.model}`, trained with PaCo-GRPO (arXiv 2512.04784), objective "
+        f"`{options.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
+        + (" The weights are the run's moving average." if options.train.ema else "")
     )
     sizes = (
-        f"Scores below are of {config.test.num_steps} steps at {config.test.resolution} px, guidance "
-        f"{config.sample.guidance_scale:g}; it was trained at {config.train.resolution} px."
+        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, guidance "
+        f"{options.sample.guidance_scale:g}; it was trained at {options.train.resolution} px."
     )
     data = (
-        f"Prompt set `{config.dataset}` (`{config.prompt_fn}`): {config.sample.unique_sample_num_per_epoch} prompts x "
-        f"{config.sample.num_images_per_prompt} images an epoch."
+        f"Prompt set `{options.dataset}` (`{options.prompt_fn}`): {options.sample.unique_sample_num_per_epoch} prompts x "
+        f"{options.sample.num_images_per_prompt} images an epoch."
     )
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {config.run_name}",
+        f"# {options.run_name}",
         origin,
         f"## Use\n\n{use}\n\n{sizes}",
         f"## Data\n\n{data}",
         "## Rewards\n\n| reward | weight |\n|---|---|\n" + "\n".join(rewards),
         "## Evaluation\n\n" + _evaluation(evaluation),
-        f"## Configuration\n\n```yaml\n{config_to_yaml(config)}```",
+        f"## Configuration\n\n```yaml\n{options_to_yaml(options)}```",
     ]
     text = "\n\n".join(parts) + "\n"
     replacement = folder / ".README.md.tmp"

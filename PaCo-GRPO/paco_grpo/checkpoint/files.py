@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from paco_grpo.training.sharded import divided_like, whole
+from paco_grpo.distributed.collectives import divided_like, whole
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
     """The checkpoint that ``config.resume_from`` means.
 
     Args:
-        resume_from: ``latest`` (of this run's folder), a checkpoint folder, or a run folder.
+        resume_from: ``latest`` (in this run's folder), a checkpoint folder, or a run folder.
         run_dir: This run's folder.
 
     Returns:
@@ -69,7 +69,7 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
 class CheckpointWriter:
     """Writes one checkpoint into a hidden folder and renames it when complete.
 
-    A crash or a full disk in between leaves the checkpoints that were there before.
+    A crash or a full disk in between leaves the earlier checkpoints intact.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -82,13 +82,13 @@ class CheckpointWriter:
         (self.folder / "state").mkdir(parents=True)
 
     def commit(self) -> None:
-        """Sync to disk and put the checkpoint in its place (main process)."""
+        """Sync to disk and rename the folder to its final name (main process)."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
         if self.final.exists():
-            # A resumed run writes an epoch again: the old one moves aside first, a rename cannot replace a folder.
+            # A resumed run writes an epoch again; a rename cannot replace a folder, so the old one moves first.
             aside = self.final.with_name(f".{self.final.name}.old")
             shutil.rmtree(aside, ignore_errors=True)
             self.final.rename(aside)
@@ -104,7 +104,7 @@ class CheckpointWriter:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to disk."""
+    """Sync the entries of ``folder`` to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -112,8 +112,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def set_aside_after(folder: Path, epoch: int) -> list[Path]:
-    """Rename what a run that goes on after ``epoch`` will write again, so that 'latest' never means the old course.
+def archive_superseded(folder: Path, epoch: int) -> list[Path]:
+    """Rename what a run resumed after ``epoch`` will write again, so that 'latest' never means the abandoned course.
 
     Args:
         folder: Of checkpoints or evaluations, named by epoch.
@@ -139,8 +139,10 @@ def prune(root: Path, limit: int) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool = True) -> None:
-    """Tensors by name as safetensors, whole also where they are divided over processes; these then all call it, and
-    those with ``write`` False only take part."""
+    """Write tensors by name as safetensors.
+
+    Tensors that are divided over processes are gathered: all processes call it, those with ``write`` False write nothing.
+    """
     kept = {}
     for name, tensor in tensors.items():
         value = whole(tensor)
@@ -189,19 +191,14 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) ->
     saved = load_tensors(path)
     if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
         raise CheckpointError(
-            f"{path} holds other weights than this run trains; is config.train.lora_rank or the model another one?"
+            f"{path} holds other weights than this run trains; did config.train.lora_rank or the model change?"
         )
     for name, parameter in parameters.items():
         parameter.copy_(divided_like(saved[name], parameter))
 
 
-def save_optimizer(folder: Path, optimizer: torch.optim.Optimizer, write: bool = True) -> None:
-    """Optimizer state; ``write`` as in ``save_tensors``."""
-    save_optimizer_state(folder, optimizer.state_dict(), write)
-
-
-def save_optimizer_state(folder: Path, state: Mapping[str, Any], write: bool = True) -> None:
-    """A ``state_dict`` of an optimizer: tensors apart from numbers; ``write`` as in ``save_tensors``."""
+def save_optimizer(folder: Path, state: Mapping[str, Any], write: bool = True) -> None:
+    """Write a ``state_dict`` of an optimizer, tensors apart from numbers; ``write`` as in ``save_tensors``."""
     tensors, numbers = {}, {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
@@ -211,20 +208,12 @@ def save_optimizer_state(folder: Path, state: Mapping[str, Any], write: bool = T
         save_json(folder / "optimizer.json", {"numbers": numbers, "param_groups": state["param_groups"]})
 
 
-def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore what ``save_optimizer`` wrote."""
-    saved = load_optimizer_state(folder)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, entries in saved["state"].items():
-        of = parameters[index]
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.shape == of.shape:
-                entries[name] = divided_like(value, of)
-    optimizer.load_state_dict(saved)
+def load_optimizer(folder: Path) -> dict[str, Any]:
+    """What ``save_optimizer`` wrote, tensors whole and on the CPU.
 
-
-def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """What ``save_optimizer_state`` wrote, tensors whole and on the CPU."""
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
     rest = load_json(folder / "optimizer.json")
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**load_tensors(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
@@ -238,14 +227,14 @@ def load_optimizer_state(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RngState:
-    """State of the global generators of a process (our own draws never use them, a user's reward may)."""
+    """State of a process's global random generators (our own sampling never uses them, a user's reward may)."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, Any]
 
 
 def capture_rng() -> RngState:
-    """The generators of torch (CPU and GPUs), NumPy and Python as they are now."""
+    """The current state of the generators of torch (CPU and GPUs), NumPy and Python."""
     tensors = {"torch": torch.get_rng_state()}
     for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []):
         tensors[f"cuda.{index}"] = state
@@ -265,9 +254,9 @@ def save_rng(folder: Path, process: int, state: RngState) -> None:
 
 
 def load_rng(folder: Path, process: int) -> None:
-    """Restore the generators; a process that the checkpoint did not have keeps its own."""
+    """Restore the generators; a process that did not exist when the checkpoint was written keeps its own."""
     if not (folder / f"rng_{process}.json").is_file():
-        logger.warning("the checkpoint was made by fewer processes; process %d keeps its fresh generators", process)
+        logger.warning("the checkpoint was written by fewer processes; process %d keeps its own generators", process)
         return
     tensors = load_tensors(folder / f"rng_{process}.safetensors")
     torch.set_rng_state(tensors.pop("torch"))

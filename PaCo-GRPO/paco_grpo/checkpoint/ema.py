@@ -1,4 +1,4 @@
-"""Exponential moving average of the trainable weights, counted in optimizer steps (method §6)."""
+"""Exponential moving average of the trainable weights, counted in optimizer steps (docs/method.md §6)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paco_grpo.training.sharded import divided_like
+from paco_grpo.distributed.collectives import divided_like
 
 
 class EMA:
@@ -37,7 +37,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters hold the average; afterwards exactly what they held before."""
+        """The parameters hold the average inside the block, and exactly their former values after it."""
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.shadow)
         try:

@@ -11,32 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from ml_collections import ConfigDict
 from PIL import Image
 
+from paco_grpo.distributed.collectives import Stopped, rounds
+from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
+from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.rewards.registry import Reward
-from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.collect import at_size, batches_by_key
-from paco_grpo.training.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
-from paco_grpo.training.processes import any_process
-from paco_grpo.training.scoring import ScoringQueue
+from paco_grpo.sampling.images import Batch, plan_batches, sample_images
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
-_ENCODED_AHEAD = 32  # batches, where text encoders have to be brought to the accelerator first
+_ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
 def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
     """The images of an evaluation: items in order, again from the start if more images than items are wanted.
 
     Returns:
-        (item, noise seed) for each image; the seed depends on ``seed``, the item and how often it came before alone.
+        (item, noise seed) for each image; the seed depends only on ``seed``, the item and how often it came before.
     """
     count = len(items) if num_images is None else num_images
     chosen = []
@@ -52,26 +50,26 @@ def evaluate(
     policy: Policy,
     items: Sequence[Item],
     rewards: Mapping[str, Reward],
-    config: ConfigDict,
-    accelerator: Accelerator,
+    options: RunOptions,
+    strategy: Replicated,
     folder: Path,
-    should_stop: Callable[[], bool],
-    joint_forwards: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+    merge_lora: bool = False,
 ) -> dict[str, float] | None:
-    """Draw and score the evaluation set with the weights the policy holds now.
+    """Sample and score the evaluation set with the policy's current weights.
 
     Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``; for an editor also a small copy of each
     reference image, ``references/00000.png …``), ``eval_data.jsonl``, ``sheet.png`` and ``categories.md``.
 
     Args:
-        policy: The caller puts the EMA weights in place.
+        policy: The caller has put the averaged weights in place.
         items: Test items.
         rewards: Short name → reward of the test.
-        config: The run's; ``config.test`` counts.
-        accelerator: Process r of P draws images r, r + P, …
+        options: Mostly ``options.test``.
+        strategy: Process r of P samples images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
-        joint_forwards: See ``Engine``.
+        merge_lora: Merge the LoRA into the base weights while sampling.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
@@ -80,29 +78,28 @@ def evaluate(
     Raises:
         ScoringError: On every process, when a reward raised.
     """
-    seed = config.seed if config.test.seed is None else config.test.seed
-    chosen = evaluation_set(items, config.test.num_images, seed)
+    accelerator = strategy.accelerator
+    seed = options.seed if options.test.seed is None else options.test.seed
+    chosen = evaluation_set(items, options.test.num_images, seed)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
-    queue = ScoringQueue(rewards, config.sample.reward_batch_size)
+    queue = ScoringQueue(rewards, options.sample.reward_batch_size)
     try:
-        spare = chosen[:1] if joint_forwards else []
-        if not _draw(policy, [chosen[i] for i in mine], mine, spare, config, folder, queue, accelerator, should_stop):
-            return None
-        scores = queue.gathered(accelerator, len(mine), len(chosen), should_stop)
+        _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora)
+        local = len(range(accelerator.process_index, len(chosen), accelerator.num_processes))
+        scores = queue.gathered(accelerator, local, len(chosen), should_stop)
+    except Stopped:
+        return None
     finally:
         queue.close()
-    if scores is None:
-        return None
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
-    names, metrics = list(rewards), summarise(scores, list(rewards))
-    by_category = summarise_categories(scores, [item.metadata.get("category") for item, _ in chosen], names)
+    names, metrics = list(rewards), summarize(scores, list(rewards))
+    by_category = summarize_categories(scores, [item.metadata.get("category") for item, _ in chosen], names)
     if accelerator.is_main_process:
-        _write_rows(folder / "eval_data.jsonl", chosen, scores, names, config.test.save_eval_images)
+        _write_rows(folder / "eval_data.jsonl", chosen, scores, names, options.test.save_eval_images)
         table = category_table({**by_category, "all": metrics}, names)
         (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
@@ -112,52 +109,67 @@ def evaluate(
     return metrics
 
 
-def _draw(
+def _sample(
     policy: Policy,
-    images: Sequence[tuple[Item, int]],
-    numbers: Sequence[int],
-    spare: Sequence[tuple[Item, int]],
-    config: ConfigDict,
+    chosen: Sequence[tuple[Item, int]],
+    options: RunOptions,
+    strategy: Replicated,
     folder: Path,
     queue: ScoringQueue,
-    accelerator: Accelerator,
     should_stop: Callable[[], bool],
-) -> bool:
-    batches = drawing_batches(policy, [item for item, _ in images], config)
+    merge_lora: bool,
+) -> None:
+    accelerator, test = strategy.accelerator, options.test
+    mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
+    batches = test_batches(policy, [chosen[i][0] for i in mine], options)
+    batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
+    filler = test_batches(policy, [chosen[0][0]], options)[0] if strategy.collective_forwards else None
+    position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
 
-    def drawn_images(of: Sequence[tuple[Item, int]], batch: Sequence[int], size: tuple[int, int]) -> list[Image.Image]:
-        return draw(policy, [of[i][0] for i in batch], [of[i][1] for i in batch], *size, config.test.num_steps,
-                    config.sample.merge_lora and config.use_lora)  # fmt: skip
+    def inputs(batch: Batch) -> dict[str, Any]:
+        place = position.get(batch.numbers[0])  # None for the filler
+        if policy.offloads_text_encoders and place is not None and place % _ENCODED_AHEAD == 0:
+            ahead = batches[place : place + _ENCODED_AHEAD]
+            policy.encode([_sized(chosen[i][0], each) for each in ahead for i in each.numbers])  # the policy caches it
+        return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
 
-    # Every process asks equally often, so that the answers of all can be joined.
-    for turn in range(max(gather_object([len(batches)]))):
-        if any_process(accelerator, should_stop()):
-            return False
-        if turn >= len(batches):
-            for batch, size in drawing_batches(policy, [item for item, _ in spare], config):
-                drawn_images(spare, batch, size)  # only because the others need this process's part of the weights
-            continue
-        if policy.offloads_text_encoders and turn % _ENCODED_AHEAD == 0:
-            ahead = batches[turn : turn + _ENCODED_AHEAD]
-            policy.encode([_sized(images[i][0], size) for batch, size in ahead for i in batch])  # remembered by it
-        batch, size = batches[turn]
-        drawn = drawn_images(images, batch, size)
-        queue.submit(drawn, [images[i][0] for i in batch], batch)
-        for i, image in zip(batch, drawn, strict=True):
-            number, item = numbers[i], images[i][0]
-            in_sheet = number < _SHEET_IMAGES
-            reference = item.image if config.test.save_eval_images or in_sheet else None
-            if config.test.save_eval_images:
+    def deliver(images: list[Image.Image], batch: Batch) -> None:
+        queue.submit(images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers])
+        for number, image in zip(batch.numbers, images, strict=True):
+            item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
+            reference = item.image if test.save_eval_images or in_sheet else None
+            if test.save_eval_images:
                 image.save(folder / f"{number:05d}.png")
                 _save_reference(folder / reference_file(number), reference)
             if in_sheet:
                 small = None if reference is None else thumbnail(reference)
                 thumbnails.append((number, thumbnail(image), small, item.prompt))
+
+    together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
+    for _ in sample_images(policy, together, inputs, deliver, num_steps=test.num_steps, merge_lora=merge_lora):
+        pass
     everyone = gather_object(thumbnails)
     if accelerator.is_main_process:
         _sheet(everyone).save(folder / "sheet.png")
-    return True
+
+
+def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
+    """Batches of ``items`` at test resolution."""
+    return plan_batches(policy, items, options.test.resolution, options.item_size, options.test.batch_size)
+
+
+def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
+    """What ``sample_images`` needs of the (item, seed) pairs of a batch."""
+    return {
+        "conditioning": policy.encode([_sized(item, batch) for item, _ in images]),
+        "item_ids": [item.item_id for item, _ in images],
+        "seeds": [seed for _, seed in images],
+    }
+
+
+def _sized(item: Item, batch: Batch) -> Item:
+    return dataclasses.replace(item, height=batch.height, width=batch.width)
 
 
 def _save_reference(path: Path, reference: Image.Image | None) -> None:
@@ -176,49 +188,7 @@ def _sheet(thumbnails: Sequence[tuple[int, Image.Image, Image.Image | None, str]
     return contact_sheet(images, [entry[3] for entry in ordered], references)
 
 
-def drawing_batches(
-    policy: Policy, items: Sequence[Item], config: ConfigDict
-) -> list[tuple[list[int], tuple[int, int]]]:
-    """Indices into ``items`` in batches that share a forward at test resolution, each with its height and width."""
-    sizes, keys = [], []
-    for item in items:  # one reference image in memory at a time
-        sized = at_size(item, config.test.resolution, config.item_size, policy)
-        sizes.append((sized.height, sized.width))
-        keys.append(policy.batch_key(sized))
-    return [(batch, sizes[batch[0]]) for batch in batches_by_key(keys, config.test.batch_size)]
-
-
-@torch.no_grad()
-def draw(
-    policy: Policy,
-    items: Sequence[Item],
-    seeds: Sequence[int],
-    height: int,
-    width: int,
-    num_steps: int,
-    merge_lora: bool = False,
-) -> list[Image.Image]:
-    """Images of ``items`` (of one ``Policy.batch_key``), each from its seed, by deterministic Euler sampling."""
-    record = rollout(
-        policy,
-        policy.encode([_sized(item, (height, width)) for item in items]),
-        [item.item_id for item in items],
-        seeds,
-        height,
-        width,
-        num_steps=num_steps,
-        noise_steps=(),
-        noise_level=0.0,
-        merge_lora=merge_lora,
-    )
-    return policy.decode(record.clean_latents, height, width)
-
-
-def _sized(item: Item, size: tuple[int, int]) -> Item:
-    return dataclasses.replace(item, height=size[0], width=size[1])
-
-
-def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Means and standard errors over images; ``scores`` (n, len(names)), NaN = missing and left out."""
     metrics: dict[str, float] = {
         "eval/num_images": len(scores),
@@ -234,12 +204,12 @@ def summarise(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-def summarise_categories(
+def summarize_categories(
     scores: np.ndarray, categories: Sequence[str | None], names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Category → ``summarise`` of its images, in alphabetical order; items without a category are in none of them."""
+    """Category → ``summarize`` of its images, in alphabetical order; items without a category are in none of them."""
     return {
-        str(category): summarise(scores[[other == category for other in categories]], names)
+        str(category): summarize(scores[[other == category for other in categories]], names)
         for category in sorted({category for category in categories if category is not None}, key=str)
     }
 
