@@ -1,4 +1,4 @@
-"""Pictures of evaluations for people: contact sheets, and images with captions for a tracker."""
+"""Pictures of evaluations: contact sheets, and images with captions for a tracker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from paco_grpo.monitoring.trackers import Tracker
+
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
 REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images that are kept
 _LINE, _GAP = 14, 4
+_TRACKED_IMAGES = 8
 
 
 def thumbnail(image: Image.Image, side: int = SHEET_CELL) -> Image.Image:
@@ -21,8 +24,8 @@ def thumbnail(image: Image.Image, side: int = SHEET_CELL) -> Image.Image:
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
 
 
-def beside(left: Image.Image, right: Image.Image) -> Image.Image:
-    """Both in one picture, at the height of the right one."""
+def side_by_side(left: Image.Image, right: Image.Image) -> Image.Image:
+    """Both images in one, at the height of the right one."""
     width = max(1, round(left.width * right.height / left.height))
     joined = Image.new("RGB", (width + _GAP + right.width, right.height), "white")
     joined.paste(left.convert("RGB").resize((width, right.height), Image.Resampling.LANCZOS), (0, 0))
@@ -35,13 +38,13 @@ def contact_sheet(
 ) -> Image.Image:
     """Small copies of ``images`` in rows, numbered as their files, each with its line of ``captions`` if there are any.
 
-    An edited image has the one of ``references`` that it was made from on its left.
+    An edited image has its reference on the left.
     """
     pictures = 2 if references else 1
     columns = max(1, math.ceil(math.sqrt(len(images) / pictures)))
     rows = max(1, math.ceil(len(images) / columns))
     step, line = SHEET_CELL + _GAP, _LINE if captions else 0
-    width = pictures * step + (2 * _GAP if references else 0)  # pairs stand apart
+    width = pictures * step + (2 * _GAP if references else 0)  # a gap between pairs
     sheet = Image.new("RGB", (columns * width, rows * (step + line)), "white")
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
@@ -52,7 +55,7 @@ def contact_sheet(
             sheet.paste(small, (left + place * step, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
         if captions:
-            # what is longer than its cell would run into the next one
+            # longer text would run into the next cell
             pen.text((left + 2, top + step), captions[index][: (width - 4) // 6], fill="black")
     return sheet
 
@@ -75,6 +78,14 @@ def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
             picture = image.convert("RGB")
         if row.get("reference"):
             with Image.open(folder / row["reference"]) as reference:
-                picture = beside(reference, picture)
+                picture = side_by_side(reference, picture)
         shown.append((picture, f"{row['prompt']} ({scores})"))
     return shown
+
+
+def log_pictures(tracker: Tracker, folder: Path, epoch: int, images: bool) -> None:
+    """Send an evaluation's contact sheet, and its first ``images`` with prompts and scores, to the tracker."""
+    with Image.open(folder / "sheet.png") as sheet:
+        tracker.log_images("eval/sheet", [(sheet.convert("RGB"), f"first test items after epoch {epoch}")], epoch)
+    if images:
+        tracker.log_images("eval/images", captioned(folder, _TRACKED_IMAGES), epoch)

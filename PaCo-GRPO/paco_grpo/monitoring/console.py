@@ -1,4 +1,4 @@
-"""What a run tells: rows of metrics, and one line of log for each epoch and evaluation."""
+"""What a run logs: rows of metrics, and one line for each epoch and evaluation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def epoch_metrics(
     health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
-    """The numbers of one training epoch by ``group/name``; what is not finite or not there is left out.
+    """The numbers of one training epoch by ``group/name``; values that are missing or not finite are left out.
 
     Of each reward: mean, std (without Bessel's correction) and cv, the coefficient of variation std / |mean|.
 
     Args:
         rewards: Name → (n,) over all processes, NaN = missing.
         advantage_stats: From ``compute_advantages``.
-        losses: From the updater.
+        losses: From ``Updater.run``.
         times: Phase → seconds.
         health: ``health/<name>`` → value.
         memory: Also report peak memory (``config.enable_mem_log``).
@@ -48,7 +48,7 @@ def epoch_metrics(
 
 
 def epoch_line(metrics: Mapping[str, float]) -> str:
-    """One line on an epoch."""
+    """The log line of an epoch."""
     rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
     hidden = metrics.get("time/reward_hidden_share")
     share = "" if hidden is None else f", {hidden:.0%} of their time hidden"
@@ -61,7 +61,7 @@ def epoch_line(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """One line on an evaluation."""
+    """The log line of an evaluation."""
     parts = [
         f"{name} {value:.4f} ± {metrics.get(f'eval/{name}_stderr', math.nan):.4f}"
         for name, value in means(metrics, "eval/").items()

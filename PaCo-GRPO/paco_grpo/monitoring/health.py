@@ -1,4 +1,4 @@
-"""Collapse is seen while it happens, not at inference: every epoch's row of metrics.jsonl against what came before.
+"""Signs of collapse while it happens: every epoch's row of metrics.jsonl against earlier rows.
 
 The rules are pure functions of the rows that a run has written, so a resumed run judges as if it had never stopped, and
 any finished run can be judged again. Limits are ``config.health``.
@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from paco_grpo.options import HealthOptions
+
 # Compared with the first epoch as a quotient, and as a difference.
 _QUOTIENTS = ("pixel_std", "pixel_detail", "latent_std", "distinctness")
 _DIFFERENCES = ("pixel_mean", "latent_mean")
@@ -38,7 +40,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One sign that a run goes wrong."""
+    """One sign that a run is going wrong."""
 
     sign: str  # the limit in config.health that it broke
     message: str
@@ -46,11 +48,11 @@ class Finding:
 
 
 def against_first(metrics: Row, first: Row) -> dict[str, float]:
-    """What the samples' statistics are in proportion to (or differ by from) those of the first epoch.
+    """The samples' statistics relative to the first epoch: ratios, or differences of means.
 
     Args:
-        metrics: Of the present epoch, with ``health/<name>``.
-        first: Row of the first epoch; the present one itself then gives 1 and 0.
+        metrics: Of the current epoch, with ``health/<name>``.
+        first: Row of the first epoch.
 
     Returns:
         ``health/<name>_vs_first`` for the names that both have.
@@ -64,13 +66,13 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
     return changes
 
 
-def judge_epoch(rows: Sequence[Row], limits: Any, optimizer_steps: int) -> list[Finding]:
+def judge_epoch(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int) -> list[Finding]:
     """Findings on the last of ``rows``.
 
     Args:
         rows: Training epochs in order, as in metrics.jsonl.
         limits: ``config.health``.
-        optimizer_steps: Of an epoch, inner epochs included: the first of them is always on-policy.
+        optimizer_steps: Per epoch, inner epochs included; the first is always on-policy.
     """
     row, found = rows[-1], []
     found += _base(row, limits)
@@ -79,25 +81,25 @@ def judge_epoch(rows: Sequence[Row], limits: Any, optimizer_steps: int) -> list[
     return found
 
 
-def _base(row: Row, limits: Any) -> Iterator[Finding]:
+def _base(row: Row, limits: HealthOptions) -> Iterator[Finding]:
     change = row.get("health/velocity_change")
     if change is not None and change > limits.max_velocity_change:
         yield Finding(
             "max_velocity_change",
             f"on the probe set the velocity differs from the base model's by {change:.2f} of its own size (KL "
             f"{row.get('health/kl_base', math.nan):.2g}): the generator has left its base model. Likely cause: "
-            "config.train.learning_rate is too high; lower it, or hold on to the base with config.train.beta > 0",
+            "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0",
             collapse=True,
         )
 
 
-def _samples(row: Row, limits: Any) -> Iterator[Finding]:
+def _samples(row: Row, limits: HealthOptions) -> Iterator[Finding]:
     for name, limit, words in (
         ("pixel_std", "max_contrast_change", "contrast of the images"),
         ("latent_std", "max_contrast_change", "spread of the latents"),
         ("pixel_detail", "max_detail_change", "fine detail of the images"),
     ):
-        factor, most = row.get(f"health/{name}_vs_first"), limits[limit]
+        factor, most = row.get(f"health/{name}_vs_first"), getattr(limits, limit)
         if factor is not None and not 1 / most <= factor <= most:
             yield Finding(limit, f"the {words} is {factor:.2f} times that of the first epoch. {_DAMAGE}", collapse=True)
     shift = row.get("health/pixel_mean_vs_first")
@@ -124,7 +126,7 @@ _DAMAGE = (
 )
 
 
-def _updates(rows: Sequence[Row], limits: Any, optimizer_steps: int) -> Iterator[Finding]:
+def _updates(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int) -> Iterator[Finding]:
     row = rows[-1]
     norm, before = row.get("train/grad_norm"), [r["train/grad_norm"] for r in rows[:-1] if "train/grad_norm" in r]
     if norm is not None and len(before) >= _SPIKE_LEAST:
@@ -157,11 +159,11 @@ def _updates(rows: Sequence[Row], limits: Any, optimizer_steps: int) -> Iterator
         )
 
 
-# --- rewards that are trained on beside those that only look on --------------------------------------------------------
+# --- trained and evaluation-only rewards ------------------------------------------------------------------------------
 
 
-def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Any) -> list[Finding]:
-    """Findings on the last of ``rows``: a trained reward rises significantly while one that only looks on falls.
+def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: HealthOptions) -> list[Finding]:
+    """Findings on the last of ``rows``: a trained reward rises significantly while an evaluation-only one falls.
 
     Args:
         rows: Evaluations in order, as in metrics.jsonl.
@@ -175,7 +177,7 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Any) -
     return [
         Finding(
             "max_reward_divergence",
-            f"since the first evaluation {_words(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
+            f"since the first evaluation {_describe_gains(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
             "standard errors. Likely cause: the trained reward is being exploited; look at the images, give "
             f"{name} a weight in config.train.reward_fn, or use config.train.beta > 0",
             collapse=False,
@@ -185,12 +187,12 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Any) -
     ]
 
 
-def side_by_side(rows: Sequence[Row], trained: Iterable[str]) -> str:
-    """One line: every reward's change since the first evaluation, trained ones first; "" for the first evaluation."""
+def changes_since_first(rows: Sequence[Row], trained: Iterable[str]) -> str:
+    """One line with every reward's change since the first evaluation, trained ones first; "" for the first evaluation."""
     if len(rows) < 2:
         return ""
     trained, names, parts = set(trained), _names(rows[-1]), []
-    for group in ("trained", "watched"):
+    for group in ("trained", "evaluation-only"):
         chosen = [name for name in names if (name in trained) == (group == "trained")]
         known = [name for name in chosen if _mean(rows[0], name) is not None]
         changes = [f"{name} {_mean(rows[-1], name) - _mean(rows[0], name):+.4f}" for name in known]
@@ -216,5 +218,5 @@ def _gain(rows: Sequence[Row], name: str) -> float | None:
     return (_mean(last, name) - _mean(first, name)) / math.hypot(*errors)
 
 
-def _words(gains: Mapping[str, float]) -> str:
+def _describe_gains(gains: Mapping[str, float]) -> str:
     return ", ".join(f"{name} (by {gain:.1f} standard errors)" for name, gain in gains.items())

@@ -1,4 +1,4 @@
-"""What is looked at every epoch to see a collapse (judged in ``health``): the samples, and a fixed probe set."""
+"""What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a fixed probe set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
-from ml_collections import ConfigDict
 from PIL import Image
 
+from paco_grpo.distributed.collectives import gather_rows
+from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.images import at_size
 from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
-from paco_grpo.training.collect import Rollouts, at_size
-from paco_grpo.training.processes import gather_rows
 from paco_grpo.types import Conditioning, Item
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
@@ -23,12 +23,12 @@ _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 def image_statistics(image: Image.Image) -> tuple[float, float, float]:
-    """Mean, contrast (standard deviation of the grey image) and fine detail (mean step between neighbouring pixels
+    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighbouring pixels
     over the contrast), of pixels in [0, 1]."""
-    grey = np.asarray(image.convert("L"), dtype=np.float64) / 255
-    steps = np.concatenate([np.abs(np.diff(grey, axis=axis)).ravel() for axis in (0, 1)])
-    contrast = float(grey.std())
-    return float(grey.mean()), contrast, float(steps.mean()) / max(contrast, 1 / 255)
+    gray = np.asarray(image.convert("L"), dtype=np.float64) / 255
+    steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])
+    contrast = float(gray.std())
+    return float(gray.mean()), contrast, float(steps.mean()) / max(contrast, 1 / 255)
 
 
 def thumbnail(image: Image.Image) -> np.ndarray:
@@ -42,7 +42,7 @@ def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
 
     Args:
         thumbnails: (n, d) in [0, 1].
-        item_ids: (n,), the groups; those of one image do not count.
+        item_ids: (n,), the groups; groups of one image do not count.
 
     Returns:
         NaN when no group has two images.
@@ -53,7 +53,7 @@ def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
 
 
 class SampleObserver:
-    """Collects the statistics of one process's samples while they are drawn; images themselves are not kept."""
+    """Collects the statistics of one process's samples while they are sampled; images themselves are not kept."""
 
     def __init__(self) -> None:
         self._rows: list[list[float]] = []
@@ -62,18 +62,21 @@ class SampleObserver:
         """The images of the next batch, in the order of sampling."""
         self._rows += [[*image_statistics(image), *thumbnail(image)] for image in images]
 
-    def metrics(self, rollouts: Rollouts, item_ids: np.ndarray, accelerator: Accelerator) -> dict[str, float]:
+    def metrics(
+        self, clean_latents: Sequence[torch.Tensor], samples: np.ndarray, item_ids: np.ndarray, accelerator: Accelerator
+    ) -> dict[str, float]:
         """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes.
 
         Args:
-            rollouts: What this process sampled, in the order of ``add``.
-            item_ids: (n,) of the samples of all processes, by global position.
-            accelerator: The processes; all call it.
+            clean_latents: Per batch (B, N, C), in the order of ``add``; sizes may differ.
+            samples: (n,) local sample number of each row.
+            item_ids: (N,) of the samples of all processes, by global position.
+            accelerator: The processes; a collective operation.
         """
-        latents = [record.clean_latents.flatten(1).float() for record in rollouts.records]  # sizes may differ
+        latents = [x.flatten(1).float() for x in clean_latents]
         spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
         rows = np.concatenate([spread.astype(np.float64), np.array(self._rows)], axis=1)
-        by_sample = rows[np.argsort(np.concatenate(rollouts.samples))]
+        by_sample = rows[np.argsort(samples)]
         everyone = gather_rows(accelerator, by_sample, len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
         values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
@@ -95,23 +98,23 @@ class _State:
 class BaseProbe:
     """How far the trained generator is from its base model, on a few test items with fixed noise.
 
-    The base model goes from the noise to the first noise step once; there its velocity is kept, and each ``measure``
-    costs one forward for each item. Nothing is stored in checkpoints: a resumed run finds the same states again.
+    The base model denoises once up to the first noise step; its velocity there is stored, and each ``measure`` costs one
+    forward per item. Nothing is stored in checkpoints: a resumed run computes the same states again.
 
     Args:
         policy: With a LoRA.
         items: The probe set.
-        config: The run's; the size is the training resolution.
+        options: The run's; the size is the training resolution.
     """
 
-    def __init__(self, policy: Policy, items: Sequence[Item], config: ConfigDict) -> None:
-        self.policy, self.items, self.config = policy, list(items), config
-        self.step = min(config.sample.noise_steps, default=min(1, config.sample.num_steps - 1))
+    def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
+        self.policy, self.items, self.options = policy, list(items), options
+        self.step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
         self._states: list[_State] | None = None
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Find the base model's states, unless they are known: what ``measure`` would else do first."""
+        """Compute the base model's states, unless they are known; otherwise ``measure`` does it."""
         if self._states is None:
             with self.policy.reference():
                 self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
@@ -131,17 +134,17 @@ class BaseProbe:
             latents = state.latents.to(self.policy.device)
             velocity = self._velocity(latents, self.step, state.sigmas, state.conditioning, state.size)
             changes.append(float((velocity - base).norm() / base.norm()))
-            if self.config.sample.noise_level > 0 and self.config.sample.noise_steps:
+            if self.options.sample.noise_level > 0 and self.options.sample.noise_steps:
                 divergences.append(self._divergence(latents, velocity, base, state.sigmas))
         metrics = {"health/velocity_change": float(np.mean(changes))}
         return metrics | ({"health/kl_base": float(np.mean(divergences))} if divergences else {})
 
     def _prepare(self, item: Item, number: int) -> _State:
-        drawn = at_size(item, self.config.train.resolution, self.config.item_size, self.policy)
-        size = drawn.height, drawn.width
-        conditioning = self.policy.encode([drawn])
-        sigmas = self.policy.sigmas(self.config.sample.num_steps, *size)
-        word = np.random.SeedSequence([_PROBE_STREAM, self.config.seed, number]).generate_state(1, np.uint64)[0]
+        sized = at_size(item, self.options.train.resolution, self.options.item_size, self.policy)
+        size = sized.height, sized.width
+        conditioning = self.policy.encode([sized])
+        sigmas = self.policy.sigmas(self.options.sample.num_steps, *size)
+        word = np.random.SeedSequence([_PROBE_STREAM, self.options.seed, number]).generate_state(1, np.uint64)[0]
         latents = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
         for step in range(self.step):
             velocity = self._velocity(latents, step, sigmas, conditioning, size)
@@ -154,9 +157,9 @@ class BaseProbe:
 
     def _divergence(self, latents, velocity, base, sigmas) -> float:
         sigma, sigma_next = (s.to(latents.device).expand(1) for s in sigmas[self.step : self.step + 2])
-        function = cps_step if self.config.sample.cps else sde_step
+        function = cps_step if self.options.sample.cps else sde_step
         now, then = (
-            function(latents, v, sigma, sigma_next, float(sigmas[1]), self.config.sample.noise_level)
+            function(latents, v, sigma, sigma_next, float(sigmas[1]), self.options.sample.noise_level)
             for v in (velocity, base)
         )
         return float((now.mean - then.mean).square().mean() / (2 * now.s.square() + 1e-7))

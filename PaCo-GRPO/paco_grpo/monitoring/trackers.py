@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, and one tracker chosen by name."""
+"""Where the numbers of a run go: always metrics.jsonl, and one tracker chosen by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class Tracker(Protocol):
-    """What a tracker can do; built as ``Tracker(run_dir, project_name, run_name, config_dict)``."""
+    """Interface of a tracker; built as ``Tracker(run_dir, project_name, run_name, config_dict)``."""
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
         """Numbers of one epoch."""
@@ -26,10 +26,10 @@ class Tracker(Protocol):
 
 
 TRACKERS: dict[str, str] = {
-    "tensorboard": "paco_grpo.training.tracking:TensorboardTracker",
-    "wandb": "paco_grpo.training.tracking:WandbTracker",
-    "swanlab": "paco_grpo.training.tracking:SwanlabTracker",
-    "none": "paco_grpo.training.tracking:NoTracker",
+    "tensorboard": "paco_grpo.monitoring.trackers:TensorboardTracker",
+    "wandb": "paco_grpo.monitoring.trackers:WandbTracker",
+    "swanlab": "paco_grpo.monitoring.trackers:SwanlabTracker",
+    "none": "paco_grpo.monitoring.trackers:NoTracker",
 }
 
 
@@ -54,13 +54,13 @@ def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config:
         ) from error
     except Exception as error:  # every tracker has errors of its own
         raise TrackingError(
-            f"config.logging_platform={name!r} does not start: {str(error).splitlines()[0]} Log in with `{name} login`, set "
-            f"{name.upper()}_MODE=offline to keep everything here, {others}"
+            f"config.logging_platform={name!r} could not be started: {str(error).splitlines()[0]} Log in with `{name} login`, set "
+            f"{name.upper()}_MODE=offline to log offline, {others}"
         ) from error
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, append only; a resumed run goes on after the lines it had."""
+    """metrics.jsonl: one JSON object per line, append only; a resumed run continues after its earlier lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,8 +70,8 @@ class MetricsFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows so far; a line cut short by a kill is left out."""
+    def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
+        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a line truncated by a kill is skipped."""
         rows = []
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -79,7 +79,7 @@ class MetricsFile:
                     rows.append(json.loads(line))
                 except json.JSONDecodeError:
                     continue
-        return rows
+        return [row for row in rows if phase in (None, row["phase"])]
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
@@ -87,10 +87,6 @@ class MetricsFile:
         replacement = self.path.with_suffix(".tmp")
         replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         replacement.replace(self.path)
-
-    def has_evaluation(self, epoch: int) -> bool:
-        """Whether the evaluation after ``epoch`` epochs is already written."""
-        return any(row["phase"] == "eval" and row["epoch"] == epoch for row in self.rows())
 
 
 class NoTracker:
@@ -144,7 +140,7 @@ class WandbTracker:
         self.run = wandb.init(
             project=project, name=run_name, id=run_name, resume="allow", dir=str(run_dir), config=config
         )
-        # An axis of our own: wandb's step may not go back, but a resumed run writes the epochs after its checkpoint anew.
+        # wandb's own step cannot decrease, but a resumed run writes the epochs after its checkpoint again.
         self.run.define_metric("epoch")
         self.run.define_metric("*", step_metric="epoch")
 
@@ -163,7 +159,7 @@ class WandbTracker:
 
 
 class SwanlabTracker:
-    """SwanLab. A resumed run is an experiment of its own there: SwanLab takes up an old one only online."""
+    """SwanLab. A resumed run is a new experiment there: SwanLab continues an old one only online."""
 
     def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
         import swanlab
