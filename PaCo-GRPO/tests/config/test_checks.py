@@ -17,7 +17,10 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ([("sample.num_steps", "10"), ("sample.noise_steps", "1,10")], "config.sample.noise_steps has step 10, but sample.num_steps=10"),
+        (
+            [("sample.num_steps", "10"), ("sample.noise_steps", "1,10")],
+            "config.sample.noise_steps has step 10, but sample.num_steps=10",
+        ),
         ([("sample.noise_steps", "-1")], "sample.noise_steps has step -1"),
         ([("sample.noise_steps", "1,1")], "names a step twice"),
         ([("sample.noise_steps", "")], "sample.noise_steps is empty"),
@@ -77,7 +80,10 @@ JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kw
         ([("sample.tail_weights", "fp8")], "sample.tail_weights='fp8' is not known. Known: None, int8"),
         ([("sample.tail_weights", "int8"), ("speed.compile", "1")], "it replaces layers of compiled blocks"),
         ([("sample.tail_weights", "int8"), ("pretrained.quantize", "nf4")], "needs a whole base"),
-        ([("speed.attention", "native_cudnn")], "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'"),
+        (
+            [("speed.attention", "native_cudnn")],
+            "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'",
+        ),
         ([("speed.attention", "sage")], "speed.attention='sage' has no backward, so it cannot train"),
         ([("speed.attention", "flash")], "speed.attention='flash' cannot be used here"),
         ([("speed.fused_adam", "1"), ("train.use_8bit_adam", "1")], "speed.fused_adam=True cannot be used with"),
@@ -146,7 +152,11 @@ def test_negative_prompt_needs_true_cfg(tmp_path):
 @pytest.mark.parametrize(
     ("pipeline", "image", "said"),
     [
-        ("FluxPipeline", "a picture", "draws from text alone, but the train items .* have reference images .config.prompt_fn"),
+        (
+            "FluxPipeline",
+            "a picture",
+            "draws from text alone, but the train items .* have reference images .config.prompt_fn",
+        ),
         ("FluxKontextPipeline", None, "edits images, but the train items .* have none: config.prompt_fn"),
     ],
 )

@@ -6,17 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from named import CONFIG, load
+from named import load
 
 from paco_grpo.training.configuration import option_names
 
 TESTS = Path(__file__).resolve().parents[1]
-BASE = (CONFIG / "base.py").read_text()
 OPTIONS = sorted(option_names(load("t2is")))
 # What these tests turn they only read, print or refuse; the others start something with it.
 _READING_ALONE = TESTS / "config"
 # Calls whose keywords are options, `__` standing for a dot (tests/tiny_run.py).
-_RUNS = {"tiny_config", "tiny_edit_config", "overrides_for", "config_for", "make", "weights_after", "start", "evaluated"}
+_RUNS = {
+    "tiny_config",
+    "tiny_edit_config",
+    "overrides_for",
+    "config_for",
+    "make",
+    "weights_after",
+    "start",
+    "evaluated",
+}
 
 
 def turned(tree: ast.AST) -> Iterator[str]:
@@ -42,11 +50,3 @@ def tested() -> set[str]:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_some_test_turns_it(option, tested):
     assert option in tested, f"no test turns config.{option}: add it to tests/training/test_options.py"
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_base_py_says_what_it_means(option):
-    line = re.search(rf"^    (?:config\.)?{re.escape(option)} = .*", BASE, re.MULTILINE)
-    assert line, option
-    assert re.search(r"  # \S", line.group()), f"config/base.py: config.{option} has no comment"
-

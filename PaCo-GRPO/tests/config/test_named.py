@@ -30,7 +30,12 @@ def test_t2is_is_the_published_table():
     assert config.train.timesteps is None  # trained steps are the noise steps
     assert gradient_steps(config) == 2
     train = config.train
-    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_weight_decay) == (3e-4, 0.9, 0.999, 1e-4)
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_weight_decay) == (
+        3e-4,
+        0.9,
+        0.999,
+        1e-4,
+    )
     assert (train.adam_epsilon, train.max_grad_norm, train.clip_range, train.adv_clip_max) == (1e-8, 1.0, 1e-4, 5.0)
     assert (train.lora_rank, train.lora_alpha, train.ema_decay, train.ema_update_interval) == (64, 128, 0.9, 8)
     assert (config.seed, config.save_freq, config.eval_freq, config.num_checkpoint_limit) == (42, 10, 10, 5)
