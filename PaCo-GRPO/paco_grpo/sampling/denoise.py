@@ -104,7 +104,7 @@ def rollout(
         x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(inverse, x.device)]
 
     recorded = []
-    for i, until in zip(steps, (*steps[1:], num_steps), strict=True):
+    for i, until in zip(steps, (*steps, num_steps)[1:], strict=True):
         transition = transition_at(policy, x, conditioning, sigmas, i, height, width, noise_level, cps)
         next_x = transition.sample(step_noise(seeds, i, x))
         recorded.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
