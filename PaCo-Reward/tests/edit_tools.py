@@ -18,7 +18,7 @@ if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
 
 import evaluation
-from edit_metrics import GROUPS
+from calculate_statistics import GROUPS
 
 from paco_eval.engines import make_engine
 

@@ -17,8 +17,8 @@ if str(FOLDER) not in sys.path:
     sys.path.insert(0, str(FOLDER))  # the scripts run from their own folder
 
 import eval_vllm
-import rank_run
-from rank_data import BENCH
+import consistency_rank
+from consistency_rank import BENCH
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def ranked(monkeypatch, bench, tmp_path):
     """Runs eval_vllm with a brightness judge: ranked(judge, "--flag", …) -> exit status."""
 
     def run(judge, *arguments):
-        monkeypatch.setattr(rank_run, "make_engine", lambda args: ("brightness", judge))
+        monkeypatch.setattr(consistency_rank, "make_engine", lambda args: ("brightness", judge))
         base = ["--model", "some/judge", "--dataset_dir", str(bench.parent), "--results_dir", str(tmp_path / "results")]
         return eval_vllm.main([*base, "--batch_size", "4", *arguments])
 

@@ -13,11 +13,11 @@ import print_eval_table
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_data import BenchError, find_bench
-from rank_metrics import METRICS, predicted_order, rank_metrics
+from consistency_rank import METRICS, find_bench, predicted_order, rank_metrics
 from rank_tools import BrightnessJudge, outcome, results, typed
 
-from paco_eval.tables import as_latex
+from paco_eval.errors import BenchError
+from paco_eval.results import as_latex
 from paco_judge.verdict import Verdict
 
 
