@@ -300,8 +300,8 @@ def options_to_dict(options: RunOptions, describe: Callable[[Any], Any] | None =
 
     Args:
         options: The options.
-        describe: Turns ``train.aggregate_fn`` into text or a table (``paco_grpo.advantages.aggregation.describe``); None =
-            ``module:name`` of a function.
+        describe: Turns ``train.aggregate_fn`` into text or a table, as ``paco_grpo.advantages.aggregation.describe`` does;
+            None = ``module:name`` of a function.
 
     Raises:
         ConfigError: ``train.aggregate_fn`` cannot be described.
@@ -325,8 +325,8 @@ def _function_name(value: Any) -> Any:
     name = getattr(value, "__qualname__", "")
     if not name or "<" in name:
         raise ValueError(
-            f"config.train.aggregate_fn is {name or type(value).__name__}, which a saved run could not find again: give a "
-            "function defined at the top level of a module"
+            f"config.train.aggregate_fn is {name or type(value).__name__}, which a saved run could not find again: "
+            "give a function defined at the top level of a module"
         )
     return f"{value.__module__}:{name}"
 

@@ -30,9 +30,8 @@ def option(
 
     Choices that other modules own (objectives, prompt sets, trackers, kinds of quantization) are checked by them.
     """
-    metadata = {
-        "meaning": meaning, "at_least": at_least, "at_most": at_most, "above": above, "below": below, "choices": choices,
-    }  # fmt: skip
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {"meaning": meaning, "choices": choices, **limits}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
