@@ -17,7 +17,7 @@ A configuration file (`config/grpo.py`) sets options in Python, the command line
 
 ```bash
 bash scripts/single_node/train_flux.sh t2is --config.train.resolution=256 --config.sample.noise_steps=1,2
-bash scripts/single_node/train_flux.sh t2is --noconfig.train.ema                          # as --config.train.ema=0
+bash scripts/single_node/train_flux.sh t2is --noconfig.train.ema                                # sets it to False
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5              # one entry of a table
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}' # the whole table
 bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN            # a saved run
