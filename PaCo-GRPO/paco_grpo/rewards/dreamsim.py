@@ -1,7 +1,7 @@
-"""subfig_dreamsim: how alike people would find the sub-figures of one grid (DreamSim, arXiv 2306.09344).
+"""subfig_dreamsim: how similar people would find the sub-figures of a grid (DreamSim, arXiv 2306.09344).
 
 1 − DreamSim distance, averaged over pairs. Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``),
-which fetches its weights itself.
+which downloads its own weights.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from paco_grpo.rewards.panels import has_panels
-from paco_grpo.rewards.subfig_pairs import SubfigPairs
+from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    Load = Callable[[], tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]]
 
 
 class DreamSim:
     """Unit embeddings of images; ``load`` returns the package's model and preprocessing, called at the first image."""
 
-    def __init__(
-        self, load: Callable[[], tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]], device: str, batch_size: int
-    ) -> None:
-        self._load, self.device, self.batch_size = load, torch.device(device), batch_size
+    def __init__(self, load: Load, device: torch.device | str, batch_size: int) -> None:
+        self._load, self.device, self.batch_size = load, device, batch_size
         self._model = None
 
     @torch.no_grad()
@@ -36,10 +35,8 @@ class DreamSim:
             self._model, self._preprocess = self._load()
         features = []
         for start in range(0, len(images), self.batch_size):
-            batch = torch.cat(
-                [self._preprocess(image.convert("RGB")) for image in images[start : start + self.batch_size]]
-            )
-            features.append(self._model.embed(batch.to(self.device)).flatten(1))
+            batch = [self._preprocess(image.convert("RGB")) for image in images[start : start + self.batch_size]]
+            features.append(self._model.embed(torch.cat(batch).to(self.device)).flatten(1))
         return nn.functional.normalize(torch.cat(features), dim=-1)
 
 
@@ -48,7 +45,7 @@ def subfig_dreamsim(
     cache_dir: str = "~/.cache/dreamsim",
     device: torch.device | str = "cpu",
     batch_size: int = 16,
-) -> SubfigPairs:
+) -> SubfigurePairs:
     """DreamSim between sub-figures.
 
     Args:
@@ -67,7 +64,7 @@ def subfig_dreamsim(
         folder.mkdir(parents=True, exist_ok=True)
         return dreamsim(pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type)
 
-    return SubfigPairs("subfig_dreamsim", DreamSim(load, str(device), batch_size))
+    return SubfigurePairs("subfig_dreamsim", DreamSim(load, device, batch_size))
 
 
-subfig_dreamsim.check_item = has_panels("subfig_dreamsim")
+subfig_dreamsim.check_item = lambda item, kwargs: check_panels(item, "subfig_dreamsim")
