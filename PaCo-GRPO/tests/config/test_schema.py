@@ -1,4 +1,4 @@
-"""No option without a word on what it means, and none that no test turns (house mistake 4: an option nothing reads)."""
+"""Every option is documented, read by the program and changed by some test."""
 
 import ast
 import re
@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from named import load
 
-from paco_grpo.training.configuration import option_names
+from paco_grpo.options import OPTIONS
+from paco_grpo.options.__main__ import page
 
 TESTS = Path(__file__).resolve().parents[1]
-OPTIONS = sorted(option_names(load("t2is")))
-# What these tests turn they only read, print or refuse; the others start something with it.
-_READING_ALONE = TESTS / "config"
-# Calls whose keywords are options, `__` standing for a dot (tests/tiny_run.py).
+# These tests only read, print or refuse options; the others run something with them.
+_READ_ONLY = TESTS / "config"
+# Calls whose keywords are options, with `__` for a dot (tests/tiny_run.py).
 _RUNS = {
     "tiny_config",
     "tiny_edit_config",
@@ -27,8 +26,8 @@ _RUNS = {
 }
 
 
-def turned(tree: ast.AST) -> Iterator[str]:
-    """Names that a test file gives a value: ``f(train__x=1)``, ``{"train__x": 1}``, ``--config.train.x``, ``config.x = 1``."""
+def changed_options(tree: ast.AST) -> Iterator[str]:
+    """Names that a test sets: ``f(train__x=1)``, ``{"train__x": 1}``, ``--config.train.x``, ``config.x = 1``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in _RUNS:
             yield from (keyword.arg.replace("__", ".") for keyword in node.keywords if keyword.arg)
@@ -42,11 +41,16 @@ def turned(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tested() -> set[str]:
-    files = [path for path in TESTS.rglob("test_*.py") if _READING_ALONE not in path.parents]
-    return {name for path in files for name in turned(ast.parse(path.read_text()))}
+def changed() -> set[str]:
+    files = [path for path in TESTS.rglob("test_*.py") if _READ_ONLY not in path.parents]
+    return {name for path in files for name in changed_options(ast.parse(path.read_text()))}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_some_test_turns_it(option, tested):
-    assert option in tested, f"no test turns config.{option}: add it to tests/training/test_options.py"
+def test_a_test_changes_every_option(option, changed):
+    assert option in changed, f"no test changes config.{option}: add it to tests/training/test_options.py"
+
+
+def test_configuration_page_is_current():
+    assert (TESTS.parents[1] / "docs" / "configuration.md").read_text() == page()
+    assert all(option.meaning and f"| `{name}` |" in page() for name, option in OPTIONS.items())
