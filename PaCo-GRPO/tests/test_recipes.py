@@ -18,9 +18,9 @@ from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.policies import POLICIES, load_policy
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.sampling.rollout import rollout
+from paco_grpo.sampling.denoise import rollout
 from paco_grpo.training.configuration import apply_overrides, load_config, option_names, parse_command_line
-from paco_grpo.training.evaluation import draw
+from paco_grpo.evaluation.evaluate import draw
 from paco_grpo.types import Item
 
 HERE = Path(__file__).resolve().parents[1]

@@ -58,7 +58,7 @@ def check_run(options: RunOptions) -> Objective:
     else:
         problems += _objective_problems(options, objective)
     refuse(problems)
-    _check_model(options)
+    check_model(options)
     return objective
 
 
@@ -105,7 +105,8 @@ def _reward_problems(options: RunOptions) -> Iterator[str]:
             yield from problem_of(lambda: find_factory(name))  # noqa: B023 - called at once
 
 
-def _check_model(options: RunOptions) -> None:
+def check_model(options: RunOptions) -> None:
+    """Refuse what the model cannot do; see ``check_run``."""
     model, sample, problems = options.pretrained.model, options.sample, []
     if not policy_class(model).has_true_cfg and sample.negative_prompt is not None:
         problems.append(

@@ -104,7 +104,7 @@ def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     process.send_signal(signal.SIGTERM)
     status, said = finish(process)
     assert status == 128 + signal.SIGTERM
-    assert "To go on: the same command with --config.run_name=run --config.resume_from=latest" in said
+    assert "To resume: the same command with --config.run_name=run --config.resume_from=latest" in said
     assert "Traceback" not in said
     (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
     last = json.loads(metrics.read_text().splitlines()[-1])

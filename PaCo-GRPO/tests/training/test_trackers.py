@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_run import ROOT, overrides_for
 
-from paco_grpo.training.tracking import TrackingError, build_tracker
+from paco_grpo.monitoring.trackers import TrackingError, build_tracker
 
 
 def test_missing_tracker_package_is_told(tmp_path, monkeypatch):
