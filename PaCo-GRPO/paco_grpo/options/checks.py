@@ -76,7 +76,7 @@ def _tail(options: RunOptions) -> Iterator[str]:
         if options.pretrained.quantize is not None:
             yield "sample.tail_weights='int8' needs an unquantized base: use it or pretrained.quantize, not both"
         if options.speed.compile:
-            yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces layers of compiled blocks"
+            yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces compiled layers"
 
 
 def _speed(options: RunOptions) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _speed(options: RunOptions) -> Iterator[str]:
 def _training(options: RunOptions) -> Iterator[str]:
     if not options.use_lora:
         if options.train.beta > 0:
-            yield "use_lora=False cannot be used with train.beta > 0: the reference policy is the model without its adapter"
+            yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
         if options.train.lora_path is not None:
             yield "train.lora_path needs use_lora=True"
 
@@ -118,7 +118,8 @@ def _rewards(options: RunOptions) -> Iterator[str]:
                 yield f"{group}.reward_fn.{name}={weight!r} is not a finite number"
         for name in getattr(options, group).reward_fn_kwargs:
             if name not in known:
-                yield f"{group}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"
+                hint = did_you_mean(name, known)
+                yield f"{group}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{hint}"
     short_names = [name.rsplit(":", 1)[-1] for name in options.train.reward_fn]
     for name in options.train.aggregate_fn_kwargs.get("reward_weights") or ():
         if name not in short_names:

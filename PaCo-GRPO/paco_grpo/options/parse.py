@@ -300,23 +300,35 @@ def options_to_dict(options: RunOptions, describe: Callable[[Any], Any] | None =
 
     Args:
         options: The options.
-        describe: Turns ``train.aggregate_fn`` into what a file can hold (``paco_grpo.advantages.aggregation.describe``);
+        describe: Turns ``train.aggregate_fn`` into text or a table, as ``paco_grpo.advantages.aggregation.describe`` does;
             None = ``module:name`` of a function.
+
+    Raises:
+        ConfigError: ``train.aggregate_fn`` cannot be described.
     """
     result: dict[str, Any] = {group: {} for group in GROUPS}
     for name, declared in OPTIONS.items():
         group, _, field = name.rpartition(".")
         value = attrgetter(name)(options)
         if declared.kind is object:
-            value = (describe or _function_name)(value)
+            try:
+                value = (describe or _function_name)(value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         (result[group] if group else result)[field] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
     return result
 
 
 def _function_name(value: Any) -> Any:
-    return (
-        f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}" if callable(value) else value
-    )
+    if not callable(value):
+        return value
+    name = getattr(value, "__qualname__", "")
+    if not name or "<" in name:
+        raise ValueError(
+            f"config.train.aggregate_fn is {name or type(value).__name__}, which a saved run could not find again: "
+            "give a function defined at the top level of a module"
+        )
+    return f"{value.__module__}:{name}"
 
 
 def options_to_yaml(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> str:

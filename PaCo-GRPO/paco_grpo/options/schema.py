@@ -30,9 +30,8 @@ def option(
 
     Choices that other modules own (objectives, prompt sets, trackers, kinds of quantization) are checked by them.
     """
-    metadata = {
-        "meaning": meaning, "at_least": at_least, "at_most": at_most, "above": above, "below": below, "choices": choices,
-    }  # fmt: skip
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {"meaning": meaning, "choices": choices, **limits}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -48,9 +47,9 @@ class PretrainedOptions:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How the training images are sampled, and how many.
+    """How training images are sampled, and how many.
 
-    The steps after the last noise step enter no log-probability, only the image, so they may be approximate (``tail_*``).
+    The steps after the last noise step enter no log-probability, only the image, so ``tail_*`` may approximate them.
     """
 
     num_steps: int = option(10, "denoising steps", at_least=1)
@@ -177,19 +176,25 @@ class TestOptions:
 
 @dataclass(frozen=True)
 class HealthOptions:
-    """Limits beyond which an epoch is reported as unhealthy; each value is compared with the run's first epoch."""
+    """Limits beyond which an epoch is reported as a sign of collapse."""
 
     probe_images: int = option(
         4,
         "test items on which the distance to the base model is measured, one forward each per epoch; 0 = off",
         at_least=0,
     )
-    max_velocity_change: float = option(0.75, "share of the base model's velocity", at_least=0)
-    max_contrast_change: float = option(2.0, "factor up or down: contrast of images, spread of latents", at_least=1)
-    max_detail_change: float = option(3.0, "factor up or down: fine detail of images", at_least=1)
-    max_brightness_change: float = option(0.25, "difference up or down, of 1", at_least=0)
-    min_distinctness: float = option(0.25, "share of the first epoch's differences within groups", at_least=0)
-    max_gradient_spike: float = option(20.0, "multiple of the median gradient norm", at_least=1)
+    max_velocity_change: float = option(
+        0.75, "change of the velocity on them, relative to the base model's", at_least=0
+    )
+    max_contrast_change: float = option(
+        2.0, "factor up or down against the first epoch: contrast of images, spread of latents", at_least=1
+    )
+    max_detail_change: float = option(
+        3.0, "factor up or down against the first epoch: fine detail of images", at_least=1
+    )
+    max_brightness_change: float = option(0.25, "difference from the first epoch, on a scale of 0 to 1", at_least=0)
+    min_distinctness: float = option(0.25, "differences within groups, relative to the first epoch's", at_least=0)
+    max_gradient_spike: float = option(20.0, "gradient norm, relative to its median", at_least=1)
     max_clip_share: float = option(
         0.95, "clipped share of ratios in the optimizer steps after an epoch's first", at_least=0
     )

@@ -26,8 +26,8 @@ def suggestions(word: str, known: Iterable[str]) -> list[str]:
     """Known names that are equally good guesses for ``word``, at most three, in the order of ``known``.
 
     The guesses are, in this order: the same name in other case; the same name in another group (``train.num_steps`` →
-    ``sample.num_steps``); a name that ``word`` abbreviates (``lr`` → ``learning_rate``) or nearly spells, first in the
-    same group, then in any group.
+    ``sample.num_steps``); a name that ``word`` abbreviates (``lr`` → ``learning_rate``) or nearly spells, in the same
+    group, then in any group.
     """
     names = list(known)
     group, last = _split(word)
@@ -61,7 +61,7 @@ def _misspelt(last: str, names: list[str]) -> list[str]:
 
 
 def _abbreviated(short: str, names: list[str]) -> list[str]:
-    """The names of which ``short`` is an abbreviation: beginnings of successive words (``lr``, ``learn_rate``, ``eps``).
+    """The names that ``short`` abbreviates with beginnings of successive words (``lr``, ``learn_rate``, ``eps``).
 
     An abbreviation of all words is better than one of the first words, which is better than one of later words.
     """
