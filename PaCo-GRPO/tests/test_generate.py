@@ -83,7 +83,11 @@ def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
         ("flux", [], "nothing to generate"),
         ("flux", [*prompt, "--seeds", "0,a"], "--seeds 0,a is not a list such as 0,1,2"),
         ("flux", ["--prompts-file", tmp_path / "none.txt"], "none.txt does not exist"),
-        ("flux", ["--prompts-file", tmp_path / "broken.jsonl"], "broken.jsonl:1: field 'prompt' must be a text, got None"),
+        (
+            "flux",
+            ["--prompts-file", tmp_path / "broken.jsonl"],
+            "broken.jsonl:1: field 'prompt' must be a text, got None",
+        ),
     ):
         model = tiny_folder(name)  # built at its first use, with progress on stderr
         capsys.readouterr()

@@ -61,7 +61,9 @@ def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-def draw(policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int) -> list[Image.Image]:
+def draw(
+    policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
+) -> list[Image.Image]:
     """Images of the items, each from its seed, by deterministic sampling."""
     sized = [Item(item.item_id, item.prompt, height, width, image=item.image) for item in of]
     ids = [item.item_id for item in of]

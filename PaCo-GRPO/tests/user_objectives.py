@@ -59,5 +59,7 @@ def joint_loss(errors, item_ids, advantages):
     for item in np.unique(item_ids):
         group = torch.from_numpy(item_ids == item)
         count = int(group.sum())
-        total = total + count / BETA * torch.nn.functional.softplus(BETA / count * (advantages[group] * errors[group]).sum())
+        total = total + count / BETA * torch.nn.functional.softplus(
+            BETA / count * (advantages[group] * errors[group]).sum()
+        )
     return total / len(item_ids)

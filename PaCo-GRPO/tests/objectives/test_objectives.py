@@ -29,7 +29,16 @@ def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
     result = rollout(
-        policy, conditioning, range(3), [21, 22, 23], 8, 12, num_steps=4, noise_steps=noise_steps, noise_level=0.8, cps=cps
+        policy,
+        conditioning,
+        range(3),
+        [21, 22, 23],
+        8,
+        12,
+        num_steps=4,
+        noise_steps=noise_steps,
+        noise_level=0.8,
+        cps=cps,
     )
     policy.calls.clear()
     if moved:
@@ -57,7 +66,11 @@ def numpy_loss(name, policy, result, train):
 
     def nft(step, b, advantage):
         t, clean = float(result.sigmas[step.index]), result.clean_latents[b].double().numpy()
-        eps = step_noise([int(result.seeds[b])], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0].double().numpy()
+        eps = (
+            step_noise([int(result.seeds[b])], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0]
+            .double()
+            .numpy()
+        )
         x = (1 - t) * clean + t * eps
         v, old = velocity(policy.transformer.current, x, t, b), velocity(policy.old_parameters, x, t, b)
         r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
@@ -165,7 +178,9 @@ def test_a_reference_forward_happens_only_with_a_kl_weight(name):
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_not_clipped(name):
     policy = ToyPolicy()
     losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(clip_range=1e-4))
-    assert (metrics["ratio_mean"] == 1).all() and not metrics["ratio_deviation"].any() and not metrics["clip_share"].any()
+    assert (
+        (metrics["ratio_mean"] == 1).all() and not metrics["ratio_deviation"].any() and not metrics["clip_share"].any()
+    )
     losses.sum().backward()
     assert policy.transformer.current.grad.abs().min() > 0
 
@@ -198,7 +213,10 @@ def test_trained_steps():
 def test_nft_options_change_the_loss():
     policy = ToyPolicy()
     result = sample(policy)
-    losses = [evaluate("nft", result, policy, train_options(**c))[0].sum() for c in ({}, {"nft_beta": 0.2}, {"adv_clip_max": 9.0})]
+    losses = [
+        evaluate("nft", result, policy, train_options(**c))[0].sum()
+        for c in ({}, {"nft_beta": 0.2}, {"adv_clip_max": 9.0})
+    ]
     assert len({loss.item() for loss in losses}) == 3
 
 
@@ -237,7 +255,9 @@ def test_an_objective_checks_its_options(name, changes, option):
     assert list(get_objective(name).check(options)) == []
     for key, value in changes.items():
         group, _, field = key.partition(".")
-        options = dataclasses.replace(options, **{group: dataclasses.replace(getattr(options, group), **{field: value})})
+        options = dataclasses.replace(
+            options, **{group: dataclasses.replace(getattr(options, group), **{field: value})}
+        )
     (problem,) = get_objective(name).check(options)
     assert problem.startswith(option)
 

@@ -8,12 +8,12 @@ import pytest
 import tiny_policies
 import torch
 from named import load as load_named
-from tiny_run import rows_of, tiny_options, tiny_edit_options, train
+from tiny_run import rows_of, tiny_edit_options, tiny_options, train
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError, load_policy, quantized
 from paco_grpo.policies.adapters import add_lora, trainable_parameters
 from paco_grpo.training.checks import check_run
-from paco_grpo.options import ConfigError
 
 KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
 

@@ -50,7 +50,12 @@ def test_order_two_against_numpy():
     first = x + velocity(x, 0.9) * -0.4
     middle = velocity(first, 0.5) + (-0.5 / (2 * -0.4)) * (velocity(first, 0.5) - velocity(x, 0.9))
     expected = first + middle * -0.5
-    of = integrate(lambda x, s: velocity(x, s.view(-1, 1, 1)), torch.full((1, 1, 1), x, dtype=torch.float64), torch.tensor(sigmas), 2)
+    of = integrate(
+        lambda x, s: velocity(x, s.view(-1, 1, 1)),
+        torch.full((1, 1, 1), x, dtype=torch.float64),
+        torch.tensor(sigmas),
+        2,
+    )
     np.testing.assert_allclose(of.item(), expected, rtol=1e-12)
 
 

@@ -13,9 +13,9 @@ from fakes import fake_judge
 from PIL import Image
 from tiny_run import ROOT, rows_of, tiny_options, train
 
+from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.options import options_to_yaml
 from paco_grpo.training.build import load_adapter
 
 

@@ -6,10 +6,11 @@ from named import load as load_named
 from tiny_policies import NAMES, load
 
 from paco_grpo.data.prompts import DataError
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, size_multiple
 from paco_grpo.training.checks import check_device, check_images, check_model, check_run, check_writable
-from paco_grpo.options import ConfigError
 from paco_grpo.types import Item
+
 
 @pytest.mark.parametrize(
     ("pairs", "said"),
@@ -30,7 +31,10 @@ from paco_grpo.types import Item
         ([("prompt_fn", "geneva")], "Did you mean 'geneval'"),
         ([("train.reward_fn.consistency_scor", "1")], "Did you mean 'consistency_score'"),
         ([("train.reward_fn.nowhere.mod:f", "1")], "cannot be imported"),
-        ([("speed.attention", "native_cudnn")], "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'"),
+        (
+            [("speed.attention", "native_cudnn")],
+            "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'",
+        ),
         ([("speed.attention", "sage")], "speed.attention='sage' has no backward, so it cannot train"),
         ([("speed.attention", "flash")], "speed.attention='flash' cannot be used here"),
     ],
@@ -62,7 +66,9 @@ def small_files(folder, pipeline="FluxPipeline", vae='{"block_out_channels": [4,
 )
 def test_resolution_must_fit_the_model(tmp_path, pipeline, vae):
     small_files(tmp_path, pipeline, vae)
-    config = load_named("toy_t2is", ("pretrained.model", str(tmp_path)), ("train.resolution", "60"), ("test.resolution", "64"))
+    config = load_named(
+        "toy_t2is", ("pretrained.model", str(tmp_path)), ("train.resolution", "60"), ("test.resolution", "64")
+    )
     with pytest.raises(ConfigError, match="config.train.resolution=60 is not a multiple of 8") as caught:
         check_model(config)
     assert "test.resolution" not in str(caught.value)
@@ -92,7 +98,11 @@ def test_negative_prompt_needs_true_cfg(tmp_path):
 @pytest.mark.parametrize(
     ("pipeline", "image", "said"),
     [
-        ("FluxPipeline", "a picture", "draws from text alone, but the train items .* have reference images .config.prompt_fn"),
+        (
+            "FluxPipeline",
+            "a picture",
+            "draws from text alone, but the train items .* have reference images .config.prompt_fn",
+        ),
         ("FluxKontextPipeline", None, "edits images, but the train items .* have none: config.prompt_fn"),
     ],
 )

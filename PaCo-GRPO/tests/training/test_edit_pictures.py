@@ -9,9 +9,9 @@ from PIL import Image
 from tiny_policies import build
 from tiny_run import tiny_edit_options, train
 
+from paco_grpo.evaluation.pictures import captioned, contact_sheet
 from paco_grpo.report.build import write_report
 from paco_grpo.report.data import read_run
-from paco_grpo.evaluation.pictures import captioned, contact_sheet
 
 
 @pytest.fixture(scope="module")

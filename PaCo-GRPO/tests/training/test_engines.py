@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from survival import rows, run, state
 from tiny_run import tiny_options
 
-from paco_grpo.options import ConfigError
 from paco_grpo.distributed.launch import build_strategy
+from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policies import NAMES
-from tiny_run import rows_of, tiny_options, tiny_edit_options
+from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.objectives import OBJECTIVES
 from paco_grpo.training.build import build_run

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policies import draw
-from tiny_run import rows_of, tiny_options, tiny_edit_options
+from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.options import ConfigError
@@ -35,7 +35,9 @@ def make(tiny_flux_dir, tmp_path_factory):
 
 def epoch(run, batch_size=None, resolution=16, **sample):
     """Sample one epoch of ``run`` with changed options; returns samples, rollouts, latents and scores by position."""
-    samples = GroupSampler(len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, run.options.seed).samples(0)
+    samples = GroupSampler(
+        len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, run.options.seed
+    ).samples(0)
     options = dataclasses.replace(
         run.options,
         sample=dataclasses.replace(run.options.sample, **sample),
@@ -107,8 +109,9 @@ def gradients(run, train_batch_size):
     updater.options = dataclasses.replace(
         run.options, train=dataclasses.replace(run.options.train, batch_size=train_batch_size, max_grad_norm=1e9)
     )
-    step, run.state.strategy.step = run.state.strategy.step, lambda optimizer: found.update(
-        {name: p.grad.clone() for name, p in run.state.parameters.items()}
+    step, run.state.strategy.step = (
+        run.state.strategy.step,
+        lambda optimizer: found.update({name: p.grad.clone() for name, p in run.state.parameters.items()}),
     )
     updater.run(rollouts, samples.item_ids, advantages, kept, 0)
     run.state.strategy.step = step
@@ -354,7 +357,12 @@ def test_how_the_old_adapter_follows(make, decay_type, follows):
 def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
-        changes = {"sample__negative_prompt": text, "sample__guidance_scale": 4.0, "run_name": number, "health__probe_images": 0}
+        changes = {
+            "sample__negative_prompt": text,
+            "sample__guidance_scale": 4.0,
+            "run_name": number,
+            "health__probe_images": 0,
+        }
         run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path, **changes))
         assert run.state.policy.guided == (text != "None")
         latents.append(epoch(run, resolution=32)[2])

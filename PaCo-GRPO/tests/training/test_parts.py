@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.checkpoint.ema import EMA
 from paco_grpo.distributed.collectives import Stopped
 from paco_grpo.distributed.replicated import Replicated
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
-from paco_grpo.rewards.queue import ScoringError, ScoringQueue
 from paco_grpo.monitoring.trackers import MetricsFile
+from paco_grpo.rewards.queue import ScoringError, ScoringQueue
+from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Item
 
 

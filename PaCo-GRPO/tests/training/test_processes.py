@@ -65,7 +65,9 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, changes, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])
 def test_configuration_name_is_needed(script):
-    result = subprocess.run(["bash", Path(TRAIN[1]).with_name(script)], check=False, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        ["bash", Path(TRAIN[1]).with_name(script)], check=False, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.options import ConfigError, load_options
 from paco_grpo.objectives import Terms
+from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 

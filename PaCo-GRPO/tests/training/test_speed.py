@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.policies import acceleration, load_policy
-from paco_grpo.training import plan
 from paco_grpo.options import ConfigError
-from paco_grpo.sampling.images import Batch, Decoder
+from paco_grpo.policies import acceleration, load_policy
 from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.sampling.images import Batch, Decoder
+from paco_grpo.training import plan
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import on_cuda
 from paco_grpo.training.trainer import Trainer
@@ -82,7 +82,9 @@ def test_the_first_ratio_is_looked_at_where_blocks_are_compiled(make, monkeypatc
         run = build_run(make(num_epochs=1))
         speed = dataclasses.replace(run.options.speed, compile=compiled)
         run.updater.options = dataclasses.replace(run.options, speed=speed)
-        monkeypatch.setattr(run.updater, "_deviates", lambda rollouts, of=run.updater._deviates: asked.append(of(rollouts)))
+        monkeypatch.setattr(
+            run.updater, "_deviates", lambda rollouts, of=run.updater._deviates: asked.append(of(rollouts))
+        )
         Trainer(run)._epoch()
     assert asked == [False, False]
 
@@ -246,7 +248,12 @@ def test_decoder_keeps_order_and_says_what_failed(background):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sample__tail_steps": 1}, {"sample__tail_order": 2}, {"sample__tail_cache": 1e6}, {"sample__tail_weights": "int8"}],
+    [
+        {"sample__tail_steps": 1},
+        {"sample__tail_order": 2},
+        {"sample__tail_cache": 1e6},
+        {"sample__tail_weights": "int8"},
+    ],
     ids=str,
 )
 def test_tail_options_change_images_and_no_ratio(make, changes):

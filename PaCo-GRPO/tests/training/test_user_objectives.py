@@ -31,7 +31,9 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
-    rollouts = sample_epoch(policy, run.train_items, samples, ScoringQueue({}), run.options, strategy, batch_size=4, epoch=0)
+    rollouts = sample_epoch(
+        policy, run.train_items, samples, ScoringQueue({}), run.options, strategy, batch_size=4, epoch=0
+    )
     advantages = np.linspace(-1, 1, len(samples.item_ids))
     found = {}
     strategy.step = lambda optimizer: found.update({n: p.grad.clone() for n, p in run.state.parameters.items()})
@@ -41,7 +43,9 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
     everything = np.arange(len(advantages))
     steps = run.updater._steps(rollouts, everything, advantages, epoch=0)
     assert all(isinstance(step.index, float) for step in steps) and len(steps) == 2
-    losses = [joint_loss(matching_error(step, policy), samples.item_ids, torch.from_numpy(advantages)) for step in steps]
+    losses = [
+        joint_loss(matching_error(step, policy), samples.item_ids, torch.from_numpy(advantages)) for step in steps
+    ]
     (sum(losses) / 2).backward()
     scale = max(float(p.grad.abs().max()) for p in run.state.parameters.values())
     assert scale > 0
