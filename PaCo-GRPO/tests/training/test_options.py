@@ -141,7 +141,7 @@ def weights_after(make):
 
     @functools.cache
     def weights(changes: tuple) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).parameters.values()])
+        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).state.parameters.values()])
 
     return lambda **changes: weights(tuple(sorted(changes.items())))
 
@@ -201,7 +201,7 @@ def test_option_changes_the_update(weights_after, changes, beside):
 
 
 def test_rerun_is_bit_identical(make, weights_after):
-    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).parameters.values()])
+    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).state.parameters.values()])
     assert torch.equal(again, weights_after())
 
 
@@ -236,11 +236,11 @@ def test_lora_size_and_start(make):
     sizes = {name: p.shape for name, p in run.state.parameters.items()}
     assert {min(shape) for shape in sizes.values()} == {8}
     other = make(train__lora_rank=2, train__lora_alpha=6)
-    assert {min(p.shape) for p in other.parameters.values()} == {2}
-    assert other.policy.transformer.peft_config["default"].lora_alpha == 6
+    assert {min(p.shape) for p in other.state.parameters.values()} == {2}
+    assert other.state.policy.transformer.peft_config["default"].lora_alpha == 6
     adapter = Path(run.folder) / "checkpoints" / "epoch_0001" / "adapter"
     started = make(train__lora_path=str(adapter))
-    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.parameters.items())
+    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items())
 
 
 def test_full_training_without_lora(make):
@@ -255,7 +255,7 @@ def test_ema_options(make):
     assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
     run = one_epoch(make(**TWO_STEPS, train__ema_update_interval=3))
     assert any(not torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
-    assert make(train__ema=False).ema is None
+    assert make(train__ema=False).state.ema is None
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_test_rewards_may_differ(make):
     assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
     assert run.rewards.test["brightness"] is not run.rewards.train["brightness"]
     same = make(test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}")
-    assert same.test_rewards["brightness"] is same.train_rewards["brightness"]
+    assert same.rewards.test["brightness"] is same.rewards.train["brightness"]
 
 
 def test_evaluation_is_plain_euler_from_the_seed(make):

@@ -66,7 +66,7 @@ def test_fused_adam_is_equal_to_rounding_and_resumes(make):
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not acceleration.is_compiled(build_run(make()).policy)
+    assert not acceleration.is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
     assert acceleration.is_compiled(run.state.policy)
