@@ -7,7 +7,14 @@ import numpy as np
 import yaml
 from PIL import Image, ImageDraw
 
-NAMES = ("consistency_score", "oracle_consistency", "oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
+NAMES = (
+    "consistency_score",
+    "oracle_consistency",
+    "oracle_alignment",
+    "oracle_view",
+    "oracle_valid",
+    "oracle_distinct",
+)
 COLOURS = ("#dc1f1f", "#1f40dc", "#199438", "#9e29bd", "#f2c70d")
 
 
@@ -26,8 +33,13 @@ def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) 
     """Write metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"}, "test": {"resolution": side},
-              "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4}}
+    config = {
+        "seed": 3,
+        "pretrained": {"model": "toy/flux"},
+        "train": {"resolution": 64, "loss_type": "ppo"},
+        "test": {"resolution": side},
+        "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     rows = []
     for epoch in range(epochs + 1):

@@ -83,7 +83,9 @@ def test_everything_the_page_promises_is_there(written):
     assert page.count("<article>") == 12 and page.count("<img") == 24
     assert "held-out character" in page
     names = {path.name for path in files[1:]}
-    assert names == {f"report_{n}.png" for n in ("curves", "images", "judge", "stages", "time", "diagnostics", "before_after")}
+    assert names == {
+        f"report_{n}.png" for n in ("curves", "images", "judge", "stages", "time", "diagnostics", "before_after")
+    }
     for path in files[1:]:
         with Image.open(path) as image:
             assert image.format == "PNG" and min(image.size) > 200
@@ -122,7 +124,10 @@ def test_pairs_are_chosen_by_place_not_by_score():
 
 
 def test_curve_without_errors_everywhere_has_none():
-    rows = [{"epoch": 0, "time": 60.0, "eval/x_mean": 1.0, "eval/x_stderr": 0.1}, {"epoch": 1, "time": 120.0, "eval/x_mean": 2.0}]
+    rows = [
+        {"epoch": 0, "time": 60.0, "eval/x_mean": 1.0, "eval/x_stderr": 0.1},
+        {"epoch": 1, "time": 120.0, "eval/x_mean": 2.0},
+    ]
     curve = curves(rows, "eval/")["x"]
     assert curve.error is None and curve.value == (1.0, 2.0) and curve.minutes == (1.0, 2.0)
 
@@ -131,15 +136,22 @@ def test_a_run_that_has_only_begun(tmp_path):
     """One evaluation, no epoch, no pictures: a page all the same."""
     run = tmp_path / "run"
     run.mkdir()
-    (run / "metrics.jsonl").write_text(json.dumps({"epoch": 0, "step": 0, "time": 1.0, "phase": "eval", "eval/ocr_mean": 0.5}) + "\n{\"ep")
+    (run / "metrics.jsonl").write_text(
+        json.dumps({"epoch": 0, "step": 0, "time": 1.0, "phase": "eval", "eval/ocr_mean": 0.5}) + '\n{"ep'
+    )
     files = write_report(run, tmp_path / "report.html")
     page = files[0].read_text()
     assert "No two evaluations with saved images yet" in page and "ocr" in page
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (None, "run directory"), ("", "no epoch and no evaluation"), ("not json\n{}\n", "line 1 is not JSON"),
-])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "run directory"),
+        ("", "no epoch and no evaluation"),
+        ("not json\n{}\n", "line 1 is not JSON"),
+    ],
+)
 def test_bad_run_directories_are_one_clear_message(tmp_path, capsys, content, words):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
