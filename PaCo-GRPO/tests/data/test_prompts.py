@@ -94,8 +94,8 @@ def test_sizes():
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
-    drawn = item_size(Item(0, "x", height, width), resolution, "aspect")
-    rounded = round_to_multiple(drawn, multiple)
+    size = item_size(Item(0, "x", height, width), resolution, "aspect")
+    rounded = round_to_multiple(size, multiple)
     assert all(side % multiple == 0 and side >= multiple for side in rounded)
-    assert all(abs(a - b) <= max(multiple / 2, multiple - min(drawn)) for a, b in zip(rounded, drawn, strict=True))
-    assert abs(drawn[0] * width - drawn[1] * height) <= max(height, width)  # rounded to whole pixels
+    assert all(abs(a - b) <= max(multiple / 2, multiple - min(size)) for a, b in zip(rounded, size, strict=True))
+    assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels
