@@ -1,4 +1,4 @@
-"""Editing sets: instructions with reference images, from files beside a jsonl or from Arrow and Parquet tables."""
+"""Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and Parquet tables."""
 
 import io
 import json
@@ -125,7 +125,7 @@ def test_missing_and_broken_tables(tmp_path):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
-def test_reference_images_are_opened_anew_and_not_kept():
+def test_reference_images_are_opened_again_and_not_kept():
     opened = []
 
     def reference():
