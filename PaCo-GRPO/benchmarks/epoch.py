@@ -44,7 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 
-    from paco_grpo.training.configuration import ConfigError
+    from paco_grpo.options import ConfigError
 
     if not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -79,8 +79,8 @@ def measure(arguments: argparse.Namespace, overrides: list[str], folder: Path) -
     work = resolve(arguments)
     architecture = architecture_of(work)
     meter = build(work, architecture, overrides, folder)
-    run, config = meter.run, meter.run.config
-    peaks, epochs = [timing.matmul_peak(meter.device, run.policy.dtype)], []
+    run, train = meter.run, meter.run.options.train
+    peaks, epochs = [timing.matmul_peak(meter.device, run.state.policy.dtype)], []
     for index in range(arguments.warmup + arguments.repeats):
         first_images = arguments.images if index == 0 else None
         epoch = _epoch_with_images(meter, first_images) if first_images else meter.epoch()
@@ -88,21 +88,21 @@ def measure(arguments: argparse.Namespace, overrides: list[str], folder: Path) -
             epochs.append(epoch)
         if epoch:
             print(f"epoch {index + 1}: {epoch[0]['seconds']['epoch']:.2f} s", file=sys.stderr, flush=True)
-    peaks.append(timing.matmul_peak(meter.device, run.policy.dtype))
+    peaks.append(timing.matmul_peak(meter.device, run.state.policy.dtype))
     found = None
     if run.accelerator.is_main_process:
         import yaml
 
         peak = max(peaks, key=lambda each: each["flops_per_second"])
         counted = timing.flops_of(
-            epochs[-1], architecture, config.train.resolution, config.train.lora_rank, run.policy.size_multiple
+            epochs[-1], architecture, train.resolution, train.lora_rank, run.state.policy.size_multiple
         )
-        result = {"label": arguments.label, "plan": run.plan.as_dict(), "size_multiple": run.policy.size_multiple}
+        result = {"label": arguments.label, "plan": run.plan.as_dict(), "size_multiple": run.state.policy.size_multiple}
         result["config"] = yaml.safe_load((run.folder / "config.yaml").read_text())
         result |= timing.result_of(epochs, counted, peak["flops_per_second"])
         found = report.header("epoch", vars(work) | {"overrides": overrides}) | {
             "processes": run.accelerator.num_processes, "device": meter.device.type, "peak": peak,
-            "parameters": _parameters(run.policy.pipeline), "results": [result],
+            "parameters": _parameters(run.state.policy.pipeline), "results": [result],
         }  # fmt: skip
     meter.close()
     if arguments.profile and found is not None and found["processes"] == 1:
@@ -125,18 +125,18 @@ def build(work: argparse.Namespace, architecture, overrides: list[str], folder: 
 
     from measuring.timing import EpochMeter
     from measuring.workload import prepare, repeat_published_work
-    from paco_grpo.training.setup import build_run
+    from paco_grpo.training.build import build_run
 
     if work.published_work:
         overrides = [*overrides, "--config.speed.offload_text_encoders=false"]
-    config, loading = prepare(work, architecture, folder, work.warmup + work.repeats, overrides)
+    options, loading = prepare(work, architecture, folder, work.warmup + work.repeats, overrides)
     with loading:
-        run = build_run(config, "benchmark")
+        run = build_run(options, "benchmark")
     meter = EpochMeter(run)
     if work.lora_scale:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in run.policy.transformer.parameters():
+            for parameter in run.state.policy.transformer.parameters():
                 if parameter.requires_grad:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.add_(work.lora_scale * noise.to(parameter))
@@ -149,16 +149,16 @@ def _epoch_with_images(meter, path: Path) -> list[dict[str, Any]]:
     """Measure an epoch; ``path`` gets its images (n, H, W, 3) as bytes and the mean |ratio − 1| of its update."""
     import numpy as np
 
-    images, decode = [], meter.run.policy.decode
+    images, decode = [], meter.run.state.policy.decode
 
     def keeping(*arguments, **keywords):
         found = decode(*arguments, **keywords)
         images.extend(np.asarray(image) for image in found)
         return found
 
-    meter.run.policy.decode = keeping
+    meter.run.state.policy.decode = keeping
     epoch = meter.epoch()
-    meter.run.policy.decode = decode
+    meter.run.state.policy.decode = decode
     if epoch:
         path.parent.mkdir(parents=True, exist_ok=True)
         deviation = epoch[0]["metrics"].get("train/ratio_deviation", np.nan)

@@ -13,16 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from ml_collections import ConfigDict
 from torch.utils.checkpoint import checkpoint
 
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes, bytes_of
 from measuring.models import build, policy_of
 from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
+from paco_grpo.objectives.base import Step
+from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy, quantized
-from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters, unwrap
-from paco_grpo.types import Conditioning, RolloutRecord
+from paco_grpo.policies.adapters import add_lora, add_snapshot, trainable_parameters, unwrap
+from paco_grpo.types import Conditioning, NoiseStep, Rollout
 
 META = torch.device("meta")
 # Parameters of rewards that load a float32 model on the device of the process.
@@ -34,43 +35,43 @@ REWARD_PARAMETERS = {
 }
 
 
-def _policy(config: ConfigDict, made_on: torch.device, device: torch.device, **more) -> Policy:
-    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-    pipeline = build(config.pretrained.model, dtype, made_on)
+def _policy(options: RunOptions, made_on: torch.device, device: torch.device, **more) -> Policy:
+    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+    pipeline = build(options.pretrained.model, dtype, made_on)
     return policy_of(
         pipeline,
         dtype=dtype,
         device=device,
-        max_sequence_length=config.max_sequence_length,
-        guidance_scale=config.sample.guidance_scale,
-        negative_prompt=config.sample.negative_prompt,
+        max_sequence_length=options.max_sequence_length,
+        guidance_scale=options.sample.guidance_scale,
+        negative_prompt=options.sample.negative_prompt,
         **more,
     )
 
 
-def meta_policy(config: ConfigDict) -> Policy:
-    """The generator of ``config`` with its adapters, on the meta device."""
-    policy = _policy(config, META, META)
-    imitate_accelerator(policy, config.enable_gradient_checkpointing)
+def meta_policy(options: RunOptions) -> Policy:
+    """The generator of ``options`` with its adapters, on the meta device."""
+    policy = _policy(options, META, META)
+    imitate_accelerator(policy, options.enable_gradient_checkpointing)
     with META:
-        if config.use_lora:
-            add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
+        if options.use_lora:
+            add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
         else:
             policy.transformer.float().requires_grad_(True)
-        if config.train.loss_type == "nft":
-            add_old_adapter(policy)
+        for snapshot in get_objective(options.train.loss_type).snapshots:
+            add_snapshot(policy, snapshot.name)
     return policy
 
 
-def random_policy(config: ConfigDict, device: torch.device) -> Policy:
+def random_policy(options: RunOptions, device: torch.device) -> Policy:
     """The same generator with weights as each class initializes them, on ``device`` (quantized there, layer by layer)."""
-    kind = config.pretrained.quantize
-    policy = _policy(config, torch.device("cpu") if kind else device, device, quantize=kind)
-    if config.use_lora:
-        add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
-    if config.enable_gradient_checkpointing:
+    kind = options.pretrained.quantize
+    policy = _policy(options, torch.device("cpu") if kind else device, device, quantize=kind)
+    if options.use_lora:
+        add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
+    if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
-    policy.offload(text_encoders=config.speed.offload_text_encoders is not False, vae=config.speed.offload_vae)
+    policy.offload(text_encoders=options.speed.offload_text_encoders is not False, vae=options.speed.offload_vae)
     return policy
 
 
@@ -89,38 +90,39 @@ def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
 # --- resident parts ---------------------------------------------------------------------------------------------------
 
 
-def resident(policy: Policy, config: ConfigDict) -> dict[str, int]:
+def resident(policy: Policy, options: RunOptions) -> dict[str, int]:
     """Bytes that stay on the accelerator for the whole epoch, by part."""
     trained = sum(p.numel() for p in trainable_parameters(policy))
-    old = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".old." in n)
-    base = bytes_of(policy.transformer) - 4 * (trained + old)
-    if config.pretrained.quantize:
+    adapters = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" in n)
+    snapshots = adapters - trained if options.use_lora else 0
+    base = bytes_of(policy.transformer) - 4 * (trained + snapshots)
+    if options.pretrained.quantize:
         for _, layer in _base_layers(policy):
             size = layer.weight.numel() * layer.weight.element_size()
-            base += quantized.stored_bytes(layer, config.pretrained.quantize) - size
+            base += quantized.stored_bytes(layer, options.pretrained.quantize) - size
     parts = {
         "transformer": base,
         "adapter": 4 * trained,
-        "optimizer": (2 if config.train.use_8bit_adam else 8) * trained,
+        "optimizer": (2 if options.train.use_8bit_adam else 8) * trained,
     }
-    if config.train.ema:
+    if options.train.ema:
         parts["average"] = 4 * trained
-    if old:
-        parts["old adapter"] = 4 * old
-    if config.speed.offload_text_encoders is False:  # None: off the accelerator, where that is CUDA
+    if snapshots:
+        parts["old adapter"] = 4 * snapshots
+    if options.speed.offload_text_encoders is False:  # None: off the accelerator, where that is CUDA
         parts["text encoders"] = sum(map(bytes_of, policy.text_encoders()))
-    if not config.speed.offload_vae:
+    if not options.speed.offload_vae:
         parts["VAE"] = bytes_of(policy.pipeline.vae)
-    if rewards := reward_bytes(config):
+    if rewards := reward_bytes(options):
         parts["rewards"] = rewards
     return parts
 
 
-def reward_bytes(config: ConfigDict) -> int:
+def reward_bytes(options: RunOptions) -> int:
     """Bytes of local reward models on the accelerator; the two OpenCLIP rewards share one model."""
     found = set()
-    for name in {*config.train.reward_fn, *config.test.reward_fn}:
-        kwargs = config.train.reward_fn_kwargs.get(name, {})
+    for name in {*options.train.reward_fn, *options.test.reward_fn}:
+        kwargs = options.train.reward_fn_kwargs.get(name, {})
         elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
         if name in REWARD_PARAMETERS and not elsewhere:
             found.add("OpenCLIP" if name.startswith("subfig_clip") else name)
@@ -134,9 +136,9 @@ def _base_layers(policy: Policy) -> list[tuple[str, torch.nn.Linear]]:
             if ".lora_" not in n]  # fmt: skip
 
 
-def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
+def decoded_bytes(policy: Policy, options: RunOptions, tokens: int) -> int:
     """Largest addition of one quantized layer while it computes: its decoded weight, or int8's 32-bit products."""
-    kind = config.pretrained.quantize
+    kind = options.pretrained.quantize
     if not kind:
         return 0
     element = 2 if policy.dtype == torch.bfloat16 else 4
@@ -167,10 +169,10 @@ class Shape:
     text: int
 
 
-def shape(policy: Policy, config: ConfigDict, resolution: int, batch: int) -> Shape:
+def shape(policy: Policy, options: RunOptions, resolution: int, batch: int) -> Shape:
     """A square image at ``resolution``; images of ``item_size='aspect'`` have the same area."""
     height, width = round_to_multiple((resolution, resolution), policy.size_multiple)
-    text = config.max_sequence_length
+    text = options.max_sequence_length
     if type(policy).__name__.startswith("Qwen"):
         text = (height // 28) * (width // 28) + 64  # the reference image as the text encoder sees it, and words
     return Shape(batch, height, width, text)
@@ -268,51 +270,52 @@ def encoding(policy: Policy, size: Shape) -> int | None:
         return peak_of(run)
 
 
-def record(policy: Policy, config: ConfigDict, size: Shape) -> RolloutRecord:
-    """A rollout record of these images with one noise step, ready for the objective."""
+def rollout(policy: Policy, options: RunOptions, size: Shape) -> Rollout:
+    """A rollout of these images with one noise step, ready for the objective."""
     x = policy.initial_latents(range(size.batch), size.height, size.width)
-    one = torch.zeros(size.batch, device=policy.device)
-    return RolloutRecord(
-        item_ids=torch.zeros(size.batch, dtype=torch.long, device=policy.device),
-        latents=x[:, None], next_latents=x[:, None].clone(), step_mean=x[:, None].clone(), log_prob=one[:, None],
-        step_index=torch.tensor([1]), sigmas=policy.sigmas(config.sample.num_steps, size.height, size.width),
-        clean_latents=x.clone(), conditioning=conditioning(policy, size), height=size.height, width=size.width,
-        noise_level=config.sample.noise_level, cps=config.sample.cps, advantages=one, weights=one + 1,
+    ids = torch.zeros(size.batch, dtype=torch.long)
+    return Rollout(
+        item_ids=ids, seeds=ids, clean_latents=x.clone(), conditioning=conditioning(policy, size),
+        noise_steps=[NoiseStep(1, x, x.clone(), x.clone(), torch.zeros(size.batch, device=policy.device))],
+        sigmas=policy.sigmas(options.sample.num_steps, size.height, size.width), height=size.height, width=size.width,
+        noise_level=options.sample.noise_level, cps=options.sample.cps,
     )  # fmt: skip
 
 
-def record_bytes(policy: Policy, config: ConfigDict, size: Shape, images: int, prompts: int) -> int:
+def record_bytes(policy: Policy, options: RunOptions, size: Shape, images: int, prompts: int) -> int:
     """Bytes of the rollout records of ``images`` and the conditioning of ``prompts``, kept until the update."""
     one = dataclasses.replace(size, batch=1)
-    held = record(policy, config, one)
-    latents = sum(t.nbytes for t in (held.latents, held.next_latents, held.step_mean)) * len(config.sample.noise_steps)
+    held = rollout(policy, options, one)
+    (step,) = held.noise_steps
+    latents = sum(t.nbytes for t in (step.latents, step.next_latents, step.mean)) * len(options.sample.noise_steps)
     texts = sum(v.nbytes for v in held.conditioning._values().values() if isinstance(v, torch.Tensor))
     return images * (latents + held.clean_latents.nbytes) + prompts * texts
 
 
-def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None = None) -> dict[str, int]:
+def training(policy: Policy, options: RunOptions, size: Shape, block: int | None = None) -> dict[str, int]:
     """Forward and backward of one micro-batch at one noise step.
 
     Returns:
         Bytes: ``saved`` for the backward pass, ``peak`` at once (with gradients of the trained weights), and
         ``gradients`` alone.
     """
-    rollouts = record(policy, config, size)
+    sampled = rollout(policy, options, size)
+    step = Step(sampled, 1, torch.zeros(size.batch, device=policy.device))
     for parameter in trainable_parameters(policy):
         parameter.grad = None
     with LiveBytes(**({} if block is None else {"block": block})) as live:
         with SavedBytes(policy.transformer) as saved:
-            loss, _ = get_objective(config.train.loss_type)(rollouts, policy, config)
-        torch.autograd.backward(loss)
+            loss = get_objective(options.train.loss_type)(step, policy, options.train).loss.sum()
+        loss.backward()
         del loss
         peak = live.peak
     gradients = sum(p.grad.nbytes for p in trainable_parameters(policy) if p.grad is not None)
     return {"saved": saved.total, "peak": peak, "gradients": gradients}
 
 
-def tail_bytes(policy: Policy, config: ConfigDict) -> int:
+def tail_bytes(policy: Policy, options: RunOptions) -> int:
     """Bytes of the quantized copies for ``sample.tail_weights``."""
-    kind = config.sample.tail_weights
+    kind = options.sample.tail_weights
     layers = quantized.token_layers(unwrap(policy.transformer)).values() if kind else ()
     return sum(quantized.stored_bytes(layer, kind) for layer in layers)
 

@@ -59,8 +59,8 @@ class EpochMeter:
         self._handles: list[Any] = []
         self._backward = 0
         self._waiting = self._began = 0.0
-        pipeline = run.policy.pipeline
-        self._watch(run.policy.transformer, "transformer")
+        pipeline = run.state.policy.pipeline
+        self._watch(run.state.policy.transformer, "transformer")
         for name in ("text_encoder", "text_encoder_2"):
             if getattr(pipeline, name, None) is not None:
                 self._watch(getattr(pipeline, name), name)

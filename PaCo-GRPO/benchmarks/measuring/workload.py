@@ -16,7 +16,7 @@ from PIL import Image
 
 from measuring.architectures import PRESETS, Architecture
 from measuring.models import random_weights, t2is_prompts, write
-from paco_grpo.training.configuration import ConfigError, read_config
+from paco_grpo.options import ConfigError, RunOptions, read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT.parent / "quickstart" / "models" / "flux"
@@ -68,8 +68,8 @@ def _toy_architecture() -> Architecture:
 
 def prepare(
     work: argparse.Namespace, architecture: Architecture, folder: Path, epochs: int, overrides: Sequence[str] = ()
-) -> tuple[Any, AbstractContextManager]:
-    """The configuration of ``work`` with its model and prompt set in ``folder``.
+) -> tuple[RunOptions, AbstractContextManager]:
+    """The options of ``work``, with model and prompt set in ``folder``.
 
     Args:
         work: From ``resolve``.
@@ -79,7 +79,7 @@ def prepare(
         overrides: ``--config.a.b=value`` options that come last.
 
     Returns:
-        The configuration, and the context in which its model can be loaded.
+        The options, and the context in which their model can be loaded.
 
     Raises:
         ConfigError: An unknown option or a wrong value.
@@ -114,11 +114,11 @@ def prepare(
         given["sample.noise_steps"] = ",".join(str(1 + step) for step in range(work.train_steps))
     source = f"{ROOT / 'config' / 'grpo.py'}:{'toy_t2is' if toy else _CONFIGS[architecture.family]}"
     options = [f"--config.{key}={value}" for key, value in given.items()]
-    config, _ = read_config(["--config", source, *options, *overrides], ROOT / "config" / "base.py")
+    found, _ = read_options(["--config", source, *options, *overrides])
     # twice as many as asked for: the plan of several processes may raise m
-    count = 2 * epochs * config.sample.unique_sample_num_per_epoch
+    count = 2 * epochs * found.sample.unique_sample_num_per_epoch
     (_write_edits if editing else _write_prompts)(folder / "prompts", count, work.resolution)
-    return config, context
+    return found, context
 
 
 def waiting_reward(seconds_per_image: float = 0.1) -> Callable[[Sequence, Sequence], np.ndarray]:
@@ -169,8 +169,9 @@ def repeat_published_work(run: Any) -> None:
     Raises:
         ConfigError: Not FLUX text-to-image with PPO on one process, which is what was counted.
     """
-    policy, pipeline, batch = run.policy, run.policy.pipeline, run.plan.sample_batch_size
-    if type(pipeline).__name__ != "FluxPipeline" or run.config.train.loss_type != "ppo":
+    policy, batch = run.state.policy, run.plan.sample_batch_size
+    pipeline = policy.pipeline
+    if type(pipeline).__name__ != "FluxPipeline" or run.options.train.loss_type != "ppo":
         raise ConfigError("work=published is known for FLUX text to image with loss_type=ppo")
     if run.accelerator.num_processes > 1:
         raise ConfigError("work=published is measured on one process")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from named import override
+from named import load
 
 import compare_engines
 import epoch
@@ -105,9 +105,9 @@ def test_run_all_passes_arguments_that_are_understood(size, tmp_path):
             rest += sweep.Variant.parse(text).options
         if name == "sweep.py":
             rest += epoch.parser().parse_known_args(arguments[split + 1 :])[1]
-        override(
-            *(text.removeprefix("--config.").split("=", 1) for text in rest), name="t2is"
-        )  # known, of the right type
+        assert load(
+            "t2is", *(text.removeprefix("--config.").split("=", 1) for text in rest)
+        )  # known options, right types
 
 
 def test_differences_of_two_runs():
