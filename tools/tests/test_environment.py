@@ -1,27 +1,16 @@
 """setup.sh: which Python, what it says when something is missing, and pins that name no host."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import environment
+import installer
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-
-
-def load(name: str):
-    """tools/ is no package (it runs before anything is installed): load its files as they are."""
-    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-installer = load("installer")
-environment = load("environment")
 
 
 @pytest.fixture
