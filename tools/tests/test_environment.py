@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import environment
 import installer
-import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -22,9 +23,9 @@ def clone(tmp_path, monkeypatch):
         target.write_text((REPO / name).read_text())
     for pins in (REPO / "constraints").glob("*.txt"):
         (tmp_path / "constraints" / pins.name).write_text(pins.read_text())
-    for folder in environment.EDITABLE:
+    for number, folder in enumerate(environment.EDITABLE):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "pyproject.toml").write_text("[project]\nname='x'\nversion='0'\n")
+        (tmp_path / folder / "pyproject.toml").write_text(f"[project]\nname='x{number}'\nversion='0'\n")
     monkeypatch.setattr(installer, "REPO", tmp_path)
     monkeypatch.setattr(environment, "REPO", tmp_path)
     return tmp_path
