@@ -1,17 +1,18 @@
-"""Named configurations: ``--config config/grpo.py:NAME`` (method §7; arXiv 2512.04784).
+"""Named configurations: ``--config config/grpo.py:NAME`` (docs/method.md §7; arXiv 2512.04784).
 
 Each function below changes ``base.get_config()`` and is found by its name in ``CONFIGS``.
 """
 
-import difflib
 import importlib.util
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from paco_grpo.options import did_you_mean
+
 
 def _load_base():
-    # This file is loaded by its path from anywhere, so its neighbour is too.
+    # This file is loaded by its path, so ``config`` is not a package that it could import from.
     spec = importlib.util.spec_from_file_location("paco_grpo_config_base", Path(__file__).with_name("base.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,25 +28,25 @@ def t2is() -> ConfigDict:
     config.dataset = "dataset/T2IS"
     config.item_size = "aspect"  # one prompt set serves every resolution
     config.sample.global_std = True
-    config.train.reward_fn = base.open_dict(consistency_score=0.2, subfig_clipT=1.0, pickscore=1.0)
-    config.train.reward_fn_kwargs = base.open_dict(
-        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"}
-    )
+    config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
+    config.train.reward_fn_kwargs = {
+        "consistency_score": {"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"},
+    }
     return config
 
 
 def _editing() -> ConfigDict:
-    """What the two editors share: train at 384 px, evaluate at 512 px, one reward."""
+    """Common to the two editors: train at 384 px, evaluate at 512 px, one reward."""
     config = base.get_config()
     config.dataset = "dataset/public-sharegpt-4o-image"  # python dataset/fetch.py sharegpt-4o-image
     config.prompt_fn = "arrow_editing"
     config.item_size = "aspect"
     config.train.resolution = 384
     config.test.resolution = 512
-    config.train.reward_fn = base.open_dict(consistency_for_editing=1.0)
-    config.train.reward_fn_kwargs = base.open_dict(
-        consistency_for_editing={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"}
-    )
+    config.train.reward_fn = {"consistency_for_editing": 1.0}
+    config.train.reward_fn_kwargs = {
+        "consistency_for_editing": {"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-7B"},
+    }
     return config
 
 
@@ -84,9 +85,9 @@ def ocr(resolution: int = 256) -> ConfigDict:
     config = _one_image(resolution)
     config.dataset = "dataset/public-ocr"  # python dataset/fetch.py ocr
     config.sample.noise_level = 0.8
-    config.train.reward_fn = base.open_dict(ocr=1.0)
-    # bash scripts/reward_service.sh ocr --port 8101 (PaddleOCR wants an environment of its own)
-    config.train.reward_fn_kwargs = base.open_dict(ocr={"server": "http://127.0.0.1:8101"})
+    config.train.reward_fn = {"ocr": 1.0}
+    # bash scripts/reward_service.sh ocr --port 8101 (PaddleOCR needs a separate environment)
+    config.train.reward_fn_kwargs = {"ocr": {"server": "http://127.0.0.1:8101"}}
     return config
 
 
@@ -94,15 +95,15 @@ def pickscore() -> ConfigDict:
     """Human preference."""
     config = _one_image()
     config.dataset = "dataset/public-pickscore"  # python dataset/fetch.py pickscore
-    config.train.reward_fn = base.open_dict(pickscore=1.0)
+    config.train.reward_fn = {"pickscore": 1.0}
     return config
 
 
-# --- recipes for the memory of one GPU; what each phase takes: benchmarks/memory.py, README.md -----------------------
+# --- recipes for the memory of one GPU (memory of each phase: benchmarks/memory.py) -----------------------------------
 
 
 def _for_48gb(config: ConfigDict) -> ConfigDict:
-    """``config`` with activations computed again in the backward pass, and the VAE in main memory between its uses."""
+    """``config`` with activations recomputed in the backward pass and the VAE in main memory between uses."""
     config.enable_gradient_checkpointing = True
     config.speed.offload_vae = True
     return config
@@ -116,7 +117,7 @@ def _for_24gb(config: ConfigDict) -> ConfigDict:
 
 
 def t2is_80gb() -> ConfigDict:
-    """t2is on 80 GB: two images a forward."""
+    """t2is on 80 GB: two images per forward."""
     config = t2is()
     config.sample.batch_size = 2
     config.train.batch_size = 2
@@ -130,10 +131,10 @@ def t2is_48gb() -> ConfigDict:
 
 
 def t2is_24gb() -> ConfigDict:
-    """t2is on 24 GB; the two CLIP models compute on the CPU, beside the sampling."""
+    """t2is on 24 GB; the two CLIP models run on the CPU while images are sampled."""
     config = _for_24gb(t2is())
     for name in ("subfig_clipT", "pickscore"):
-        config.train.reward_fn_kwargs[name] = ConfigDict({"device": "cpu"})
+        config.train.reward_fn_kwargs[name] = {"device": "cpu"}
     return config
 
 
@@ -148,12 +149,12 @@ def kontext_editing_24gb() -> ConfigDict:
 
 
 def qwen_editing_48gb() -> ConfigDict:
-    """qwen_editing on 48 GB: the transformer has 20 billion weights, so they are in 4 bits here already."""
+    """qwen_editing on 48 GB: the transformer has 20 billion weights, so they are in 4 bits already."""
     return _for_24gb(qwen_editing())
 
 
 def _toy(config: ConfigDict) -> ConfigDict:
-    """``config`` at the size of the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
+    """``config`` for the toy world of ../quickstart, on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
     config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
@@ -162,12 +163,12 @@ def _toy(config: ConfigDict) -> ConfigDict:
     config.eval_freq = 20
     config.num_checkpoint_limit = 2
 
-    config.sample.num_steps = 6  # fewer than at test: an epoch then takes less time
+    config.sample.num_steps = 6  # fewer than in the test, to save time
     config.sample.noise_steps = (1,)
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
-    config.sample.same_latent = True  # a group then differs by the noise that is trained on, and by nothing else
-    config.sample.merge_lora = True  # float32 here, so equal to rounding
+    config.sample.same_latent = True  # images of a group differ only by the noise that is trained on
+    config.sample.merge_lora = True  # in float32, so equal up to rounding
     config.train.resolution = 64
     config.train.batch_size = 64
     config.train.learning_rate = 2e-3
@@ -185,32 +186,35 @@ def _toy(config: ConfigDict) -> ConfigDict:
 
 
 def toy_t2is() -> ConfigDict:
-    """t2is in the toy world, judge over HTTP."""
+    """t2is in the toy world, with a judge over HTTP."""
     config = _toy(base.get_config())
     config.dataset = "../quickstart/out/world/prompts"
     config.pretrained.model = "../quickstart/models/flux"
-    config.max_sequence_length = 32  # what the toy model was built with; its longest prompt has 31 tokens
-    config.train.reward_fn = base.open_dict(consistency_score=1.0)
-    config.train.reward_fn["paco_toy.oracle:oracle_consistency"] = 0.0  # weight 0: watched at 64 px, not trained on
-    config.train.reward_fn_kwargs = base.open_dict(
-        consistency_score={"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"}
-    )
-    config.test.reward_fn = base.open_dict(consistency_score=1.0)
-    for name in ("consistency", "alignment", "view", "valid", "distinct"):
-        config.test.reward_fn[f"paco_toy.oracle:oracle_{name}"] = 1.0
+    config.max_sequence_length = 32  # the toy model was built with it; the longest prompt has 31 tokens
+    config.train.reward_fn = {
+        "consistency_score": 1.0,
+        "paco_toy.oracle:oracle_consistency": 0.0,  # weight 0: monitored at 64 px, not trained on
+    }
+    config.train.reward_fn_kwargs = {
+        "consistency_score": {"base_url": "http://127.0.0.1:8000", "model": "PaCo-Reward-Toy"},
+    }
+    oracles = ("consistency", "alignment", "view", "valid", "distinct")
+    config.test.reward_fn = {"consistency_score": 1.0} | {f"paco_toy.oracle:oracle_{name}": 1.0 for name in oracles}
     return config
 
 
 def _toy_editing(config: ConfigDict) -> ConfigDict:
-    """``config`` for the editing task of the toy world; trained on the oracle, the toy judge cannot judge edits."""
+    """``config`` for the editing task of the toy world; trained on the oracle, because the toy judge cannot judge edits."""
     config = _toy(config)
     config.dataset = "../quickstart/out/world/edits"
     config.prompt_fn = "geneval_image"
-    config.train.reward_fn = base.open_dict()
-    for name, weight in (("edit", 1.0), ("followed", 0.0), ("kept", 0.0)):  # weight 0: watched, not trained on
-        config.train.reward_fn[f"paco_toy.edit_oracle:oracle_{name}"] = weight
-    config.train.reward_fn_kwargs = base.open_dict()
-    # An edit is followed or not. nft learns from whole images, drawn without noise; short runs of ppo showed no clear gain.
+    config.train.reward_fn = {
+        "paco_toy.edit_oracle:oracle_edit": 1.0,
+        "paco_toy.edit_oracle:oracle_followed": 0.0,  # weight 0: monitored, not trained on
+        "paco_toy.edit_oracle:oracle_kept": 0.0,
+    }
+    config.train.reward_fn_kwargs = {}
+    # An edit is followed or not. nft learns from whole images, sampled without noise; short runs of ppo gained little.
     config.train.loss_type = "nft"
     config.train.timesteps = (1, 3)
     config.train.adv_clip_max = 1.0  # an advantage of one standard deviation counts fully
@@ -218,7 +222,7 @@ def _toy_editing(config: ConfigDict) -> ConfigDict:
     config.sample.same_latent = False
     config.sample.num_images_per_prompt = 8
     config.sample.unique_sample_num_per_epoch = 16
-    config.test.resolution = 64  # their bases draw it better than 128 px
+    config.test.resolution = 64  # the toy bases are better at it than at 128 px
     return config
 
 
@@ -226,15 +230,15 @@ def toy_kontext() -> ConfigDict:
     """kontext_editing with toy weights, on a CPU."""
     config = _toy_editing(kontext_editing())
     config.pretrained.model = "../quickstart/models/flux_kontext"
-    config.max_sequence_length = 8  # what the toy model was built with; an instruction has 5 tokens
+    config.max_sequence_length = 8  # the toy model was built with it; an instruction has 5 tokens
     return config
 
 
 def toy_qwen_edit() -> ConfigDict:
-    """qwen_editing with toy weights, on a CPU; its base has seen 64 px alone."""
+    """qwen_editing with toy weights, on a CPU; its base was trained at 64 px only."""
     config = _toy_editing(qwen_editing())
     config.pretrained.model = "../quickstart/models/qwen_image_edit"
-    # No true CFG: the toy base follows less with it (a snapshot: oracle edit 0.65 at scale 1, 0.39 at 2), and an epoch
+    # No true CFG: the toy base follows instructions less with it (oracle edit 0.65 at scale 1, 0.39 at 2), and an epoch
     # would take twice as long.
     config.sample.guidance_scale = 1.0
     config.sample.negative_prompt = None
@@ -265,10 +269,10 @@ def get_config(name: str = "") -> ConfigDict:
     """The configuration called ``name``.
 
     Raises:
-        KeyError: There is none of that name; the message lists those there are.
+        KeyError: The name is unknown; the message lists the known ones.
     """
     if name not in CONFIGS:
-        near = difflib.get_close_matches(name, CONFIGS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise KeyError(f"unknown configuration {name!r}.{hint} Known: {', '.join(sorted(CONFIGS))}")
+        raise KeyError(
+            f"unknown configuration {name!r}.{did_you_mean(name, CONFIGS)} Known: {', '.join(sorted(CONFIGS))}"
+        )
     return CONFIGS[name]()

@@ -1,6 +1,7 @@
-"""From the public sets' own columns to the prompt sets of this project; no network.
+"""Public sets in their published form become prompt sets of this project; no network.
 
-Each function reads a folder ``source`` that holds a set as it is published and writes our files to a folder ``out``.
+Each function reads a folder ``source`` that holds a set as published and writes our files to a folder ``out``. A set in
+another form is a ``DataError`` that names file, row and column.
 """
 
 from __future__ import annotations
@@ -11,36 +12,32 @@ import json
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
+from paco_grpo.data.files import DataError, json_lines
+
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
-
-
-class ConversionError(ValueError):
-    """A set that is not in the form we know; the message names file, row and column."""
+_PIECE = 64  # rows of a table in memory
 
 
 def t2is(source: Path, out: Path, test_share: float) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
-    A set that comes as one file is divided by a hash of each item's theme, so that train and test share none.
+    A set in one file is divided by a hash of each item's theme, so that train and test share no theme.
     """
     known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
     splits: dict[str, list[dict]] = {"train": [], "test": []}
-    if all(known.values()):
-        for split, files in known.items():
-            splits[split] = [row for file in files for _, row in json_rows(file)]
-    else:
-        for file in _files(source, "*.jsonl"):
-            for where, row in json_rows(file):
-                key = row.get("theme") or _column(row, "prompt", where)
-                splits["test" if share_of(str(key)) < test_share else "train"].append(row)
+    for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
+        for where, row in (line for file in files for line in json_lines(file)):
+            theme = str(row.get("theme") or _column(row, "prompt", where))
+            splits[split or ("test" if _share_of(theme) < test_share else "train")].append(row)
     for split, rows in splits.items():
-        _write_json_lines(out / f"{split}_metadata.jsonl", rows)
+        _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
 def gedit(source: Path, out: Path, language: str) -> None:
@@ -50,58 +47,77 @@ def gedit(source: Path, out: Path, language: str) -> None:
     """
     rows = []
     (out / "images").mkdir()
-    for where, row in parquet_rows(_files(source, "*.parquet")):
+    for where, row in _parquet_rows(_files(source, "*.parquet")):
         if _column(row, "instruction_language", where) != language:
             continue
-        name = f"images/{_safe(str(_column(row, 'key', where)))}.png"
+        key = str(_column(row, "key", where))
+        name = "images/" + re.sub(r"[^\w-]", "_", key) + ".png"
         image = row.get("input_image_raw") or _column(row, "input_image", where)
-        (out / name).write_bytes(png(image["bytes"] if isinstance(image, Mapping) else image, where))
-        rows.append(
-            {
-                "prompt": _column(row, "instruction", where),
-                "image": name,
-                "idx": str(row["key"]),
-                "category": _column(row, "task_type", where),
-            }
-        )
-    _write_json_lines(out / "test_metadata.jsonl", rows)
+        try:
+            with Image.open(io.BytesIO(image["bytes"] if isinstance(image, Mapping) else image)) as encoded:
+                encoded.convert("RGB").save(out / name)
+        except (UnidentifiedImageError, OSError, TypeError) as error:
+            raise DataError(f"{where}: the image cannot be read: {error}") from error
+        prompt, category = _column(row, "instruction", where), _column(row, "task_type", where)
+        rows.append({"prompt": prompt, "image": name, "idx": key, "category": category})
+    _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
 def sharegpt_4o_image(source: Path, out: Path, test_share: float, limit: int | None = None) -> None:
-    """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, ``limit`` items at most.
+    """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, at most ``limit`` items.
 
-    Rows with several input images are left out. Images lie beside the JSON file or in its tar archives.
+    Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives.
     """
-    file = _files(source, "text_and_image_to_image*.json")[0]
-    pictures, written = _Pictures(source), 0
-    with _EditingTable(out / "train.parquet") as train, _EditingTable(out / "test.parquet") as test:
-        for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
-            if limit is not None and written >= limit:
-                break
-            where = f"{file}: row {number}"
-            names = _column(row, "input_image", where)
-            names = [names] if isinstance(names, str) else list(names)
-            if len(names) != 1:
-                continue
-            prompt = _column(row, "input_prompt", where)
-            table = test if share_of(names[0]) < test_share else train  # by image: no picture is in both
-            table.add(prompt, pictures.read(names[0], where))
-            written += 1
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    schema = pa.schema({"prompt": pa.string(), "image": image})
+    waiting: dict[str, list[dict]] = {"train": [], "test": []}  # written in pieces: a large set is never in memory
+    with ExitStack() as stack:
+        writers = {split: pyarrow.parquet.ParquetWriter(out / f"{split}.parquet", schema) for split in waiting}
+
+        def flush(split: str) -> None:
+            writers[split].write_table(pa.Table.from_pylist(waiting[split], schema=schema))
+            waiting[split].clear()
+
+        for split, writer in writers.items():
+            stack.callback(writer.close)
+            stack.callback(flush, split)
+        for name, prompt, data in _edits(source, limit):
+            split = "test" if _share_of(name) < test_share else "train"  # by image: no picture is in both
+            waiting[split].append({"prompt": prompt, "image": {"bytes": data, "path": None}})
+            if len(waiting[split]) == _PIECE:
+                flush(split)
+
+
+def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
+    """(image's name, prompt, encoded image) of at most ``limit`` edits of a single image."""
+    file, read, count = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source), 0
+    for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+        if count == limit:
+            break
+        where = f"{file}: row {number}"
+        names = _column(row, "input_image", where)
+        names = [names] if isinstance(names, str) else list(names)
+        if len(names) == 1:
+            count += 1
+            yield names[0], _column(row, "input_prompt", where), read(names[0], where)
 
 
 def pickscore(source: Path, out: Path, limit: int | None = None) -> None:
     """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split."""
-    captions: dict[str, list[str]] = {"test": [], "train": []}
     seen: set[str] = set()
     files = _files(source, "*.parquet")
-    for split, named in (("test", "test"), ("train", "train")):
-        for where, row in parquet_rows([file for file in files if file.name.startswith(named)], ["caption"]):
+    for split in ("test", "train"):
+        captions: list[str] = []
+        of_split = [file for file in files if file.name.startswith(split)]
+        for where, row in _parquet_rows(of_split, ["caption"]):
             caption = " ".join(str(_column(row, "caption", where)).split())
-            if caption and caption not in seen and (limit is None or len(captions[split]) < limit):
+            if caption and caption not in seen and (limit is None or len(captions) < limit):
                 seen.add(caption)
-                captions[split].append(caption)
-    for split, lines in captions.items():
-        _write_lines(out / f"{split}.txt", lines)
+                captions.append(caption)
+        _write_lines(out / f"{split}.txt", captions)
 
 
 def ocr(source: Path, out: Path) -> None:
@@ -112,24 +128,12 @@ def ocr(source: Path, out: Path) -> None:
         _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
 
 
-def share_of(text: str) -> float:
+def _share_of(text: str) -> float:
     """A number in [0, 1) that depends on ``text`` alone, the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of every line of a JSON lines file."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConversionError(f"{file}:{number}: not JSON: {error}") from error
-        yield f"{file}:{number}", row
-
-
-def parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row, a piece of a file at a time."""
     import pyarrow.parquet
 
@@ -137,105 +141,46 @@ def parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Ite
         table = pyarrow.parquet.ParquetFile(file)
         absent = [column for column in columns or [] if column not in table.schema_arrow.names]
         if absent:
-            raise ConversionError(f"{file}: column {absent[0]!r} is missing; it has {table.schema_arrow.names}")
-        number = 0
-        for batch in table.iter_batches(batch_size=64, columns=columns):
-            for row in batch.to_pylist():
-                yield f"{file}: row {number}", row
-                number += 1
+            raise DataError(f"{file}: column {absent[0]!r} is missing; it has {table.schema_arrow.names}")
+        rows = (row for batch in table.iter_batches(batch_size=_PIECE, columns=columns) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{file}: row {number}", row
 
 
-def png(data: bytes, where: str) -> bytes:
-    """An encoded image as an RGB PNG."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            buffer = io.BytesIO()
-            image.convert("RGB").save(buffer, format="PNG")
-    except (UnidentifiedImageError, OSError, TypeError) as error:
-        raise ConversionError(f"{where}: the image cannot be read: {error}") from error
-    return buffer.getvalue()
+def _image_reader(folder: Path) -> Callable[[str, str], bytes]:
+    """A function from an image's name (and its place, for messages) to its bytes: a file, or a member of a tar archive."""
+    members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
+    for archive in sorted(folder.rglob("*.tar")):
+        with tarfile.open(archive) as tar:
+            members |= {member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()}
 
+    def read(name: str, where: str) -> bytes:
+        for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
+            if (folder / candidate).is_file():
+                return (folder / candidate).read_bytes()
+            if candidate in members:
+                archive, member = members[candidate]
+                with tarfile.open(archive) as tar:
+                    return tar.extractfile(member).read()
+        raise DataError(f"{where}: image {name!r} is neither a file of {folder} nor in its archives")
 
-def _write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return read
 
 
 def _write_lines(file: Path, lines: Iterable[str]) -> None:
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-class _Pictures:
-    """Images of a set by name: files, or members of the tar archives beside them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
-        for archive in sorted(folder.rglob("*.tar")):
-            with tarfile.open(archive) as tar:
-                self._members |= {
-                    member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()
-                }
-
-    def read(self, name: str, where: str) -> bytes:
-        for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
-            file = self._folder / candidate
-            if file.is_file():
-                return file.read_bytes()
-            if candidate in self._members:
-                archive, member = self._members[candidate]
-                with tarfile.open(archive) as tar:
-                    return tar.extractfile(member).read()
-        raise ConversionError(f"{where}: image {name!r} is neither a file of {self._folder} nor in its archives")
-
-
-class _EditingTable:
-    """A Parquet file with ``prompt`` and ``image``, written in pieces: a large set is never in memory."""
-
-    _PIECE = 64
-
-    def __init__(self, file: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet
-
-        self._pa = pa
-        image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        self._schema = pa.schema({"prompt": pa.string(), "image": image})
-        self._writer = pyarrow.parquet.ParquetWriter(file, self._schema)
-        self._rows: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._writer.close()
-
-    def add(self, prompt: str, image: bytes) -> None:
-        """One more row; ``image`` is encoded."""
-        self._rows.append({"prompt": prompt, "image": {"bytes": image, "path": None}})
-        if len(self._rows) == self._PIECE:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._writer.write_table(self._pa.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows.clear()
-
-
 def _files(folder: Path, pattern: str) -> list[Path]:
     files = sorted(folder.rglob(pattern))
     if not files:
         endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file())
-        raise ConversionError(f"{folder} holds no {pattern}; it holds {dict(endings) or 'nothing'}")
+        raise DataError(f"{folder} holds no {pattern}; it holds {dict(endings) or 'nothing'}")
     return files
 
 
-def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
-    value = row.get(name) if isinstance(row, Mapping) else None
-    if value is None or value == "":
+def _column(row: Any, name: str, where: str) -> Any:
+    if not isinstance(row, Mapping) or row.get(name) in (None, ""):
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-        raise ConversionError(f"{where}: column {name!r} is missing or empty; the row has {has}")
-    return value
-
-
-def _safe(name: str) -> str:
-    return re.sub(r"[^\w-]", "_", name)
+        raise DataError(f"{where}: column {name!r} is missing or empty; the row has {has}")
+    return row[name]

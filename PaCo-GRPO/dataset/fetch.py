@@ -2,8 +2,8 @@
 
     python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N]
 
-NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source takes a set that was downloaded before, as it is
-published. The output is complete or not there; it is read once as a run would read it.
+NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as published, if it was
+downloaded before. The output is written completely or not at all, and is read once as a run would read it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import converters
-from converters import ConversionError
+
+from paco_grpo.data.files import DataError
 
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """Where a set is published and what becomes of it."""
+    """Where a set is published and how it is converted."""
 
-    hub: str  # data set on the Hugging Face hub; empty: single files at ``urls``
-    patterns: tuple[str, ...]  # files that are wanted of it
+    hub: str  # data set on the Hugging Face hub; empty: the files at ``urls``
+    patterns: tuple[str, ...]  # its files that are needed
     kind: str  # config.prompt_fn of the result
     splits: tuple[str, ...]
     convert: Callable[[Path, Path, argparse.Namespace], None]
     urls: tuple[str, ...] = ()
-
-    def download_command(self) -> str:
-        """How to get the set on another machine."""
-        if self.hub:
-            return f"hf download {self.hub} --repo-type dataset --local-dir FOLDER"
-        return "; ".join(f"curl -O {url}" for url in self.urls)
 
 
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/"
@@ -68,14 +63,14 @@ SETS = {
 
 
 class FetchError(RuntimeError):
-    """A set that cannot be had or cannot be used; the message is all that is said."""
+    """A set that cannot be downloaded or converted; the message says what to do."""
 
 
 def download(public: PublicSet, name: str) -> Path:
-    """Folder with the set as it is published.
+    """Folder with the set as published.
 
     Raises:
-        FetchError: It cannot be had; the message says what to do.
+        FetchError: It cannot be downloaded; the message says how to download it on another machine.
     """
     try:
         if public.hub:
@@ -89,22 +84,25 @@ def download(public: PublicSet, name: str) -> Path:
         return folder
     except (OSError, ValueError, RuntimeError, ImportError, urllib.error.URLError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        command = "; ".join(f"curl -O {url}" for url in public.urls)
+        if public.hub:
+            command = f"hf download {public.hub} --repo-type dataset --local-dir FOLDER"
         raise FetchError(
-            f"{name} cannot be fetched from here: {cause}\nOn a machine that reaches it: {public.download_command()}\n"
+            f"{name} cannot be downloaded from here: {cause}\nOn a machine that can: {command}\n"
             f"then here: python dataset/fetch.py {name} --source FOLDER"
         ) from error
 
 
 def convert(public: PublicSet, source: Path, output: Path, options: argparse.Namespace) -> dict[str, int]:
-    """Write the converted set to ``output``; items of each split.
+    """Write the converted set to ``output``; returns the number of items of each split.
 
     Raises:
-        FetchError: ``output`` is already there, or the set is not in the form we know.
+        FetchError: ``output`` is not empty, or the set is not in the form we know.
     """
-    from paco_grpo.data.prompts import DataError, load_prompts
+    from paco_grpo.data.prompts import load_prompts  # imports torch
 
     if output.exists() and any(output.iterdir()):
-        raise FetchError(f"{output} is not empty; name another folder with --output, or remove it")
+        raise FetchError(f"{output} is not empty; give another folder with --output, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
@@ -114,7 +112,7 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
             output.rmdir()
         scratch.chmod(0o755)
         scratch.rename(output)
-    except (ConversionError, DataError, OSError) as error:
+    except (DataError, OSError) as error:
         raise FetchError(f"{source} cannot be converted: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -126,10 +124,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(SETS))
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
-    parser.add_argument("--source", type=Path, help="folder of the set as published; no download then")
+    parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
     parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
     parser.add_argument("--language", default="en", choices=["en", "cn"], help="of GEdit-Bench's instructions")
-    parser.add_argument("--test-share", type=float, default=0.1, help="of sets that have no test split")
+    parser.add_argument("--test-share", type=float, default=0.1, help="of sets without a test split")
     options = parser.parse_args(arguments)
     public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"
     try:
@@ -140,8 +138,8 @@ def main(arguments: list[str]) -> int:
     except FetchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    said = ", ".join(f"{count} {split}" for split, count in counts.items())
-    print(f"{output}: {said} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}")
+    listed = ", ".join(f"{count} {split}" for split, count in counts.items())
+    print(f"{output}: {listed} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}")
     return 0
 
 

@@ -3,7 +3,7 @@
 #
 # NAME is a reward (imagereward, ocr, edit_score, subfig_dreamsim, …). What its environment needs is in
 # scripts/reward_environments/NAME.txt; it is made once, in .venv-reward-NAME of the repository. The other arguments go to
-# the service (python -m paco_grpo.rewards.service --help). The run then asks it:
+# the service (python -m paco_grpo.rewards.remote.service --help). The run then asks it:
 #   --config.train.reward_fn_kwargs.NAME.server=http://127.0.0.1:8101
 #
 #   PYTHON              interpreter of the environment (default: the repository's .venv, else python3)
@@ -22,7 +22,7 @@ wanted="$scripts/reward_environments/$name.txt"
 if [[ ! -f "$wanted" ]]; then
   known="$(cd "$scripts/reward_environments" && ls ./*.txt | grep -v -e base.txt -e no-deps | sed 's|^./||; s|.txt$||' | paste -sd ' ')"
   echo "error: no environment is known for reward $name (known: $known); in an environment that has its package," >&2
-  echo "       run: PYTHONPATH=$repo/PaCo-GRPO:$repo/PaCo-Reward/judge python -m paco_grpo.rewards.service --reward $name" >&2
+  echo "       run: PYTHONPATH=$repo/PaCo-GRPO:$repo/PaCo-Reward/judge python -m paco_grpo.rewards.remote.service --reward $name" >&2
   exit 2
 fi
 
@@ -49,4 +49,4 @@ if [[ "$(cat "$environment/.ready" 2>/dev/null || true)" != "$stamp" ]]; then
   echo "$stamp" >"$environment/.ready"
 fi
 export PYTHONPATH="$repo/PaCo-GRPO:$repo/PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
-exec "$environment/bin/python" -m paco_grpo.rewards.service --reward "$name" "$@"
+exec "$environment/bin/python" -m paco_grpo.rewards.remote.service --reward "$name" "$@"

@@ -1,4 +1,4 @@
-"""Reward factories that tests name by import path."""
+"""Reward factories and an OCR reader that tests name by import path."""
 
 import time
 
@@ -28,7 +28,7 @@ def not_callable():
 
 
 def sleeping(seconds: float = 0.1):
-    """brightness of a judge that takes ``seconds`` for a call."""
+    """Brightness, from a judge that takes ``seconds`` for a call."""
 
     def score(images, items):
         time.sleep(seconds)
@@ -38,7 +38,7 @@ def sleeping(seconds: float = 0.1):
 
 
 def checking(longest: int):
-    """Takes short prompts alone."""
+    """Accepts short prompts only."""
     return lambda images, items: np.zeros(len(images))
 
 
@@ -48,3 +48,22 @@ def _check_item(item, kwargs):
 
 
 checking.check_item = _check_item
+
+
+def gaps(**anything):
+    """Mean gray; missing for items with an odd number; fails on request."""
+
+    def score(images, items):
+        if any(item.prompt == "fail" for item in items):
+            raise ValueError("cannot score 'fail'")
+        means = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        means[[item.item_id % 2 == 1 for item in items]] = np.nan
+        return means
+
+    return score
+
+
+def read_size(image):
+    """A text reader for ``ocr``."""
+    assert image.mode == "RGB"
+    return f"is {image.width} x {image.height}!"

@@ -1,4 +1,4 @@
-"""Reward services as processes of their own, for tests."""
+"""Reward services in other processes, for tests."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: list[str], url: str, seconds: float, **environment: str) -> Iterator[str]:
-    """``command`` as a process group of its own, once ``url`` answers; ended afterwards."""
+    """``command`` in a new process group, as soon as ``url`` answers; ended afterwards."""
     process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
     try:
         deadline = time.monotonic() + seconds
@@ -46,7 +46,7 @@ def service(*arguments: str, port: int | None = None, **environment: str):
     """A service in this environment; yields its URL."""
     port = port or free_port()
     paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
-    command = [sys.executable, "-m", "paco_grpo.rewards.service", *arguments, "--port", str(port)]
+    command = [sys.executable, "-m", "paco_grpo.rewards.remote.service", *arguments, "--port", str(port)]
     return running(command, f"http://127.0.0.1:{port}", 120, PYTHONPATH=paths, **environment)
 
 

@@ -1,4 +1,4 @@
-"""From rewards to group-relative advantages."""
+"""Group-relative advantages from rewards."""
 
 from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.advantages.groups import AdvantageResult, compute_advantages

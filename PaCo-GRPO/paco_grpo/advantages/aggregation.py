@@ -1,16 +1,24 @@
-"""Ways to make one number of several rewards (PaCo-RL, arXiv 2512.04784).
+"""How several rewards become one number per sample (docs/method.md §5; PaCo-RL, arXiv 2512.04784).
 
-An aggregation is called as ``fn(**grouped_rewards)``: one argument a reward, each ``{group key: np.ndarray (n,)}``,
-and returns the same mapping. Its result is group-normalised afterwards unless the function carries
-``returns_advantages = True``. It may carry a dict ``stats`` of numbers, logged after each call.
+An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key: np.ndarray (n,)}``. It
+returns the same mapping. The result is group-normalized afterwards unless the function carries
+``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after each call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +26,7 @@ GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]
 
 STD_FLOOR = 1e-6
+OPTION = "config.train.aggregate_fn"
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
@@ -25,14 +34,16 @@ def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
-def weighted_sum_aggregate_fn(reward_weights: Mapping[str, float]) -> AggregateFn:
-    """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
+def weighted_sum(reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+    """Σ_r weight_r · r, the default (``aggregate_fn = None``).
 
-    def aggregate(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        weights = _weights(reward_weights, grouped_rewards)
-        return _per_group(lambda **rewards: sum(weights[name] * rewards[name] for name in rewards), grouped_rewards)
-
-    return aggregate
+    Raises:
+        ValueError: A reward has no weight.
+    """
+    missing = [name for name in grouped_rewards if name not in reward_weights]
+    if missing:
+        raise ValueError(f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(reward_weights)})")
+    return _per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
 
 
 def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -42,12 +53,8 @@ def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, 
         ValueError: A reward is negative.
     """
     _require_non_negative("geometric_mean_aggregate_fn", grouped_rewards)
-
-    def mean(**rewards: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore"):  # log 0 = −inf, whose exp is the right 0
-            return np.exp(np.mean([np.log(values) for values in rewards.values()], axis=0))
-
-    return _per_group(mean, grouped_rewards)
+    with np.errstate(divide="ignore"):  # exp(log 0) = exp(−inf) = 0
+        return _per_group(lambda r: np.exp(np.mean([np.log(values) for values in r.values()], axis=0)), grouped_rewards)
 
 
 def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -57,37 +64,32 @@ def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, n
         ValueError: A reward is negative.
     """
     _require_non_negative("harmonic_mean_aggregate_fn", grouped_rewards)
-
-    def mean(**rewards: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore"):  # 1/0 = inf, and R/inf is the right 0
-            return len(rewards) / np.sum([1.0 / values for values in rewards.values()], axis=0)
-
-    return _per_group(mean, grouped_rewards)
+    with np.errstate(divide="ignore"):  # R / (1/0) = R / inf = 0
+        return _per_group(lambda r: len(r) / np.sum([1.0 / values for values in r.values()], axis=0), grouped_rewards)
 
 
+@dataclass(eq=False)
 class log_tame_aggregate_fn:
     """Log-tamed weighted sum: rewards that vary far more than the others become log(1 + r) before the weighted sum.
 
-    A reward is tamed if its coefficient of variation std/|mean| over the whole batch exceeds the threshold: a number,
-    or the ``'mean'`` or ``'median'`` of the rewards' coefficients. After a call, ``stats`` holds the coefficient of
-    each reward (``cv/<name>``) and whether it was tamed (``log_tamed/<name>``, 0 or 1).
+    A reward is tamed if its coefficient of variation std/|mean| over the whole batch exceeds the threshold. After a call,
+    ``stats`` holds each reward's coefficient (``cv/<name>``) and whether it was tamed (``log_tamed/<name>``, 0 or 1).
 
     Args:
-        threshold: ``'mean'``, ``'median'`` or a number ≥ 0.
+        threshold: A number ≥ 0, or ``'mean'`` or ``'median'`` of the rewards' coefficients.
         reward_weights: Weight by reward name; None = all 1.
     """
 
-    returns_advantages = False
+    threshold: str | float = "mean"
+    reward_weights: Mapping[str, float] | None = None
+    stats: dict[str, float] = field(default_factory=dict, init=False)
 
-    def __init__(self, threshold: str | float = "mean", reward_weights: Mapping[str, float] | None = None) -> None:
-        number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-        if not (threshold in ("mean", "median") if not number else threshold >= 0):
+    def __post_init__(self) -> None:
+        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
+        if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
             raise ValueError(
-                f"log_tame_aggregate_fn: threshold = {threshold!r} must be 'mean', 'median' or a number ≥ 0"
+                f"log_tame_aggregate_fn: threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0"
             )
-        self.threshold = threshold
-        self.reward_weights = reward_weights
-        self.stats: dict[str, float] = {}
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
         """
@@ -95,96 +97,178 @@ class log_tame_aggregate_fn:
             ValueError: A reward to be tamed is ≤ −1 somewhere.
         """
         cv = {name: _coefficient_of_variation(groups) for name, groups in grouped_rewards.items()}
-        tamed = {name for name in cv if cv[name] > self._limit(list(cv.values()))}
+        average = {"mean": np.mean, "median": np.median}.get(self.threshold)
+        limit = float(average(list(cv.values())) if average else self.threshold)
         self.stats = {f"cv/{name}": value for name, value in cv.items()}
-        self.stats |= {f"log_tamed/{name}": float(name in tamed) for name in cv}
-        transformed = {
-            name: {key: _log1p(name, values) for key, values in groups.items()} if name in tamed else groups
+        self.stats |= {f"log_tamed/{name}": float(value > limit) for name, value in cv.items()}
+        tamed = {
+            name: {key: _log1p(name, values) for key, values in groups.items()} if cv[name] > limit else groups
             for name, groups in grouped_rewards.items()
         }
-        weights = dict.fromkeys(grouped_rewards, 1.0) if self.reward_weights is None else self.reward_weights
-        return weighted_sum_aggregate_fn(weights)(**transformed)
-
-    def _limit(self, coefficients: list[float]) -> float:
-        if self.threshold == "mean":
-            return float(np.mean(coefficients))
-        if self.threshold == "median":
-            return float(np.median(coefficients))
-        return float(self.threshold)
+        return weighted_sum(dict.fromkeys(cv, 1.0) if self.reward_weights is None else self.reward_weights, **tamed)
 
 
-def weighted_advantage_sum_aggregate_fn(reward_weights: Mapping[str, float], global_std: bool = False) -> AggregateFn:
-    """Normalise each reward within its groups first, then Σ_r weight_r · A_r. The result is advantages already.
+@dataclass(eq=False)
+class weighted_advantage_sum_aggregate_fn:
+    """Normalize each reward within its groups first, then Σ_r weight_r · A_r. The result is advantages already.
 
     Args:
         reward_weights: Weight by reward name.
         global_std: Divide by the reward's std over everything instead of over the group.
     """
 
-    def aggregate(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        weights = _weights(reward_weights, grouped_rewards)
-        stds = {
-            name: float(_concatenate(groups).std()) if global_std else None for name, groups in grouped_rewards.items()
-        }
-        return _per_group(
-            lambda **rewards: sum(weights[name] * normalize(rewards[name], stds[name]) for name in rewards),
-            grouped_rewards,
-        )
+    reward_weights: Mapping[str, float]
+    global_std: bool = False
+    returns_advantages: ClassVar[bool] = True
 
-    aggregate.returns_advantages = True
-    return aggregate
+    def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+        normalized = {}
+        for name, groups in grouped_rewards.items():
+            std = float(_concatenate(groups).std()) if self.global_std else None
+            normalized[name] = {key: normalize(np.asarray(values, np.float64), std) for key, values in groups.items()}
+        return weighted_sum(self.reward_weights, **normalized)
 
 
-def get_aggregate_fn(spec: Any, reward_weights: Mapping[str, float], global_std: bool = False) -> AggregateFn | None:
-    """What ``config.train.aggregate_fn`` means.
+FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
+BUILT_IN = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)} | FACTORIES
+
+
+def get_aggregate_fn(
+    spec: Any,
+    reward_weights: Mapping[str, float],
+    global_std: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> AggregateFn | None:
+    """The aggregation of a run.
 
     Args:
-        spec: None, a callable, the name of one of this module's functions, or ``package.module:function``.
-        reward_weights: For the built-in ones that take weights.
-        global_std: For ``weighted_advantage_sum_aggregate_fn``.
+        spec: ``config.train.aggregate_fn``: None, a callable, or a description as ``resolve`` reads it.
+        reward_weights: Default weights of the built-in functions that take weights.
+        global_std: Default of ``weighted_advantage_sum_aggregate_fn``.
+        arguments: ``config.train.aggregate_fn_kwargs``, for a built-in function named by ``spec``.
 
     Raises:
-        ValueError: An unknown name; the message names the nearest right one.
+        ValueError: ``spec`` cannot be resolved, or does not take one of ``arguments``.
     """
-    if spec is None or callable(spec):
-        return spec
-    builders: dict[str, Callable[[], AggregateFn]] = {
-        "geometric_mean_aggregate_fn": lambda: geometric_mean_aggregate_fn,
-        "harmonic_mean_aggregate_fn": lambda: harmonic_mean_aggregate_fn,
-        "log_tame_aggregate_fn": lambda: log_tame_aggregate_fn(reward_weights=reward_weights),
-        "weighted_advantage_sum_aggregate_fn": lambda: weighted_advantage_sum_aggregate_fn(reward_weights, global_std),
-    }
-    if spec in builders:
-        return builders[spec]()
-    if ":" in str(spec):
-        return _imported(str(spec))
-    near = difflib.get_close_matches(str(spec), builders, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    factory = FACTORIES.get(spec) if isinstance(spec, str) else None
+    known = inspect.signature(factory).parameters if factory else {}
+    unknown = [name for name in arguments or {} if name not in known]
+    if unknown:
+        raise ValueError(
+            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={spec!r} takes "
+            f"{', '.join(known) or 'nothing'}"
+        )
+    if factory is None:
+        return spec if callable(spec) else resolve(spec)
+    run = {"reward_weights": reward_weights, "global_std": global_std}
+    return factory(**{name: run[name] for name in known if name in run} | dict(arguments or {}))
+
+
+def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
+    """What a saved configuration records of an aggregation, so that ``resolve`` finds it again.
+
+    Args:
+        aggregate_fn: None, a callable, or a description (returned as it is).
+
+    Returns:
+        A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
+        ``package.module:function``, or ``/absolute/file.py:function`` if it is in a file that cannot be imported by name
+        (the user's configuration file).
+
+    Raises:
+        ValueError: A lambda, a function inside a function, a partial or an object without a name: it could not be found
+            again when the saved run is loaded.
+    """
+    if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
+        return aggregate_fn
+    if isinstance(aggregate_fn, tuple(FACTORIES.values())):
+        arguments = {f.name: getattr(aggregate_fn, f.name) for f in dataclasses.fields(aggregate_fn) if f.init}
+        return {"name": type(aggregate_fn).__name__, "arguments": {k: _plain(v) for k, v in arguments.items()}}
+    name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", "")
+    if not isinstance(aggregate_fn, type):
+        if BUILT_IN.get(name) is aggregate_fn:
+            return name
+        if _is_importable(aggregate_fn, module, name):
+            return f"{module}:{name}"
+        if inspect.isfunction(aggregate_fn) and name.isidentifier():
+            return f"{Path(inspect.unwrap(aggregate_fn).__code__.co_filename).resolve()}:{name}"
+    kind = "a lambda" if "<lambda>" in name else f"{type(aggregate_fn).__name__} {name}".strip()
     raise ValueError(
-        f"config.train.aggregate_fn = {spec!r} is unknown: {hint}Known: {', '.join(builders)}, or 'package.module:function'"
+        f"{OPTION} is {kind}, which a saved run could not find again: give a built-in aggregation, or a function defined at "
+        "the top level of the configuration file or of an importable module"
     )
 
 
-def _imported(spec: str) -> AggregateFn:
-    module, _, name = spec.partition(":")
+def _is_importable(function: Callable, module: str, name: str) -> bool:
+    root = module.partition(".")[0]
+    if root == "__main__" or PathFinder.find_spec(root) is None:
+        return False  # such as a configuration file, loaded by its path
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"config.train.aggregate_fn = {spec!r} cannot be imported: {error}") from error
+        return attrgetter(name)(sys.modules[module]) is function
+    except (KeyError, AttributeError):
+        return False
 
 
-def _per_group(function: Callable[..., np.ndarray], grouped: Mapping[str, GroupedRewards]) -> dict[str, np.ndarray]:
-    keys = next(iter(grouped.values())).keys()
-    return {
-        key: function(**{name: np.asarray(groups[key], np.float64) for name, groups in grouped.items()}) for key in keys
-    }
+def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
+    """The inverse of ``describe``.
+
+    Args:
+        description: None, the name of a built-in function, ``{"name": …, "arguments": {…}}``,
+            ``package.module:function`` or ``file.py:function``.
+
+    Raises:
+        ValueError: There is no such function, or a built-in one does not take these arguments.
+    """
+    if description is None:
+        return None
+    name, arguments = description, {}
+    if _is_table(description):
+        name, arguments = description["name"], {k: _plain(v) for k, v in description["arguments"].items()}
+    if name in BUILT_IN:
+        try:
+            return BUILT_IN[name](**arguments) if name in FACTORIES else BUILT_IN[name]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{OPTION} = {name!r} with {arguments}: {error}") from error
+    place, _, function = str(name).rpartition(":")
+    if place and function:
+        return _load(place, function)
+    near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"{OPTION} = {name!r} is unknown: {hint}Known: {', '.join(BUILT_IN)}, 'package.module:function' or 'file.py:function'"
+    )
 
 
-def _weights(weights: Mapping[str, float], grouped: Mapping[str, GroupedRewards]) -> Mapping[str, float]:
-    missing = [name for name in grouped if name not in weights]
-    if missing:
-        raise ValueError(f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(weights)})")
-    return weights
+def _load(place: str, function: str) -> AggregateFn:
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("paco_grpo_aggregation", place)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        return attrgetter(function)(module)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"{OPTION} = '{place}:{function}' cannot be imported: {error}; correct the path, or put the module's folder "
+            "on PYTHONPATH"
+        ) from error
+
+
+def _is_table(value: Any) -> bool:
+    return hasattr(value, "items")  # a dict or a ConfigDict
+
+
+def _plain(value: Any) -> Any:
+    return {name: float(weight) for name, weight in value.items()} if _is_table(value) else value
+
+
+def _per_group(
+    function: Callable[[dict[str, np.ndarray]], np.ndarray], grouped: Mapping[str, GroupedRewards]
+) -> dict[str, np.ndarray]:
+    """``function`` of each group's ``{reward: (n,) float64}``."""
+    keys = next(iter(grouped.values()))
+    return {key: function({r: np.asarray(groups[key], np.float64) for r, groups in grouped.items()}) for key in keys}
 
 
 def _concatenate(groups: GroupedRewards) -> np.ndarray:

@@ -1,16 +1,17 @@
-"""Group-relative advantages (method §5): samples are grouped by prompt *item*, never by text.
+"""Group-relative advantages (docs/method.md §5): samples are grouped by prompt *item*, never by text.
 
-A sample with a missing reward is left out of its group; it is never given a made-up score.
+A sample with a missing reward is left out of its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum_aggregate_fn
+from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,17 @@ def compute_advantages(
     Args:
         rewards: Name → (n,), NaN = missing. A sample that lacks one of them is left out.
         item_ids: (n,), the groups.
-        prompts: (n,) texts, from which the keys that ``aggregate_fn`` sees are made.
-        reward_weights: Weight by name for the default weighted sum; a reward may not lack one.
+        prompts: (n,) texts; the keys that ``aggregate_fn`` sees are made from them.
+        reward_weights: Weight by name for the default weighted sum; every reward needs one.
         aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
         global_std: Divide by the std over everything instead of over the group.
-        per_prompt: False = one group of everything. So it is with one image per prompt.
-        rank: Replace each reward by its normalised rank within the group first (rank-grpo): 0 worst, 1 best, ties
-            averaged.
+        per_prompt: False = one group of everything, as always with one image per prompt.
+        rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
 
     Returns:
         Result with stats ``group_size_mean``, ``zero_std_share`` (groups whose aggregate does not vary),
-        ``missing_share``, ``dropped_share`` (also counts those left in groups of one), ``mean_abs`` and whatever
-        ``aggregate_fn.stats`` holds.
+        ``missing_share``, ``dropped_share`` (missing, or left alone in a group), ``mean_abs`` and those of
+        ``aggregate_fn.stats``.
 
     Raises:
         ValueError: Lengths differ, no reward, an infinite reward, or ``aggregate_fn`` returns other keys or lengths.
@@ -73,8 +73,8 @@ def compute_advantages(
         name: {key: _ranks(v[members]) if rank else v[members] for key, members in zip(keys, groups, strict=True)}
         for name, v in values.items()
     }
-    function = aggregate_fn or weighted_sum_aggregate_fn(reward_weights)
-    totals = _called(function, grouped)
+    function = aggregate_fn or partial(weighted_sum, reward_weights)
+    totals = _aggregate(function, grouped)
     is_advantage = getattr(function, "returns_advantages", False)
     std = float(np.concatenate(list(totals.values())).std()) if global_std else None
     for key, members in zip(keys, groups, strict=True):
@@ -92,15 +92,17 @@ def _checked(rewards: Mapping[str, np.ndarray], item_ids: np.ndarray, prompts: S
     values = {name: np.asarray(array, np.float64) for name, array in rewards.items()}
     lengths = {"item_ids": len(item_ids), "prompts": len(prompts)} | {name: len(v) for name, v in values.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"rewards, item_ids and prompts must have one entry a sample, but have lengths {lengths}")
+        raise ValueError(f"rewards, item_ids and prompts must have one entry per sample, but have lengths {lengths}")
     for name, array in values.items():
         if np.isinf(array).any():
-            raise ValueError(f"reward {name!r} is infinite for {int(np.isinf(array).sum())} samples: mend the reward")
+            raise ValueError(
+                f"reward {name!r} is infinite for {int(np.isinf(array).sum())} samples; a missing score must be NaN"
+            )
     return values
 
 
 def _groups(item_ids: np.ndarray, missing: np.ndarray, per_prompt: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Who is kept, and the positions of each group's kept members (groups by first appearance)."""
+    """Which samples are kept (n,), and the positions of each group's kept samples (groups by first appearance)."""
     _, first, counts = np.unique(item_ids, return_index=True, return_counts=True)
     if not per_prompt or (counts == 1).all():
         labels = [np.arange(len(item_ids))]
@@ -132,7 +134,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (below + 0.5 * equal) / (len(values) - 1)
 
 
-def _called(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _aggregate(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     name = getattr(function, "__name__", type(function).__name__)
     expected = {key: len(values) for key, values in next(iter(grouped.values())).items()}
     result = {key: np.asarray(values, np.float64) for key, values in function(**grouped).items()}

@@ -1,4 +1,4 @@
-"""Reading prompt files: every mistake is named by file, line and field."""
+"""Reading prompt files; errors name file, line and field."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ class DataError(ValueError):
 
 
 def text_of(path: Path) -> str:
-    """The text of a file.
-
+    """
     Raises:
-        DataError: It is not there, or not UTF-8.
+        DataError: The file does not exist, or is not UTF-8.
     """
     if not path.is_file():
         raise DataError(
@@ -30,12 +29,12 @@ def text_of(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(``file:line``, object) of every line that is not empty.
+    """(``file:line``, object) of every non-empty line.
 
     Raises:
-        DataError: There is no such file, or a line is not a JSON object.
+        DataError: No such file, or a line is not a JSON object.
     """
-    # Not splitlines(): a text may hold U+2028, which JSON allows unescaped.
+    # Not splitlines(): JSON allows U+2028 in a text.
     for number, line in enumerate(text_of(path).split("\n"), start=1):
         if not line.strip():
             continue

@@ -1,9 +1,9 @@
-"""Prompt sets: files become items, checked line by line (method §2)."""
+"""Prompt sets: files become items, checked line by line (docs/method.md §2)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
     if not folder.is_dir():
         raise DataError(
             f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}). "
-            "Put its train and test files there, or name another folder with --config.dataset=FOLDER"
+            "Put its train and test files there, or give another folder with --config.dataset=FOLDER"
         )
     items = KINDS[kind](folder, split)
     if not items:
@@ -44,34 +44,32 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
 
 
 def _geneval(folder: Path, split: str) -> list[Item]:
-    rows = json_lines(folder / f"{split}_metadata.jsonl")
-    return [_geneval_item(row, item_id, where) for item_id, (where, row) in enumerate(rows)]
+    items = []
+    for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
+        prompt = prompt_of(row, where)
+        name = f"{where} (item {row.get('idx', len(items))!r})"
+        height, width = given_size(row, name)
+        if not _are_criteria(row.get("criteria")):
+            raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
+        try:
+            grid = split_prompt(prompt)
+        except PromptLayoutError as error:
+            raise DataError(f"{name}: field 'prompt': {error}") from error
+        layout = row.get("layout")
+        if layout is not None and str(layout).lower().replace("⨉", "x").replace(" ", "") != f"{grid.rows}x{grid.cols}":
+            raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
+        items.append(Item(len(items), prompt, height, width, metadata=dict(row)))
+    return items
 
 
-def _geneval_item(row: Mapping[str, Any], item_id: int, where: str) -> Item:
-    prompt = prompt_of(row, where)
-    name = f"{where} (item {row.get('idx', item_id)!r})"
-    height, width = given_size(row, name)
-    _check_criteria(row.get("criteria"), name)
-    try:
-        grid = split_prompt(prompt)
-    except PromptLayoutError as error:
-        raise DataError(f"{name}: field 'prompt': {error}") from error
-    layout = row.get("layout")
-    if layout is not None and str(layout).lower().replace("⨉", "x").replace(" ", "") != f"{grid.rows}x{grid.cols}":
-        raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
-    return Item(item_id=item_id, prompt=prompt, height=height, width=width, metadata=dict(row))
-
-
-def _check_criteria(criteria: Any, name: str) -> None:
-    if criteria is None:
-        return
-    valid = isinstance(criteria, Mapping) and all(
-        isinstance(group, Mapping) and all(text is None or isinstance(text, str) for text in group.values())
-        for group in criteria.values()
+def _are_criteria(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(
+            isinstance(named, dict) and all(text is None or isinstance(text, str) for text in named.values())
+            for named in value.values()
+        )
     )
-    if not valid:
-        raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
 
 
 def _text(folder: Path, split: str) -> list[Item]:
@@ -89,12 +87,12 @@ KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
 
 
 def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
-    """Height and width in pixels at which an item is drawn, before rounding to the model's multiple.
+    """Height and width in pixels at which an item is generated, before rounding to the model's multiple.
 
     Args:
-        item: Its own height and width count if it has them.
+        item: Its height and width are used if it has them.
         resolution: Side of a square of the wanted area.
-        mode: ``exact``: the item's own size as it is; ``aspect``: its shape at area ``resolution``².
+        mode: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
     """
     if item.height is None or item.width is None:
         return resolution, resolution

@@ -1,7 +1,7 @@
-"""Which prompts an epoch uses, in which order, and from which seeds: k repeats of m prompts, shuffled.
+"""Which prompts an epoch uses, in which order, and with which seeds: k repeats of m prompts, shuffled.
 
-Everything is a function of (seed, epoch), never of the number of processes: process r of P takes the positions
-r, r + P, r + 2P, … of one global order.
+Everything depends on (seed, epoch) only, never on the number of processes: process r of P takes the positions r, r + P,
+r + 2P, … of one global order.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class EpochSamples:
 
 
 class GroupSampler:
-    """Draws m prompts an epoch without replacement within a pass over the data set, k images each.
+    """Samples m prompts per epoch without replacement within a pass over the data set, k images each.
 
-    A data set with fewer than m items is gone through more than once in an epoch (an item then has a multiple of k
-    images in its group).
+    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
 
     Args:
         num_items: Size of the prompt set.
@@ -64,7 +63,7 @@ class GroupSampler:
         return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[item_ids])
 
     def advance(self) -> None:
-        """Go on to the next epoch."""
+        """Move to the next epoch."""
         self.epoch += 1
 
     def state_dict(self) -> dict[str, int]:
@@ -72,7 +71,7 @@ class GroupSampler:
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state`` was taken (its seed too: the stream must not change in the middle)."""
+        """Continue at ``state`` (with its seed too: the stream must not change in the middle of a run)."""
         self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
 
     def _choose(self, epoch: int) -> np.ndarray:

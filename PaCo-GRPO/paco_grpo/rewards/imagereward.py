@@ -1,7 +1,7 @@
 """imagereward: learned human preference for an image given its prompt (ImageReward, arXiv 2304.05977).
 
-Its package pins timm 0.6.13 and needs an older transformers, so it runs behind ``paco_grpo.rewards.service`` in an
-environment of its own: ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
+Its package pins timm 0.6.13 and an older transformers, so it runs in a separate environment
+(``bash scripts/reward_service.sh imagereward``): ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from paco_grpo.types import Item
 
-MODEL = "ImageReward-v1.0"
 _TOKENS = 35  # what the model was trained with
 
 
@@ -36,16 +35,13 @@ class ImageRewardScore:
         """Scores (n,) float64, about standard normal over real images."""
         if self._model is None:
             self._model = self._load()
-        prompts = [item.prompt for item in items]
-        parts = [
-            self._score(images[start : start + self.batch_size], prompts[start : start + self.batch_size])
-            for start in range(0, len(images), self.batch_size)
-        ]
-        return np.concatenate(parts)
+        prompts, size = [item.prompt for item in items], self.batch_size
+        starts = range(0, len(images), size)
+        return np.concatenate([self._score(images[i : i + size], prompts[i : i + size]) for i in starts])
 
     def _score(self, images: Sequence[Image.Image], prompts: list[str]) -> np.ndarray:
-        # The package's own functions take one image at a time; these are their steps on a batch. The text encoder looks
-        # at the image, so its features cannot be kept from one image to the next.
+        # The package's own functions take one image at a time; these are their steps on a batch. The text encoder
+        # attends to the image, so its features cannot be kept for other images.
         import torch
 
         model = self._model
@@ -67,9 +63,9 @@ class ImageRewardScore:
 
 
 def imagereward(
-    model: str = MODEL, cache_dir: str | None = None, device: Any = "cpu", batch_size: int = 8
+    model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu", batch_size: int = 8
 ) -> ImageRewardScore:
-    """ImageReward in this process; with ``server=…`` in another one (see ``registry``).
+    """ImageReward in this process; ``server=…`` runs it in another one (see ``registry``).
 
     Args:
         model: Name or file of the weights.

@@ -1,4 +1,4 @@
-"""Size of the JPEG file as a reward (DDPO, arXiv 2305.13301, §5.1): needs no model, so it is good for a first run."""
+"""Size of the JPEG file as a reward (DDPO, arXiv 2305.13301, §5.1): needs no model, so it suits a first run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ if TYPE_CHECKING:
 
     from paco_grpo.types import Item
 
-_SCALE_KB = 500.0  # DDPO divides by it so that rewards are of order 1 at 512 px
-
-
-def _kilobytes(image: Image.Image, quality: int) -> float:
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="JPEG", quality=quality)
-    return buffer.tell() / 1000
+_SCALE = 500.0  # kilobytes; DDPO divides by it so that rewards are of order 1 at 512 px
 
 
 def jpeg_incompressibility(quality: int = 95) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
     """Reward = kilobytes of the JPEG / 500, (n,) float64 > 0."""
 
-    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        return np.array([_kilobytes(image, quality) / _SCALE_KB for image in images])
+    def size(image: Image.Image) -> float:
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, format="JPEG", quality=quality)
+        return buffer.tell() / 1000 / _SCALE
 
-    return score
+    return lambda images, items: np.array([size(image) for image in images])
 
 
 def jpeg_compressibility(quality: int = 95) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:

@@ -1,14 +1,14 @@
 """ocr: is the text that the prompt asks for in the image? (Flow-GRPO, arXiv 2505.05470, §5.1)
 
 The text in double quotes in the prompt is compared with what PaddleOCR reads. PaddleOCR needs an older numpy, so it
-runs behind ``paco_grpo.rewards.service`` in an environment of its own; another reader can be named by import path.
+runs in a separate environment (``bash scripts/reward_service.sh ocr``); another reader can be named by import path.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,14 +31,14 @@ def wanted_text(prompt: str) -> str:
     """
     match = _QUOTED.search(prompt)
     text = (match[1] or match[2]) if match else ""
-    if not _plain(text):
+    if not text.strip():
         raise ValueError(f"ocr needs the wanted text in double quotes in the prompt, got {prompt!r}")
     return text
 
 
 def text_score(wanted: str, read: str) -> float:
     """1 − min(edit distance, len) / len in [0, 1], spaces and case ignored; 1 if ``wanted`` is contained in ``read``."""
-    wanted, read = _plain(wanted), _plain(read)
+    wanted, read = ("".join(text.split()).casefold() for text in (wanted, read))
     if wanted in read:
         return 1.0
     return 1.0 - min(edit_distance(wanted, read), len(wanted)) / len(wanted)
@@ -54,12 +54,8 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def _plain(text: str) -> str:
-    return "".join(text.split()).casefold()
-
-
 class OcrScore:
-    """Reads each image and compares; ``load`` returns a reader (image → text) and is called at the first image."""
+    """Reads each image and compares. ``load`` returns the reader (image → text); it is called at the first image."""
 
     def __init__(self, load: Callable[[], Reader]) -> None:
         self._load = load
@@ -79,11 +75,11 @@ class OcrScore:
 
 
 def ocr(reader: str = "paddleocr", lang: str = "en", device: Any = "cpu") -> OcrScore:
-    """Text in the image against the text in the prompt; with ``server=…`` in another process (see ``registry``).
+    """Text in the image against the text in the prompt; ``server=…`` runs it in another process (see ``registry``).
 
     Args:
-        reader: ``paddleocr``, or ``package.module:function``: a function from an RGB image to the text in it.
-        lang: Language of PaddleOCR's recogniser.
+        reader: ``paddleocr``, or ``package.module:function``: a function from an RGB image to its text.
+        lang: Language of PaddleOCR's recognizer.
         device: Where PaddleOCR computes.
 
     Raises:
@@ -101,11 +97,7 @@ def ocr(reader: str = "paddleocr", lang: str = "en", device: Any = "cpu") -> Ocr
     return OcrScore(lambda: function)
 
 
-def _check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
-    wanted_text(item.prompt)
-
-
-ocr.check_item = _check_item
+ocr.check_item = lambda item, kwargs: wanted_text(item.prompt)
 
 
 def _paddle_reader(paddleocr: Any, lang: str, device: str) -> Reader:

@@ -1,13 +1,13 @@
 """Finding rewards by name or import path.
 
-A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``, a missing score is NaN. A factory that
-has a parameter ``device`` is given the process's device. A callable may have a method ``check()`` that is asked once
-before anything expensive (a server that must answer, weights that must be there). A factory may have an attribute
-``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that can have no score: every
-item of a prompt set is shown to it before a model is loaded.
+A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is NaN. A factory with a
+parameter ``device`` is given the process's device. The callable may have a method ``check()``, called once before
+anything expensive (does the server answer? are the weights there?). The factory may have an attribute ``check_item``, a
+function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is called with every
+item of a prompt set before a model is loaded.
 
-Any of them runs in another process when ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
-called there, by ``paco_grpo.rewards.service``, and not here.
+Any reward runs in another process if ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
+called there, by ``paco_grpo.rewards.remote.service``, and not here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
 
 REWARDS: dict[str, str] = {
-    "clipscore": "paco_grpo.rewards.clipscore:clipscore",
-    "consistency_for_editing": "paco_grpo.rewards.editing:consistency_for_editing",
-    "consistency_score": "paco_grpo.rewards.consistency:consistency_score",
-    "edit_score": "paco_grpo.rewards.edit_score:edit_score",
-    "grid_layout": "paco_grpo.rewards.grid_layout:grid_layout",
+    "clipscore": "paco_grpo.rewards.clip:clipscore",
+    "consistency_for_editing": "paco_grpo.rewards.judge:ConsistencyForEditing",
+    "consistency_score": "paco_grpo.rewards.judge:ConsistencyScore",
+    "edit_score": "paco_grpo.rewards.edit_score:EditScore",
+    "grid_layout": "paco_grpo.rewards.judge:GridLayout",
     "imagereward": "paco_grpo.rewards.imagereward:imagereward",
     "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
     "ocr": "paco_grpo.rewards.ocr:ocr",
-    "pickscore": "paco_grpo.rewards.pickscore_scores:pickscore",
-    "subfig_clipI": "paco_grpo.rewards.subfig_clipI:subfig_clipI",
-    "subfig_clipT": "paco_grpo.rewards.subfig_clipT:subfig_clipT",
-    "subfig_dreamsim": "paco_grpo.rewards.subfig_dreamsim:subfig_dreamsim",
+    "pickscore": "paco_grpo.rewards.clip:pickscore",
+    "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
+    "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
+    "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
 }
 REMOTE_ARGUMENTS = ("server", "api_key", "deadline_s", "request_size")
 
@@ -84,25 +84,17 @@ def build_rewards(
         Short name → callable(images, items) returning (n,) float64, NaN = missing.
 
     Raises:
-        RewardError: Unknown name or keyword (the nearest right one is named), or a factory that cannot be imported.
+        RewardError: Unknown name or keyword (the nearest known one is named), or a factory that cannot be imported.
     """
-    kwargs = dict(reward_fn_kwargs or {})
-    for name in kwargs:
+    reward_fn_kwargs = reward_fn_kwargs or {}
+    for name in reward_fn_kwargs:
         if name not in reward_fn:
             raise RewardError(
                 f"reward_fn_kwargs has {name!r}, which is not among the rewards ({', '.join(reward_fn)})"
                 + _nearest(name, reward_fn)
             )
     reward_weights(reward_fn)
-    return {
-        short_name(name): _Checked(short_name(name), _build(name, kwargs.get(name, {}), device), _item_check(name, kwargs))
-        for name in reward_fn
-    }
-
-
-def _item_check(name: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Callable[[Item], None]:
-    check = getattr(find_factory(name), "check_item", None)
-    return (lambda item: None) if check is None else (lambda item: check(item, kwargs.get(name, {})))
+    return {short_name(name): _CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -127,81 +119,34 @@ def find_factory(name: str) -> Callable[..., Reward]:
     return getattr(module, attribute)
 
 
-def _build(name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> Reward:
-    factory = find_factory(name)
-    parameters = inspect.signature(factory).parameters
-    if "server" in kwargs and "server" not in parameters:
-        return _remote(name, kwargs, parameters)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for keyword in kwargs:
-        if keyword not in parameters and not takes_any:
-            raise RewardError(
-                f"reward {name!r} has no argument {keyword!r}.{_nearest(keyword, parameters)} "
-                f"It takes: {', '.join(parameters) or 'nothing'}"
-            )
-    given = dict(kwargs)
-    if "device" in parameters:
-        given.setdefault("device", device)
-    try:
-        return factory(**given)
-    except (ValueError, TypeError) as error:  # what a factory says of its arguments
-        raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
-    except ImportError as error:
-        raise RewardError(
-            f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in an "
-            f"environment of its own (`bash scripts/reward_service.sh {name}`) and name that with server="
-        ) from error
+class _CheckedReward:
+    """A reward whose arguments, items and scores are checked; see ``build_rewards``."""
 
-
-def _remote(name: str, kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Reward:
-    for keyword in kwargs:
-        if keyword in REMOTE_ARGUMENTS:
-            continue
-        if keyword in parameters:
-            raise RewardError(
-                f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
-                f"start the service with --kwargs '{{\"{keyword}\": …}}'"
-            )
-        raise RewardError(
-            f"reward {name!r} with server=… has no argument {keyword!r}.{_nearest(keyword, REMOTE_ARGUMENTS)} "
-            f"It takes: {', '.join(REMOTE_ARGUMENTS)}"
-        )
-    from paco_grpo.rewards.remote import RemoteReward
-
-    return RemoteReward(name, **kwargs)
-
-
-def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-class _Checked:
-    """A reward whose answers are checked: one score an image, no infinities."""
-
-    def __init__(self, name: str, function: Reward, check_item: Callable[[Item], None]) -> None:
-        if not callable(function):
-            raise RewardError(f"the factory of reward {name!r} returned {type(function).__name__}, not a callable")
-        self.name, self.function, self._check_item = name, function, check_item
+    def __init__(self, name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> None:
+        factory = find_factory(name)
+        self.name, self.kwargs = short_name(name), kwargs
+        self._check_item = getattr(factory, "check_item", None)
+        self.function = _build(name, factory, kwargs, device)
+        if not callable(self.function):
+            raise RewardError(f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable")
 
     def check(self) -> None:
-        """Ask the reward whether it can work, if it knows how to tell."""
+        """Call the reward's own ``check``, if it has one."""
         if hasattr(self.function, "check"):
             self.function.check()
 
     def check_items(self, items: Sequence[Item]) -> None:
-        """Look for an item that can have no score.
-
-        Raises:
-            RewardError: There is one; the message names it.
         """
-        for item in items:
+        Raises:
+            RewardError: An item cannot be scored; the message names it.
+        """
+        for item in items if self._check_item else ():
             try:
-                self._check_item(item)
+                self._check_item(item, self.kwargs)
             except ValueError as error:
                 raise RewardError(
-                    f"item {item.item_id} of the prompt set can have no score: {error}; take another reward, or leave the "
-                    "item out"
+                    f"item {item.item_id} of the prompt set cannot be scored: {error}; use another reward, or remove "
+                    "the item"
                 ) from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -211,3 +156,39 @@ class _Checked:
         if np.isinf(scores).any():
             raise RewardError(f"reward {self.name!r} returned an infinite score; a missing score is NaN")
         return scores
+
+
+def _build(name: str, factory: Callable[..., Reward], kwargs: Mapping[str, Any], device: torch.device | str) -> Reward:
+    parameters = inspect.signature(factory).parameters
+    remote = "server" in kwargs and "server" not in parameters
+    known = REMOTE_ARGUMENTS if remote else tuple(parameters)
+    takes_any = not remote and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for keyword in () if takes_any else kwargs:
+        if remote and keyword in parameters and keyword not in known:
+            raise RewardError(
+                f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
+                f"start the service with --kwargs '{{\"{keyword}\": …}}'"
+            )
+        if keyword not in known:
+            raise RewardError(
+                f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{_nearest(keyword, known)} "
+                f"It takes: {', '.join(known) or 'nothing'}"
+            )
+    if remote:
+        from paco_grpo.rewards.remote.client import RemoteReward
+
+        return RemoteReward(name, **kwargs)
+    try:
+        return factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
+    except (ValueError, TypeError) as error:
+        raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
+    except ImportError as error:
+        raise RewardError(
+            f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
+            f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
+        ) from error
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

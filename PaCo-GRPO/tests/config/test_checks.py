@@ -1,198 +1,144 @@
-"""Contradictions are found before any model is loaded, and the message names the field."""
+"""Ranges and contradictions are reported before any model is loaded, all at once, by the name of the option."""
+
+import math
+from dataclasses import replace
 
 import pytest
-import torch
-from named import override
-from tiny_policies import NAMES, load
+from named import CONFIG, NAMES
 
-from paco_grpo.data.prompts import DataError
-from paco_grpo.policies import fewest_steps, size_multiple
-from paco_grpo.training.checks import check_config, check_images, check_model, check_writable, warn_of_a_slow_device
-from paco_grpo.training.configuration import ConfigError
-from paco_grpo.types import Item
+from paco_grpo.options import OPTIONS, ConfigError, check_options, find_problems, load_options, make_options, refuse
 
-JPEG = [("train.reward_fn", "{'jpeg_compressibility': 1}"), ("train.reward_fn_kwargs", ""), ("test.reward_fn", "")]
+GOOD = [("dataset", "prompts"), ("train.reward_fn", "{'jpeg_compressibility': 1}")]
+LIMITS = {name: o for name, o in OPTIONS.items() if {o.at_least, o.at_most, o.above, o.below} != {None}}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "said"),
-    [
-        ([("sample.num_steps", "10"), ("sample.noise_steps", "1,10")], "config.sample.noise_steps has step 10, but sample.num_steps=10"),
-        ([("sample.noise_steps", "-1")], "sample.noise_steps has step -1"),
-        ([("sample.noise_steps", "1,1")], "names a step twice"),
-        ([("sample.noise_steps", "")], "sample.noise_steps is empty"),
-        ([("sample.noise_level", "0")], "sample.noise_level=0"),
-        ([("sample.num_noise_steps", "2")], "sample.num_noise_steps=2 is more"),
-        ([("train.timesteps", "2")], "train.timesteps has step 2"),
-        ([("train.timesteps", "()")], "train.timesteps is empty"),
-        ([("train.timesteps", "1"), ("sample.num_noise_steps", "1")], "cannot be given together with sample.num_noise"),
-        ([("train.timesteps", "9"), ("train.loss_type", "nft")], "train.timesteps has step 9, but sample.num_steps=6"),
-        ([("sample.noise_steps", ""), ("train.loss_type", "nft")], "train.timesteps is not given"),
-        ([("sample.cps", "1"), ("train.loss_type", "guard_grpo")], "sample.cps=True"),
-        ([("train.decay_type", "1")], "train.decay_type=1 needs train.loss_type='nft'"),
-        ([("train.decay_type", "7"), ("train.loss_type", "nft")], "must be 0, 1 or 2"),
-        ([("use_lora", "0"), ("train.loss_type", "nft")], "use_lora=False"),
-        ([("use_lora", "0"), ("train.beta", "0.1")], "use_lora=False"),
-        ([("use_lora", "0"), ("train.lora_path", "x")], "train.lora_path is given"),
-        ([("train.gradient_step_per_epoch", "200")], "train.gradient_step_per_epoch=200"),
-        ([("train.loss_type", "pppo")], "train.loss_type='pppo' is not known. Did you mean 'ppo'"),
-        ([("logging_platform", "wandbb")], "Did you mean 'wandb'"),
-        ([("mixed_precision", "fp16")], "Known: bf16, no"),
-        ([("prompt_fn", "geneva")], "Did you mean 'geneval'"),
-        ([("item_size", "square")], "item_size='square'"),
-        ([("train.batch_size", "0")], "train.batch_size=0 must be at least 1"),
-        ([("train.learning_rate", "nan")], "train.learning_rate=nan"),
-        ([("train.ema_decay", "1")], "train.ema_decay"),
-        ([("train.adam_beta2", "1")], "train.adam_beta2=1.0 must lie in [0, 1)"),
-        ([("train.adam_epsilon", "0")], "train.adam_epsilon=0.0 must be greater than 0"),
-        ([("train.nft_beta", "-1")], "train.nft_beta=-1.0 must be greater than 0"),
-        ([("train.adam_weight_decay", "-1")], "train.adam_weight_decay=-1.0 must be at least 0"),
-        ([("sample.guidance_scale", "-1")], "sample.guidance_scale=-1.0 must be at least 0"),
-        ([("save_freq", "-1")], "save_freq=-1 must be at least 0"),
-        ([("eval_freq", "-1")], "eval_freq=-1 must be at least 0"),
-        ([("seed", "-1")], "seed=-1 must be at least 0"),
-        ([("test.seed", "-1")], "test.seed=-1 must be at least 0"),
-        ([("max_train_minutes", "-1")], "max_train_minutes=-1.0 must be at least 0"),
-        ([("train.max_missing_reward_fraction", "2")], "train.max_missing_reward_fraction"),
-        ([("dataset", "")], "dataset is empty"),
-        ([("train.reward_fn", "")], "train.reward_fn is empty"),
-        ([("train.reward_fn.consistency_scor", "1")], "Did you mean 'consistency_score'"),
-        ([("train.reward_fn_kwargs.consistency_scores.model", "x")], "Did you mean 'consistency_score'"),
-        ([("train.reward_fn.nowhere.mod:f", "1")], "cannot be imported"),
-        (
-            [("train.aggregate_fn_kwargs.reward_weights", "{'pickscor': 1}")],
-            "'pickscor', which is not in train.reward_fn",
-        ),
-        ([("test.reward_fn", "{'jpeg_compressibility': 'much'}")], "is not a weight"),
-        ([("sample.batch_size", "-1")], "sample.batch_size=-1 must be at least 0"),
-        ([("max_sequence_length", "-1")], "max_sequence_length=-1 must be at least 0"),
-        ([("sample.tail_order", "3")], "sample.tail_order=3 is not known. Known: 1, 2"),
-        ([("sample.tail_steps", "0")], "sample.tail_steps=0 must be at least 1"),
-        ([("sample.tail_cache", "-1")], "sample.tail_cache=-1.0 must be at least 0"),
-        (
-            [("sample.tail_order", "2"), ("sample.noise_steps", ""), ("train.loss_type", "nft")],
-            "sample.tail_order=2 changes the steps after the last noise step, but sampling has no noise",
-        ),
-        ([("sample.tail_cache", "0.1"), ("speed.compile", "1")], "sample.tail_cache cannot be used with speed.compile"),
-        ([("sample.tail_weights", "fp8")], "sample.tail_weights='fp8' is not known. Known: None, int8"),
-        ([("sample.tail_weights", "int8"), ("speed.compile", "1")], "it replaces layers of compiled blocks"),
-        ([("sample.tail_weights", "int8"), ("pretrained.quantize", "nf4")], "needs a whole base"),
-        ([("speed.attention", "native_cudnn")], "speed.attention='native_cudnn' is not known. Did you mean '_native_cudnn'"),
-        ([("speed.attention", "sage")], "speed.attention='sage' has no backward, so it cannot train"),
-        ([("speed.attention", "flash")], "speed.attention='flash' cannot be used here"),
-        ([("speed.fused_adam", "1"), ("train.use_8bit_adam", "1")], "speed.fused_adam=True cannot be used with"),
-    ],
-)
-def test_contradiction_names_the_field(pairs, said):
-    config = override(("test.reward_fn", ""), *pairs)
-    with pytest.raises(ConfigError) as caught:
-        check_config(config)
-    assert said in str(caught.value)
-    assert str(caught.value).startswith("config.")
-
-
-def test_all_problems_are_told_at_once():
-    with pytest.raises(ConfigError) as caught:
-        check_config(override(*JPEG, ("train.batch_size", "0"), ("sample.noise_steps", "77")))
-    assert len(str(caught.value).splitlines()) == 2
-
-
-def small_files(folder, pipeline="FluxPipeline", vae='{"block_out_channels": [4, 8, 8]}'):
-    """What is known of a model before its weights are read."""
-    (folder / "vae").mkdir(parents=True)
-    (folder / "vae" / "config.json").write_text(vae)
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
-    (folder / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "vae"),
-    [
-        ("FluxPipeline", '{"block_out_channels": [4, 8, 8]}'),
-        ("QwenImageEditPipeline", '{"temperal_downsample": [false, true]}'),
-    ],
-)
-def test_resolution_must_fit_the_model(tmp_path, pipeline, vae):
-    small_files(tmp_path, pipeline, vae)
-    config = override(("pretrained.model", str(tmp_path)), ("train.resolution", "60"), ("test.resolution", "64"))
-    with pytest.raises(ConfigError, match="config.train.resolution=60 is not a multiple of 8") as caught:
-        check_model(config)
-    assert "test.resolution" not in str(caught.value)
-
-
-def test_resolution_must_fit_the_hub_s_model(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    commit = "0" * 40
-    folder = tmp_path / "models--someone--something"
-    small_files(folder / "snapshots" / commit)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    config = override(("pretrained.model", "someone/something"), ("test.resolution", "100"))
-    with pytest.raises(ConfigError, match="config.test.resolution=100 is not a multiple of 8, as someone/something"):
-        check_model(config)
-
-
-def test_negative_prompt_needs_true_cfg(tmp_path):
-    config = override(("pretrained.model", str(small_files(tmp_path))), ("sample.negative_prompt", " "))
-    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' ' is given, but .* leave it at None"):
-        check_model(config)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "image", "said"),
-    [
-        ("FluxPipeline", "a picture", "draws from text alone, but the train items .* have reference images .config.prompt_fn"),
-        ("FluxKontextPipeline", None, "edits images, but the train items .* have none: config.prompt_fn"),
-    ],
-)
-def test_prompt_set_must_be_of_the_model_s_kind(tmp_path, pipeline, image, said):
-    config = override(("pretrained.model", str(small_files(tmp_path, pipeline))))
-    with pytest.raises(DataError, match=said):
-        check_images(config, {"train": [Item(0, "x", image=image)]})
+def problems_of(*overrides):
+    """The options named by the problems that the overrides cause."""
+    lines = find_problems(make_options({}, [*GOOD, *overrides]))
+    return [line.partition(" ")[0].partition("=")[0] for line in lines]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_size_multiple_is_known_without_the_weights(tiny_folder, name):
-    assert size_multiple(tiny_folder(name)) == load(name, tiny_folder(name)).size_multiple
+def test_named_configurations_pass(name):
+    check_options(load_options(f"{CONFIG / 'grpo.py'}:{name}"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fewest_steps_are_known_without_the_weights(tiny_folder, name):
-    fewest = fewest_steps(tiny_folder(name))
-    assert len(load(name, tiny_folder(name)).sigmas(fewest, 32, 32)) == fewest + 1
-    config = override(("pretrained.model", str(tiny_folder(name))), ("test.num_steps", "1"))
-    if fewest > 1:
-        with pytest.raises(ConfigError, match=r"config.test.num_steps=1 must be at least 2"):
-            check_model(config)
-    else:
-        check_model(config)
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name):
+    option, text = LIMITS[name], "1e-6" if LIMITS[name].kind is float else "1"
+    step = float(text)
+    others = [("sample.noise_steps", "0"), ("sample.num_steps", "9")] if name != "sample.num_steps" else []
+    inside, outside = [], []
+    if option.at_least is not None:
+        inside, outside = [*inside, option.at_least], [*outside, option.at_least - step]
+    if option.at_most is not None:
+        inside, outside = [*inside, option.at_most], [*outside, option.at_most + step]
+    if option.above is not None:
+        inside, outside = [*inside, option.above + step], [*outside, option.above]
+    if option.below is not None:
+        inside, outside = [*inside, option.below - step], [*outside, option.below]
+    if option.kind is float:
+        outside += [math.nan, math.inf]
+
+    def text_of(value):
+        return repr(option.kind(value))
+
+    for value in inside:
+        assert name not in problems_of(*others, (name, text_of(value)))
+    for value in outside:
+        assert name in problems_of(*others, (name, text_of(value)))
 
 
-def test_a_large_model_on_a_cpu_is_said(tmp_path, caplog):
-    folder = small_files(tmp_path)
-    config = override(("pretrained.model", str(folder)))
-    warn_of_a_slow_device(config, torch.device("cpu"))
-    assert not caplog.records
-    (folder / "transformer").mkdir()
-    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text('{"metadata": {"total_size": 23802816640}}')
-    warn_of_a_slow_device(config, torch.device("cuda"))
-    assert not caplog.records
-    warn_of_a_slow_device(config, torch.device("cpu"))
-    assert "has 24 GB of transformer weights, and no GPU is visible" in caplog.text
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices])
+def test_choices(name):
+    for choice in OPTIONS[name].choices:
+        assert name not in problems_of((name, str(choice)))
+    assert name in problems_of((name, "7"))
 
 
-def test_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="config.save_dir"):
-        check_writable(tmp_path / "file" / "runs")
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"sample.noise_steps": "1,10"}, "sample.noise_steps"),
+        ({"sample.noise_steps": "1,9"}, None),
+        ({"sample.noise_steps": "-1"}, "sample.noise_steps"),
+        ({"sample.noise_steps": "0"}, None),
+        ({"sample.noise_steps": "1,1"}, "sample.noise_steps"),
+        ({"sample.num_noise_steps": "2"}, "sample.num_noise_steps"),
+        ({"sample.num_noise_steps": "2", "sample.noise_steps": "1,2"}, None),
+        ({"train.timesteps": "()"}, "train.timesteps"),
+        ({"train.timesteps": "1"}, None),
+        ({"sample.tail_order": "2"}, None),
+        ({"sample.tail_order": "2", "sample.noise_steps": ""}, "sample.tail_order"),
+        ({"sample.tail_steps": "1", "sample.noise_level": "0"}, "sample.tail_steps"),
+        ({"sample.tail_weights": "int8", "sample.noise_steps": ""}, "sample.tail_weights"),
+        ({"sample.tail_cache": "0.1", "sample.noise_level": "0"}, "sample.tail_cache"),
+        ({"sample.noise_steps": ""}, None),
+        ({"sample.tail_cache": "0.1", "speed.compile": "1"}, "sample.tail_cache"),
+        ({"sample.tail_cache": "0.1"}, None),
+        ({"sample.tail_weights": "int8", "speed.compile": "1"}, "sample.tail_weights"),
+        ({"sample.tail_weights": "int8", "pretrained.quantize": "nf4"}, "sample.tail_weights"),
+        ({"sample.tail_weights": "int8"}, None),
+        ({"speed.compile": "1"}, None),
+        ({"speed.fused_adam": "1", "train.use_8bit_adam": "1"}, "speed.fused_adam"),
+        ({"train.use_8bit_adam": "1"}, None),
+        ({"speed.fused_adam": "1"}, None),
+        ({"use_lora": "0", "train.beta": "0.1"}, "use_lora"),
+        ({"use_lora": "0", "train.lora_path": "x"}, "train.lora_path"),
+        ({"use_lora": "0"}, None),
+        ({"train.beta": "0.1", "train.lora_path": "x"}, None),
+        ({"pretrained.quantize": "nf4"}, None),
+        ({"pretrained.quantize": "nf4", "use_lora": "0"}, "pretrained.quantize"),
+        ({"pretrained.quantize": "int8", "sample.merge_lora": "1"}, "sample.merge_lora"),
+        ({"pretrained.quantize": "nf4", "train.sharding": "fsdp2"}, "train.sharding"),
+        ({"pretrained.quantize": "nf4", "speed.compile": "1"}, "speed.compile"),
+        ({"sample.merge_lora": "1", "train.sharding": "fsdp2"}, None),
+        ({"dataset": ""}, "dataset"),
+        ({"train.reward_fn": ""}, "train.reward_fn"),
+        ({"train.reward_fn.ocr": "nan"}, "train.reward_fn.ocr"),
+        ({"test.reward_fn.ocr": "much"}, "test.reward_fn.ocr"),
+        ({"test.reward_fn.ocr": "True"}, "test.reward_fn.ocr"),
+        ({"test.reward_fn.ocr": "0"}, None),
+        ({"train.reward_fn_kwargs.ocr.server": "x"}, "train.reward_fn_kwargs"),
+        ({"test.reward_fn_kwargs.ocr.server": "x"}, "test.reward_fn_kwargs"),
+        ({"train.reward_fn_kwargs.ocr.server": "x", "test.reward_fn.ocr": "1"}, None),
+        ({"train.aggregate_fn_kwargs.reward_weights": "{'ocr': 1}"}, "train.aggregate_fn_kwargs.reward_weights"),
+        ({"train.aggregate_fn_kwargs.reward_weights": "{'f': 1}", "train.reward_fn.m:f": "1"}, None),
+        ({"train.aggregate_fn_kwargs.threshold": "1"}, None),
+    ],
+)
+def test_contradictions(overrides, named):
+    assert problems_of(*overrides.items()) == ([named] if named else [])
 
 
-def test_no_space_left(tmp_path):
-    with pytest.raises(ConfigError, match="MiB free, but checkpoints of this run need"):
-        check_writable(tmp_path, needed_bytes=1 << 60)
+def test_every_tail_option_needs_noise():
+    tail = {
+        "sample.tail_steps": "1",
+        "sample.tail_order": "2",
+        "sample.tail_cache": "0.1",
+        "sample.tail_weights": "int8",
+    }
+    assert problems_of(*tail.items()) == []
+    assert problems_of(*tail.items(), ("sample.noise_level", "0")) == list(tail)
+
+
+def test_all_problems_are_reported_at_once():
+    options = make_options({}, [("train.batch_size", "0"), ("sample.noise_steps", "77")])
+    with pytest.raises(ConfigError) as caught:
+        check_options(options)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4  # also: no data set, no reward
+    assert all(line.startswith("config.") for line in lines)
+    check_options(make_options({}, GOOD))
+    refuse([])
+
+
+def test_misspelt_names_are_corrected():
+    wrong = make_options(
+        {}, [*GOOD, ("train.old_log_prob", "rolout"), ("train.reward_fn_kwargs.jpeg.x", "1"),
+             ("train.aggregate_fn_kwargs.reward_weights", "{'jpeg_compress': 1}")]
+    )  # fmt: skip
+    found = "\n".join(find_problems(wrong))
+    assert found.count("Did you mean 'jpeg_compressibility'") == 2 and "Did you mean 'rollout'" in found
+    quiet = replace(wrong, train=make_options({}, GOOD).train)
+    assert find_problems(quiet) == []

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from named import override
 
-from paco_grpo.training.plan import make_plan
+from paco_grpo.training.plan import gradient_steps, make_plan
 
 CONFIG = override()
 SMALL = st.integers(1, 40)
@@ -27,3 +27,13 @@ def test_everything_divides_evenly(m, k, batch, processes):
 
 def test_more_processes_do_not_change_the_toy_epoch():
     assert make_plan(CONFIG, 1).samples == make_plan(CONFIG, 2).samples == make_plan(CONFIG, 4).samples
+
+
+def test_what_follows_is_derived_after_overrides():
+    config = override(("train.loss_type", "nft"), name="t2is")
+    assert gradient_steps(config) == 1
+    config = override(("sample.batch_size", "4"), ("train.batch_size", "2"), name="t2is")
+    plan = make_plan(config, 8)
+    assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
+    assert (plan.rollout_batches, plan.samples_per_step, plan.accumulation) == (21, 336, 21)
+    assert plan.notes == ()

@@ -133,7 +133,7 @@ def test_ocr_prompts_have_a_quoted_text(fetch, tmp_path):
     [
         ("t2is", {}, "holds no *.jsonl; it holds nothing"),
         ("t2is", {"a.jsonl": "{"}, "a.jsonl:1: not JSON"),
-        ("t2is", {"train.jsonl": lines([grid_row(1)]), "test.jsonl": lines([{"prompt": ""}])}, "field 'prompt'"),
+        ("t2is", {"train.jsonl": lines([grid_row(1)]), "test.jsonl": lines([{"prompt": ""}])}, "'prompt'"),
         ("ocr", {"train.csv": "x"}, "holds no train.txt; it holds {'.csv': 1}"),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x"}]'}, "column 'input_image' is missing"),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x", "input_image": "a.png"}]'}, "image 'a.png'"),
@@ -165,6 +165,6 @@ def test_without_a_network_one_message_says_what_to_do(fetch, tmp_path, capsys, 
     monkeypatch.setattr(fetch.urllib.request, "urlopen", refuse)
     assert fetch.main([name, "--output", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert "cannot be fetched from here" in said and f"dataset/fetch.py {name} --source FOLDER" in said
+    assert "cannot be downloaded from here" in said and f"dataset/fetch.py {name} --source FOLDER" in said
     assert ("hf download" in said) == (name != "ocr") and "Traceback" not in said
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""ocr: the formula against an independent computation, the reader by import path, one clear message otherwise."""
+"""ocr: the formula against an independent computation; readers by import path."""
 
 import numpy as np
 import pytest
@@ -45,13 +45,13 @@ def test_wanted_text_is_the_quoted_one():
 
 def test_reader_by_import_path():
     images = [Image.new("L", (12, 8)), Image.new("RGB", (3, 4))]
-    reward = build_rewards({"ocr": 1}, {"ocr": {"reader": "named_reader:read_size"}})["ocr"]
+    reward = build_rewards({"ocr": 1}, {"ocr": {"reader": "reward_factories:read_size"}})["ocr"]
     scores = reward(images, [Item(0, 'write "12 X 8"'), Item(1, 'write "12 x 8"')])
     assert scores == pytest.approx([1.0, text_score("12x8", "is3x4!")])
 
 
-def test_missing_package_and_unknown_reader_are_said():
+def test_missing_package_and_unknown_reader_are_errors():
     with pytest.raises(RewardError, match="not installed.*scripts/reward_service.sh ocr.*server="):
         build_rewards({"ocr": 1})
-    with pytest.raises(ValueError, match="neither 'paddleocr' nor"):
+    with pytest.raises(ValueError, match="reader='tesseract'"):
         ocr(reader="tesseract")

@@ -12,13 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from paco_grpo.rewards.clipscore import clipscore
-from paco_grpo.rewards.open_clip_model import open_clip_model
-from paco_grpo.rewards.pickscore_scores import pickscore
-from paco_grpo.rewards.subfig_clipI import subfig_clipI
-from paco_grpo.rewards.subfig_clipT import subfig_clipT
-from paco_grpo.rewards.subfig_dreamsim import DreamSim
-from paco_grpo.rewards.subfig_pairs import SubfigPairs
+from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
+from paco_grpo.rewards.dreamsim import DreamSim
+from paco_grpo.rewards.subfigures import SubfigurePairs
 from paco_grpo.types import Item
 from paco_judge.grid import split_image
 
@@ -170,7 +166,7 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs():
     def preprocess(image):
         return torch.tensor(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
 
-    reward = SubfigPairs("subfig_dreamsim", DreamSim(lambda: loaded.append(1) or (model, preprocess), "cpu", 3))
+    reward = SubfigurePairs("subfig_dreamsim", DreamSim(lambda: loaded.append(1) or (model, preprocess), "cpu", 3))
     assert not loaded
     prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
@@ -191,4 +187,4 @@ def test_published_download_commands_say_what_to_do_without_a_hub(name, tmp_path
         [sys.executable, str(script)], env=environment, check=False, capture_output=True, text=True, timeout=500
     )
     assert ended.returncode == 1
-    assert "cannot be had" in ended.stderr and "HF_ENDPOINT" in ended.stderr and "Traceback" not in ended.stderr
+    assert "could not be loaded" in ended.stderr and "HF_ENDPOINT" in ended.stderr and "Traceback" not in ended.stderr

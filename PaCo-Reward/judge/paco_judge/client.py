@@ -4,21 +4,20 @@
     verdicts = judge.score_blocking([Pair(image_a, image_b, question)])     # from any thread
     verdicts = await judge.score([Pair(image_a, image_b, question)])        # from any event loop
 
-All requests of a process travel through one event loop in a thread of its own, with one connection pool and one cache
-(``paco_judge.transport``). A verdict is a probability or an error with its cause; errors are not cached.
+All clients of a process share one event loop thread, one HTTP session and one cache (``paco_judge.transport``). A
+verdict is a probability or an error with its cause; errors are not cached.
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image
 
 from paco_judge import transport
-from paco_judge.connections import Origin
 from paco_judge.images import ImageStore, UnreadableImage
 from paco_judge.questions import build_messages
 from paco_judge.transport import Refused, Unreachable
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
 _CHECK_TIMEOUT_S = 10.0
-_SLOT = "\x00"  # cannot occur in a question: JSON text escapes it
+_URL_SLOT = "\x00"
 
 
 class JudgeError(RuntimeError):
@@ -36,16 +35,16 @@ class JudgeError(RuntimeError):
 
 
 class JudgeUnavailable(JudgeError):
-    """No judge answers at the base URL, or it refuses us."""
+    """No judge answers at the base URL, or it refuses the request."""
 
 
 class JudgeModelMissing(JudgeError):
-    """The judge answers, but does not serve the model asked for."""
+    """The judge answers, but does not serve the requested model."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images and the question asked on them; the order of the images matters. ``image_b`` None: one image alone."""
+    """Two images and a question about them; the order of the images matters. ``image_b`` None: one image alone."""
 
     image_a: Image.Image
     image_b: Image.Image | None
@@ -57,15 +56,31 @@ class Pair:
         return (self.image_a,) if self.image_b is None else (self.image_a, self.image_b)
 
 
-class JudgeClient:
-    """Asks one model of one server. Cheap to make: the pool and the cache belong to the process.
+class _Request(NamedTuple):
+    """A pair by content: the cache's key."""
 
-    ``base_url``: scheme, host and port, with or without a trailing ``/v1``. ``model``: the served name; one that
-    differs only by letter case is taken, and said. ``max_concurrency``: requests of this client in flight.
-    ``deadline_s``: the whole of one ``score`` call, retries included, in seconds; a server to which nobody could
-    connect for this long is not waited for by later calls either, until it answers again. ``variants``: sum the
-    probabilities of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``. ``cache``: False asks again for what was
-    asked before.
+    base_url: str
+    model: str
+    variants: bool
+    question: str
+    digests: tuple[bytes, ...]
+
+
+class JudgeClient:
+    """Asks one model of one server. Cheap to make: the HTTP session and the cache belong to the process.
+
+    Args:
+        base_url: Scheme, host and port, with or without a trailing ``/v1``.
+        model: Served name, matched case-insensitively with a warning.
+        api_key: Sent as a bearer token.
+        max_concurrency: Requests of this client in flight.
+        deadline_s: Seconds for a whole ``score`` call, retries included. A server that has accepted no connection for
+            this long is not waited for by later calls either, until it answers again.
+        variants: Sum the probabilities of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``.
+        cache: False sends every request again.
+
+    Raises:
+        ValueError: A setting is out of range, or ``base_url`` is not an http(s) URL.
     """
 
     def __init__(
@@ -79,56 +94,46 @@ class JudgeClient:
         variants: bool = False,
         cache: bool = True,
     ):
-        Origin.of(base_url)
+        transport.origin(base_url)
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._chat_url = f"{self.base_url}/v1/chat/completions"
         self.model = model
         self.max_concurrency = max_concurrency
         self.deadline_s = deadline_s
         self.variants = variants
         self._cache = cache
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = transport.json_headers(api_key)
         self._served: str | None = None
         self._resolving: asyncio.Task | None = None
-        self._slots: tuple[object, asyncio.Semaphore] | None = None
+        self._slots: tuple[transport.Runtime, asyncio.Semaphore] | None = None
 
     async def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair, in order. Never raises for single pairs.
+        """One verdict for each pair, in order; a failed pair is a verdict with an error.
 
-        The first call asks the server which models it has; raises JudgeUnavailable or JudgeModelMissing if that fails.
+        Raises:
+            JudgeUnavailable: No server answered the first call's question for its models.
+            JudgeModelMissing: It does not serve ours.
         """
-        return await asyncio.wrap_future(self._submit(self._score(list(pairs))))
+        return await asyncio.wrap_future(transport.runtime().submit(self._score(list(pairs))))
 
     def score_blocking(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """``score`` for callers without an event loop; usable from any thread, several at once."""
-        return self._submit(self._score(list(pairs))).result()
+        """``score`` for callers without an event loop; usable from several threads at once."""
+        return transport.runtime().submit(self._score(list(pairs))).result()
 
     def check(self) -> str:
         """Ask the server for its models once and return the served name of ours.
 
-        Raises JudgeUnavailable when nothing answers, JudgeModelMissing with the list when the model is not served.
+        Raises:
+            JudgeUnavailable: No server answers.
+            JudgeModelMissing: It does not serve the model; the message lists what it serves.
         """
-        return self._submit(self._resolve()).result()
-
-    async def check_async(self) -> str:
-        """``check`` for callers with an event loop."""
-        return await asyncio.wrap_future(self._submit(self._resolve()))
-
-    def _submit(self, coroutine) -> Future:
-        runtime = transport.runtime()
-        if runtime.is_own_thread():
-            coroutine.close()
-            raise RuntimeError("the judge client was called from its own event loop thread")
-        return runtime.submit(coroutine)
+        return transport.runtime().submit(self._resolve()).result()
 
     # Everything below runs on the event loop thread of the process.
 
     async def _resolve(self) -> str:
-        """The served name; callers that come while the server is being asked share its answer."""
+        """The served name; concurrent callers share one request."""
         if self._served is None:
             asking = self._resolving
             if asking is None or asking.done() or asking.get_loop() is not asyncio.get_running_loop():
@@ -137,13 +142,10 @@ class JudgeClient:
         return self._served
 
     async def _served_name(self) -> str:
-        return _pick_name(self.model, await self._served_names(), self.base_url)
-
-    async def _served_names(self) -> list[str]:
         url = f"{self.base_url}/v1/models"
         try:
             body = await transport.runtime().get(url, self._headers, _CHECK_TIMEOUT_S)
-            return [str(entry["id"]) for entry in json.loads(body)["data"]]
+            served = [str(entry["id"]) for entry in json.loads(body)["data"]]
         except Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
             raise JudgeUnavailable(f"the judge at {self.base_url} refused {url}: {error}{hint}") from error
@@ -154,123 +156,84 @@ class JudgeClient:
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeUnavailable(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
+        return _pick_name(self.model, served, self.base_url)
 
     async def _score(self, pairs: list[Pair]) -> list[Verdict]:
         runtime = transport.runtime()
         deadline = runtime.loop.time() + self.deadline_s
         model = await self._resolve()
         store = ImageStore()
-        digests = await asyncio.gather(*(self._digests(store, pair) for pair in pairs))
-        wanted: dict[tuple, tuple[tuple[bytes, ...], str]] = {}
-        keys: list[tuple | UnreadableImage] = []
-        for pair, digest in zip(pairs, digests, strict=True):
-            if isinstance(digest, UnreadableImage):
-                keys.append(digest)
-                continue
-            key = (self.base_url, model, self.variants, pair.question, *digest)
-            keys.append(key)
-            wanted.setdefault(key, (digest, pair.question))
-        answers = await self._ask_all(wanted, store, model, deadline)
-        return [Verdict(None, str(key)) if isinstance(key, UnreadableImage) else answers[key] for key in keys]
 
-    async def _digests(self, store: ImageStore, pair: Pair) -> tuple[bytes, ...] | UnreadableImage:
-        try:
-            return tuple([await store.digest(image) for image in pair.images])
-        except UnreadableImage as error:
-            return error
+        async def request_of(pair: Pair) -> _Request | Verdict:
+            try:
+                digests = tuple([await store.digest(image) for image in pair.images])
+            except UnreadableImage as error:
+                return Verdict(None, str(error))
+            return _Request(self.base_url, model, self.variants, pair.question, digests)
 
-    async def _ask_all(self, wanted: dict, store: ImageStore, model: str, deadline: float) -> dict[tuple, Verdict]:
-        """Answer each distinct pair from the cache, from a request already under way, or by asking."""
-        cache = transport.runtime().cache
-        answers: dict[tuple, Verdict] = {}
-        todo = []
-        for key, parts in wanted.items():
-            cached = cache.get(key) if self._cache else None
-            if cached is not None:
-                answers[key] = Verdict(cached)
-            else:
-                todo.append((key, parts))
-        todo.reverse()  # popped from the end: asked in the order given
-        bodies = _Bodies(model)
+        requests = await asyncio.gather(*map(request_of, pairs))
+        distinct = list(dict.fromkeys(request for request in requests if isinstance(request, _Request)))
+        verdicts = await asyncio.gather(*(self._answer(runtime, request, store, deadline) for request in distinct))
+        answers = dict(zip(distinct, verdicts, strict=True))
+        return [answers[request] if isinstance(request, _Request) else request for request in requests]
 
-        async def worker():
-            while todo:
-                key, parts = todo.pop()
-                answers[key] = await self._ask_once(key, parts, bodies, store, deadline)
-
-        await asyncio.gather(*(worker() for _ in range(min(self.max_concurrency, len(todo)))))
-        return answers
-
-    async def _ask_once(self, key: tuple, parts, bodies: "_Bodies", store: ImageStore, deadline: float) -> Verdict:
-        """Ask, unless another batch of this process is asking the same right now."""
-        runtime = transport.runtime()
-        under_way = runtime.under_way.get(key)
-        if under_way is not None:
-            shared = await under_way
+    async def _answer(
+        self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float
+    ) -> Verdict:
+        """The verdict from the cache, from an identical request in flight, or from the server."""
+        cached = runtime.cache.get(request) if self._cache else None
+        if cached is not None:
+            return Verdict(cached)
+        other = runtime.in_flight.get(request)
+        if other is not None:
+            shared = await asyncio.shield(other)
             if shared.ok or runtime.loop.time() >= deadline:
                 return shared
-        own = runtime.loop.create_future()
-        runtime.under_way[key] = own
+        own = runtime.in_flight[request] = runtime.loop.create_future()
         verdict = Verdict(None, "the request was abandoned")
         try:
-            verdict = await self._ask(parts, bodies, store, deadline)
+            async with self._semaphore(runtime):
+                verdict = await self._ask(runtime, request, store, deadline)
             if verdict.ok and self._cache:
-                runtime.cache.put(key, verdict.p_yes)
+                runtime.cache.put(request, verdict.p_yes)
             return verdict
         finally:
             own.set_result(verdict)
-            if runtime.under_way.get(key) is own:
-                del runtime.under_way[key]
+            if runtime.in_flight.get(request) is own:
+                del runtime.in_flight[request]
 
-    async def _ask(self, parts, bodies: "_Bodies", store: ImageStore, deadline: float) -> Verdict:
-        digests, question = parts
+    async def _ask(self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float) -> Verdict:
         try:
-            body = bodies.build([await store.url(digest) for digest in digests], question)
+            body = _body(request, [await store.url(digest) for digest in request.digests])
+            url = f"{self.base_url}/v1/chat/completions"
+            answer = await runtime.post(url, self._headers, body, deadline, self.deadline_s)
         except UnreadableImage as error:
             return Verdict(None, str(error))
-        runtime = transport.runtime()
-        try:
-            async with self._semaphore(runtime):
-                answer = await runtime.post(self._chat_url, self._headers, body, deadline, self.deadline_s)
-            return _read_answer(answer, self.variants)
         except (Refused, Unreachable) as error:
             return Verdict(None, f"judge at {self.base_url}: {error}")
+        return _read_answer(answer, self.variants)
 
-    def _semaphore(self, runtime) -> asyncio.Semaphore:
+    def _semaphore(self, runtime: transport.Runtime) -> asyncio.Semaphore:
         if self._slots is None or self._slots[0] is not runtime:  # another runtime: we were forked
             self._slots = (runtime, asyncio.Semaphore(self.max_concurrency))
         return self._slots[1]
 
 
-class _Bodies:
-    """Request bodies put together from prebuilt strings: only the question and the urls differ between pairs."""
-
-    def __init__(self, model: str):
-        self._model = model
-        self._around: dict[int, list[str]] = {}  # number of images -> what stands before, between and after the slots
-        self._texts: dict[tuple[int, str], str] = {}
-
-    def build(self, image_urls: Sequence[str], question: str) -> bytes:
-        count = len(image_urls)
-        head, *between, before_text, tail = self._pieces(count)
-        text = self._texts.get((count, question))
-        if text is None:
-            text = self._texts[count, question] = before_text + json.dumps(question)[1:-1] + tail
-        shown = "".join(url + piece for url, piece in zip(image_urls, [*between, ""], strict=True))
-        return f"{head}{shown}{text}".encode("ascii")
-
-    def _pieces(self, count: int) -> list[str]:
-        if count not in self._around:
-            request = {
-                "model": self._model,
-                "messages": build_messages(_SLOT, _SLOT if count == 2 else None, _SLOT),
-                "max_tokens": 1,
-                "temperature": 0,
-                "logprobs": True,
-                "top_logprobs": 20,
-            }
-            self._around[count] = json.dumps(request).split(json.dumps(_SLOT)[1:-1])
-        return self._around[count]
+def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
+    """The request as JSON. The image URLs are long and need no escaping: they are inserted afterwards."""
+    slots = [_URL_SLOT] * len(image_urls) + [None] * (2 - len(image_urls))
+    text = json.dumps(
+        {
+            "model": request.model,
+            "messages": build_messages(*slots, request.question),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 20,
+        }
+    )
+    head, *others = text.split(json.dumps(_URL_SLOT)[1:-1], len(image_urls))  # URLs come before the question
+    return (head + "".join(url + part for url, part in zip(image_urls, others, strict=True))).encode("ascii")
 
 
 def _pick_name(wanted: str, served: list[str], base_url: str) -> str:
@@ -278,9 +241,7 @@ def _pick_name(wanted: str, served: list[str], base_url: str) -> str:
         return wanted
     alike = [name for name in served if name.casefold() == wanted.casefold()]
     if len(alike) == 1:
-        logger.warning(
-            "judge at %s serves %r; taken for %r, which differs only by letter case", base_url, *alike, wanted
-        )
+        logger.warning("judge at %s serves %r; using it for %r (case-insensitive match)", base_url, *alike, wanted)
         return alike[0]
     listed = ", ".join(repr(name) for name in served) or "nothing"
     raise JudgeModelMissing(

@@ -23,7 +23,7 @@ class PromptLayoutError(ValueError):
 
 @dataclass(frozen=True)
 class GridPrompt:
-    """A prompt taken apart. ``panels`` has exactly ``rows * cols`` texts, row-major."""
+    """A parsed grid prompt. ``panels`` has exactly ``rows * cols`` texts, row-major."""
 
     theme: str
     panels: tuple[str, ...]
@@ -32,10 +32,7 @@ class GridPrompt:
 
 
 def parse_layout(prompt: str) -> tuple[int, int]:
-    """Return (rows, cols) of the first ``RxC`` in the prompt, rows first; (1, 1) if there is none.
-
-    Raises PromptLayoutError for a layout with a zero.
-    """
+    """(rows, cols) of the first ``RxC`` in the prompt; (1, 1) without one. Raises PromptLayoutError for a zero."""
     match = _LAYOUT.search(prompt)
     if match is None:
         return 1, 1
@@ -46,11 +43,12 @@ def parse_layout(prompt: str) -> tuple[int, int]:
 
 
 def split_prompt(prompt: str) -> GridPrompt:
-    """Take a grid prompt apart into its theme (the part before the first panel label) and its panel texts.
+    """Split a grid prompt into its theme (the part before the first panel label) and its panel texts.
 
     A prompt without a layout and without labels is one panel: theme and panel text are the prompt itself.
-    Raises PromptLayoutError when the number of panel texts differs from rows x columns, when a label occurs twice,
-    or when a panel has no text.
+
+    Raises:
+        PromptLayoutError: The number of panel texts is not rows x columns, a label occurs twice, or a panel is empty.
     """
     rows, cols = parse_layout(prompt)
     labels = list(_LABEL.finditer(prompt))
@@ -79,7 +77,9 @@ def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
     """Cut an image into ``rows * cols`` equal cells, row-major.
 
     Every cell is (width // cols) x (height // rows) pixels; pixels left over at the right or bottom are dropped.
-    Raises ValueError when the image is too small to have a pixel in each cell.
+
+    Raises:
+        ValueError: The image is smaller than its grid.
     """
     if rows < 1 or cols < 1:
         raise ValueError(f"rows and cols must be at least 1, got {rows}x{cols}")
@@ -98,7 +98,7 @@ def pairs(n: int) -> list[tuple[int, int]]:
 
 
 def _row_major(names: list[str]) -> list[int]:
-    """Order of the panels by what their labels say; the order in the prompt where that is not known for all."""
+    """Panel order by their labels; the order in the prompt if any label's position is unknown."""
     order = range(len(names))
     keys = [_position(name) for name in names]
     if any(key is None for key in keys) or len(set(keys)) != len(keys):
@@ -109,14 +109,12 @@ def _row_major(names: list[str]) -> list[int]:
 def _position(name: str) -> tuple[int, int] | None:
     if name.startswith("PANEL-"):
         return (0, int(name.removeprefix("PANEL-")))
-    parts = [part.strip("[]") for part in name.split("]-[")]
-    if len(parts) == 2 and parts[0] in _NAMED_ROWS and parts[1] in _NAMED_COLS:
-        return (_NAMED_ROWS[parts[0]], _NAMED_COLS[parts[1]])
-    if len(parts) == 1 and parts[0] in _NAMED_COLS:
-        return (0, _NAMED_COLS[parts[0]])
-    if len(parts) == 1 and parts[0] in _NAMED_ROWS:
-        return (_NAMED_ROWS[parts[0]], 2)
-    return None
+    first, _, second = name.strip("[]").partition("]-[")
+    if second:
+        return (_NAMED_ROWS[first], _NAMED_COLS[second]) if first in _NAMED_ROWS and second in _NAMED_COLS else None
+    if first in _NAMED_COLS:
+        return (0, _NAMED_COLS[first])
+    return (_NAMED_ROWS[first], 2) if first in _NAMED_ROWS else None
 
 
 def _shorten(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Images on their way to the judge: read once, hashed once, encoded once per batch."""
+"""Images for the judge: each is hashed once and encoded once per batch."""
 
 import asyncio
 import base64
@@ -7,12 +7,12 @@ import io
 
 from PIL import Image
 
-# Larger images are worth a thread (hashing and zlib release the interpreter's lock); smaller ones are not.
+# Larger images are worth a thread (hashing and zlib release the GIL).
 _INLINE_PIXELS = 160 * 160
 
 
 class UnreadableImage(Exception):
-    """An image whose pixels cannot be had; the message says why."""
+    """An image that cannot be decoded; the message names it and the cause."""
 
 
 def png_data_url(image: Image.Image) -> str:
@@ -30,7 +30,7 @@ def content_digest(image: Image.Image) -> bytes:
 
 
 class ImageStore:
-    """The images of one batch. Used on one event loop; each is hashed once per object and encoded once per content."""
+    """The images of one batch, hashed once per object and encoded once per content. Used on one event loop."""
 
     def __init__(self):
         self._digests: dict[int, asyncio.Future] = {}

@@ -1,4 +1,4 @@
-"""What the judge is asked: every wording, in one place.
+"""The wording of every question to the judge.
 
 Source of the pairwise question: arXiv 2512.04784 (PaCo-RL). The wording of the editing questions is ours.
 """
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 _ANSWER = 'Answer "Yes" and "No" first, and then provide detailed reasons.'
 _ANSWER_EDIT = "Answer Yes or No first, then reasons."
 
-QUESTION_VARIANTS = ("theme", "theme_no_duplicates", "criteria")
 EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them
 
 
@@ -18,7 +17,7 @@ def theme_question(theme: str) -> str:
 
 
 def theme_no_duplicates_question(theme: str) -> str:
-    """The theme question, with a pair of near-duplicates counting as No (against copies of one sub-figure)."""
+    """The theme question, with near-duplicates counting as No, so that copying one sub-figure does not pay."""
     return f"{_theme_part(theme)} If the two images are near-duplicates of each other, the answer is No. {_ANSWER}"
 
 
@@ -36,8 +35,10 @@ def pair_question(reasons: bool = True) -> str:
 def criteria_questions(criteria: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
     """One question for each non-empty criterion of ``{dimension: {name: text}}``, by dimension.
 
-    Dimensions without a non-empty criterion are left out. Scores are averaged within a dimension, then over
-    dimensions (``paco_judge.verdict.mean_over_dimensions``). Raises ValueError if nothing is left to ask.
+    Dimensions without a non-empty criterion are left out. ``verdict.mean_over_dimensions`` averages the scores.
+
+    Raises:
+        ValueError: No criterion has text.
     """
     questions = {
         dimension: tuple(criterion_question(text) for text in named.values() if text and text.strip())
@@ -51,20 +52,16 @@ def criteria_questions(criteria: Mapping[str, Mapping[str, str]]) -> dict[str, t
 
 
 def editing_consistency_question(instruction: str) -> str:
-    """On (reference, edited): does everything that the instruction does not mention stay as it was?"""
+    """On (reference, edited): does everything that the instruction does not mention stay consistent?"""
     return (
-        "The second image was made by editing the first image with the instruction: "
-        f'"{instruction.strip()}". Does everything that the instruction does not mention (identity, style, layout and '
-        f"background) stay consistent between the two images? {_ANSWER_EDIT}"
+        f"{_edited_part(instruction)} Does everything that the instruction does not mention (identity, style, layout "
+        f"and background) stay consistent between the two images? {_ANSWER_EDIT}"
     )
 
 
 def editing_instruction_question(instruction: str) -> str:
     """On (reference, edited): does the edit follow the instruction?"""
-    return (
-        "The second image was made by editing the first image with the instruction: "
-        f'"{instruction.strip()}". Does the second image follow the instruction? {_ANSWER_EDIT}'
-    )
+    return f"{_edited_part(instruction)} Does the second image follow the instruction? {_ANSWER_EDIT}"
 
 
 def editing_questions(instruction: str) -> tuple[str, str]:
@@ -73,10 +70,12 @@ def editing_questions(instruction: str) -> tuple[str, str]:
 
 
 def editing_dimension_questions(dimension: str, instruction: str) -> dict[str, str]:
-    """The questions that decide one of ``EDIT_DIMENSIONS`` on (reference, edited), by the dimension each asks about.
+    """The questions on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension each asks about.
 
-    ``overall`` asks both; its score is ``paco_judge.verdict.editing_score`` of the two. Raises ValueError for another
-    dimension or an instruction without text.
+    ``overall`` asks both; its score is ``verdict.editing_score`` of the two.
+
+    Raises:
+        ValueError: Unknown dimension, or an empty instruction.
     """
     if dimension not in EDIT_DIMENSIONS:
         raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
@@ -96,10 +95,7 @@ def grid_layout_question(rows: int, cols: int) -> str:
 
 
 def build_messages(image_a_url: str, image_b_url: str | None, question: str) -> list[dict]:
-    """OpenAI chat messages of one pair: image 1, image 2 (None: there is only one), text, in this order.
-
-    The urls are what the server accepts: for ours, data URLs such as those of ``paco_judge.client.png_data_url``.
-    """
+    """OpenAI chat messages of one pair: image 1, image 2 (None: one image alone), text. URLs may be data URLs."""
     urls = [image_a_url] if image_b_url is None else [image_a_url, image_b_url]
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
@@ -110,6 +106,10 @@ def _theme_part(theme: str) -> str:
         f'Given two subfigures generated based on the theme: "{theme}", do the two images maintain consistency '
         "in terms of style, logic and identity?"
     )
+
+
+def _edited_part(instruction: str) -> str:
+    return f'The second image was made by editing the first image with the instruction: "{instruction.strip()}".'
 
 
 def _sentence(text: str) -> str:

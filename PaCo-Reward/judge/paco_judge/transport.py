@@ -1,24 +1,28 @@
-"""One event loop thread, one connection pool and one cache for all judge clients of a process."""
+"""HTTP for every judge client of a process: one event loop thread, one aiohttp session, one score cache."""
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401 (its exit hook has to be registered before ours)
 import json
 import logging
 import math
 import os
 import random
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
-from paco_judge.connections import Answer, ConnectionFailed, NoConnection, Origin, Pool
+import aiohttp
+from yarl import URL
 
 logger = logging.getLogger(__name__)
 
 CACHE_ENTRIES = 200_000
+_CONNECT_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
-_SAY_AGAIN_S = 60.0
+_WARN_AGAIN_S = 60.0
+_EXIT_POLL_S = 0.1
 
 
 class Refused(Exception):
@@ -26,49 +30,61 @@ class Refused(Exception):
 
     def __init__(self, status: int, reason: str, retry_after_s: float = 0.0):
         super().__init__(f"HTTP {status}: {reason}")
-        self.status = status
-        self.retry_after_s = retry_after_s
-
-    @property
-    def passing(self) -> bool:
-        """Whether asking again later can help."""
-        return self.status == 429 or self.status >= 500
+        self.status, self.retry_after_s = status, retry_after_s
 
 
 class Unreachable(Exception):
     """The connection failed, or the deadline passed without an answer."""
 
 
-class Outages:
-    """Which servers answer no connection at present, and since when. Used on one thread.
+class NoConnection(Unreachable):
+    """Nothing accepts connections: the server has stopped, or was never started."""
 
-    A server that is gone is said at its first refused connection, at most once a minute, and once more when it is
-    back; a training run would otherwise stand still without a word until the batch's deadline.
+
+@lru_cache(maxsize=64)
+def origin(url: str) -> URL:
+    """Scheme, host and port of a URL. Raises ValueError if it is not an http(s) URL."""
+    parsed = URL(url)
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
+    return parsed.origin()
+
+
+def json_headers(api_key: str | None) -> dict[str, str]:
+    """Headers of a JSON request, with the key as a bearer token."""
+    return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+
+
+class Outages:
+    """Which servers accept no connection at present, and since when. Used on one thread.
+
+    An outage is logged at its first refused connection, then at most once a minute, and once when it ends: a training
+    run would otherwise stand still without explanation until the deadline of its batch.
     """
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
-        self._since: dict[Origin, float] = {}
-        self._said: dict[Origin, float] = {}
+        self._since: dict[URL, float] = {}
+        self._logged: dict[URL, float] = {}
 
-    def failed(self, origin: Origin, error: Exception, patience_s: float, left_s: float) -> float:
-        """Note a failed connection of a request that has ``left_s``; returns how many seconds the server is gone."""
+    def failed(self, server: URL, error: Exception, patience_s: float, left_s: float) -> float:
+        """Record a failed connection of a request with ``left_s`` to its deadline; returns the outage in seconds."""
         now = self._clock()
-        gone = now - self._since.setdefault(origin, now)
-        if now - self._said.get(origin, -math.inf) >= _SAY_AGAIN_S:
-            self._said[origin] = now
+        gone = now - self._since.setdefault(server, now)
+        if now - self._logged.get(server, -math.inf) >= _WARN_AGAIN_S:
+            self._logged[server] = now
             logger.warning(
-                "no judge answers at %s (%s), for %.0f s now; asking again for %.0f s more. Start it again with "
+                "no judge answers at %s (%s), for %.0f s now; retrying for %.0f s more. Restart it with "
                 "`bash vllm_server/launch.sh` in PaCo-GRPO",
-                origin, error, gone, max(0.0, min(patience_s - gone, left_s)),
+                server, error, gone, max(0.0, min(patience_s - gone, left_s)),
             )  # fmt: skip
         return gone
 
-    def answered(self, origin: Origin) -> None:
-        """Note that the server answers (whatever it says)."""
-        since = self._since.pop(origin, None)
-        if since is not None and self._said[origin] >= since:
-            logger.warning("the judge at %s answers again, after %.0f s", origin, self._clock() - since)
+    def answered(self, server: URL) -> None:
+        """Record any answer, errors included."""
+        since = self._since.pop(server, None)
+        if since is not None and self._logged[server] >= since:
+            logger.warning("the judge at %s answers again, after %.0f s", server, self._clock() - since)
 
 
 class Cache:
@@ -89,132 +105,138 @@ class Cache:
         if len(self._scores) > self._entries:
             self._scores.popitem(last=False)
 
-    def clear(self) -> None:
-        self._scores.clear()
-
-    def __len__(self) -> int:
-        return len(self._scores)
-
 
 class Runtime:
-    """An event loop in a daemon thread, with a keep-alive connection pool and the cache."""
+    """An event loop in a daemon thread, with an HTTP session and the cache."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.cache = Cache()
-        self.under_way: dict[tuple, asyncio.Future] = {}
-        self._pid = os.getpid()
-        self._pool = Pool()
+        self.in_flight: dict[tuple, asyncio.Future] = {}
         self._outages = Outages(self.loop.time)
+        self._executor = ThreadPoolExecutor(1, "paco-judge-exit")
+        self._idle = self._executor.submit(threading.current_thread).result()
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paco-judge", daemon=True)
         self._thread.start()
+        self._ready.wait()
 
     def alive(self) -> bool:
         """False in a forked child: threads do not survive a fork."""
-        return self._pid == os.getpid() and self._thread.is_alive()
-
-    def is_own_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+        return self._thread.is_alive()
 
     def submit(self, coroutine: Coroutine) -> Future:
+        """Run a coroutine on the loop. Raises RuntimeError on the loop's own thread, where waiting would block it."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the judge client was called from its own event loop thread")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def close(self) -> None:
-        """End the pool and the thread; requests under way are abandoned."""
-        if self.alive():
-            self.submit(self._shut_down())
-            self._thread.join(timeout=5.0)
 
     async def get(self, url: str, headers: dict[str, str], timeout_s: float) -> bytes:
         """One attempt. Raises Refused or Unreachable."""
-        return await self._attempt("GET", url, headers, b"", self.loop.time() + timeout_s)
+        return await self._attempt("GET", url, headers, None, self.loop.time() + timeout_s)
 
     async def post(
         self, url: str, headers: dict[str, str], body: bytes, deadline: float, patience_s: float = math.inf
     ) -> bytes:
-        """Ask until there is an answer, an error that asking again cannot help, or the deadline (loop time).
+        """Post until there is an answer, a permanent error, or the deadline.
 
-        Asks again after 429, 5xx and connection errors only, with jittered, doubling pauses; a server's Retry-After
-        is respected. ``patience_s``: a server that has been gone this long, whichever request met it first, is tried
-        once more and given up. Raises Refused or Unreachable.
+        Retries 429, 5xx and connection errors, with jittered, doubling pauses; honors Retry-After.
+
+        Args:
+            deadline: Loop time in seconds.
+            patience_s: A server that has been down this long, whichever request noticed it first, is tried once more
+                and given up.
+
+        Raises:
+            Refused: A permanent error.
+            Unreachable: No answer before the deadline, or the server has been down for ``patience_s``.
         """
-        origin, pause, attempts = Origin.of(url)[0], _FIRST_BACKOFF_S, 0
+        server, pause, attempts = origin(url), _FIRST_BACKOFF_S, 0
         while True:
             attempts += 1
+            wait = pause * random.uniform(0.5, 1.5)
             try:
                 answer = await self._attempt("POST", url, headers, body, deadline)
-                self._outages.answered(origin)
+                self._outages.answered(server)
                 return answer
-            except (Refused, Unreachable) as error:
-                self._note(origin, error, patience_s, deadline)
-                wait = max(pause * random.uniform(0.5, 1.5), getattr(error, "retry_after_s", 0.0))
-                if self.loop.time() + wait >= deadline:
-                    raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {error}") from error
-                logger.debug("attempt %d failed (%s), again in %.1f s", attempts, error, wait)
-                await asyncio.sleep(wait)
-                pause = min(2 * pause, _MAX_BACKOFF_S)
+            except Refused as error:
+                self._outages.answered(server)
+                if error.status != 429 and error.status < 500:
+                    raise
+                last, wait = error, max(wait, error.retry_after_s)
+            except NoConnection as error:
+                gone_s = self._outages.failed(server, error, patience_s, deadline - self.loop.time())
+                if gone_s >= patience_s:
+                    raise Unreachable(f"the server has been down for {gone_s:.0f} s ({error})") from error
+                last = error
+            except Unreachable as error:
+                last = error
+            if self.loop.time() + wait >= deadline:
+                raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {last}") from last
+            logger.debug("attempt %d failed (%s), again in %.1f s", attempts, last, wait)
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, _MAX_BACKOFF_S)
 
-    def _note(self, origin: Origin, error: Refused | Unreachable, patience_s: float, deadline: float) -> None:
-        """What a failed attempt says about the server. Raises it where asking again cannot help."""
-        if isinstance(error, Refused):
-            self._outages.answered(origin)
-            if not error.passing:
-                raise error
-        elif isinstance(error.__cause__, NoConnection):
-            gone_s = self._outages.failed(origin, error, patience_s, deadline - self.loop.time())
-            if gone_s >= patience_s:
-                raise Unreachable(f"the server has been gone for {gone_s:.0f} s ({error})") from error
-
-    async def _attempt(self, method: str, url: str, headers: dict, body: bytes, deadline: float) -> bytes:
+    async def _attempt(self, method: str, url: str, headers: dict, body: bytes | None, deadline: float) -> bytes:
         try:
-            async with asyncio.timeout_at(deadline):
-                answer = await self._pool.ask(method, url, headers, body)
+            async with (
+                asyncio.timeout_at(deadline),
+                self._session.request(method, url, headers=headers, data=body, allow_redirects=False) as response,
+            ):
+                answer = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            cause = getattr(error, "os_error", error)
+            raise NoConnection(f"{type(cause).__name__}: {cause}") from error
         except TimeoutError as error:
             raise Unreachable("no answer before the deadline") from error
-        except ConnectionFailed as error:
-            raise Unreachable(str(error)) from error
-        if answer.status != 200:
-            raise Refused(answer.status, _reason(answer), _retry_after(answer))
-        return answer.body
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise Refused(response.status, _reason(answer) or response.reason or "", _retry_after(response))
+        return answer
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._serve_until_exit())
 
-    async def _shut_down(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        self._pool.close()
-        self.loop.stop()
+    async def _serve_until_exit(self) -> None:
+        """Keep the session open until the interpreter starts to exit, then abandon all requests.
+
+        Python ends idle executor threads at that moment, before it joins any other thread. Without this, a worker
+        thread waiting for scores would keep the process alive until its deadline.
+        """
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        cookies = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies) as self._session:
+            self._ready.set()
+            while self._idle.is_alive():
+                await asyncio.sleep(_EXIT_POLL_S)
+
+
+def _keepalive_socket(address: tuple) -> socket.socket:
+    """A socket that notices within a minute that its peer vanished without closing the connection."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # Linux
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 _lock = threading.Lock()
-_runtime: Runtime | None = None
+# The last one is this process's. Those inherited through a fork are kept: finalizing them would close the parent's
+# connections.
+_runtimes: list[Runtime] = []
 
 
 def runtime() -> Runtime:
     """The runtime of this process; started on first use (again after a fork)."""
-    global _runtime
-    current = _runtime
-    if current is not None and current.alive():
-        return current
     with _lock:
-        if _runtime is None or not _runtime.alive():
-            _runtime = Runtime()
-            _end_with_the_process(_runtime)
-        return _runtime
-
-
-def _end_with_the_process(runtime: Runtime) -> None:
-    """Abandon what is under way when the interpreter ends.
-
-    Before threads are joined, which is earlier than ``atexit``: a worker thread that waits for scores would keep the
-    process alive until its deadline. The executors' own hook, registered before ours, runs after it.
-    """
-    threading._register_atexit(runtime.close)
+        if not _runtimes or not _runtimes[-1].alive():
+            _runtimes.append(Runtime())
+        return _runtimes[-1]
 
 
 def _forget_lock() -> None:
@@ -226,21 +248,21 @@ def _forget_lock() -> None:
 os.register_at_fork(after_in_child=_forget_lock)
 
 
-def _reason(answer: Answer) -> str:
-    """The server's own message (OpenAI's error format, or the start of the body)."""
+def _reason(answer: bytes) -> str:
+    """The server's own message (OpenAI's error format), else the start of the body."""
     try:
-        error = json.loads(answer.body)
+        error = json.loads(answer)
         error = error.get("error", error)
         message = error.get("message") if isinstance(error, dict) else error
         if message:
             return str(message)[:500]
     except (ValueError, AttributeError):
-        pass  # not JSON, or not an object: the text is the best there is
-    return answer.body[:200].decode("utf-8", "replace").strip() or answer.reason
+        pass  # not JSON, or not an object
+    return answer[:200].decode("utf-8", "replace").strip()
 
 
-def _retry_after(answer: Answer) -> float:
+def _retry_after(response: aiohttp.ClientResponse) -> float:
     try:
-        return max(0.0, float(answer.headers.get("retry-after", 0.0)))
+        return max(0.0, float(response.headers.get("retry-after", 0.0)))
     except ValueError:
         return 0.0  # an HTTP date: our own pause is used

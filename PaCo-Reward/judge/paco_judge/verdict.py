@@ -1,4 +1,4 @@
-"""P(Yes) from what a model says: score = P(Yes) / (P(Yes) + P(No)) at the first answer token (arXiv 2512.04784).
+"""P(Yes) from a model's answer: score = P(Yes) / (P(Yes) + P(No)) at the first answer token (arXiv 2512.04784).
 
 A missing score is ``None`` with a cause, never a number.
 """
@@ -32,34 +32,28 @@ class Verdict:
         return self.error is None
 
 
-def is_yes(token: str, variants: bool = False) -> bool:
-    """Whether a token says Yes: exactly ``Yes``, or with ``variants`` in any case and with surrounding space."""
-    return token == YES or (variants and token.strip().casefold() == "yes")
-
-
-def is_no(token: str, variants: bool = False) -> bool:
-    """Whether a token says No: exactly ``No``, or with ``variants`` in any case and with surrounding space."""
-    return token == NO or (variants and token.strip().casefold() == "no")
-
-
 def p_yes_from_top_logprobs(
     top: Mapping[str, float] | Iterable[Mapping[str, object]], variants: bool = False
 ) -> float | None:
     """P(Yes) / (P(Yes) + P(No)) from the top log-probabilities of the first answer token.
 
-    ``top``: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``. With ``variants`` the
-    probabilities of all spellings are summed. An answer that is not among the top counts as probability 0;
-    None if neither is there. Raises ValueError for a log-probability that is not a number.
+    Args:
+        top: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``.
+        variants: Sum over upper and lower case and surrounding space instead of exact ``Yes`` and ``No``.
+
+    Returns:
+        None if neither Yes nor No is among the top; one that is not counts as probability 0.
+
+    Raises:
+        ValueError: A log-probability is NaN or infinite.
     """
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
-    yes: list[float] = []
-    no: list[float] = []
+    found: dict[str, list[float]] = {YES: [], NO: []}
     for token, logprob in entries:
-        if is_yes(token, variants):
-            yes.append(float(logprob))
-        elif is_no(token, variants):
-            no.append(float(logprob))
-    return _share(_log_sum(yes), _log_sum(no))
+        answer = token.strip().capitalize() if variants else token
+        if answer in found:
+            found[answer].append(float(logprob))
+    return _share(_log_sum(found[YES]), _log_sum(found[NO]))
 
 
 def p_yes_from_logits(
@@ -67,13 +61,17 @@ def p_yes_from_logits(
 ) -> np.ndarray:
     """P(Yes) / (P(Yes) + P(No)) from logits of shape (..., V), computed in float64; result of shape (...).
 
-    ``yes_ids``/``no_ids``: the token ids whose probabilities are summed. With ``top`` only ids among the ``top``
-    largest logits count (what a server with ``top_logprobs=top`` reports); NaN where neither is among them.
-    Raises ValueError for logits that are NaN or an id outside the vocabulary.
+    Args:
+        yes_ids, no_ids: Token ids whose probabilities are summed.
+        top: Only ids among the ``top`` largest logits count, as with a server's ``top_logprobs``; the result is NaN
+            where neither Yes nor No is among them.
+
+    Raises:
+        ValueError: A logit is NaN, or an id is outside the vocabulary.
     """
     logits = np.asarray(logits, dtype=np.float64)
     if np.isnan(logits).any():
-        raise ValueError("the logits contain NaN: the model's forward went wrong")
+        raise ValueError("the logits contain NaN")
     yes, no = (np.atleast_1d(np.asarray(ids, dtype=np.int64)) for ids in (yes_ids, no_ids))
     size = logits.shape[-1]
     if min(yes.min(), no.min()) < 0 or max(yes.max(), no.max()) >= size:
@@ -83,17 +81,14 @@ def p_yes_from_logits(
         mask = np.full(logits.shape, -np.inf)
         np.put_along_axis(mask, kept, 0.0, axis=-1)
         logits = logits + mask
-    with np.errstate(invalid="ignore"):  # −inf − (−inf): neither answer is there, NaN is the result that is meant
+    with np.errstate(invalid="ignore"):  # −inf − (−inf): neither answer is there, the result is NaN
         difference = np.logaddexp.reduce(logits[..., no], axis=-1) - np.logaddexp.reduce(logits[..., yes], axis=-1)
     with np.errstate(over="ignore"):
         return 1.0 / (1.0 + np.exp(difference))
 
 
 def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float | None:
-    """Mean within each dimension, then over dimensions; None if one score is missing.
-
-    Raises ValueError for an empty mapping or an empty dimension.
-    """
+    """Mean within each dimension, then over dimensions; None if one score is missing. Raises ValueError if empty."""
     if not scores or any(len(values) == 0 for values in scores.values()):
         raise ValueError("there is nothing to average: each dimension needs at least one score")
     if any(value is None for values in scores.values() for value in values):

@@ -1,4 +1,4 @@
-"""A judge of a few lines on loopback, whose answers and faults a test decides."""
+"""A small HTTP judge on loopback whose answers and faults are set by the test."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ class FakeJudge:
     def __exit__(self, *_):
         self._server.shutdown()
         self._server.server_close()
-        for connection in self._sockets:  # as when the process ends: kept-alive connections end too
+        for connection in self._sockets:  # kept-alive connections end too, as when a process ends
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -110,6 +110,6 @@ class FakeJudge:
         return Handler
 
 
-if __name__ == "__main__":  # as a process of its own, to be killed: fake_judge.py PORT [seconds an answer takes]
+if __name__ == "__main__":  # a process to be killed: fake_judge.py PORT [seconds per answer]
     FakeJudge(port=int(sys.argv[1]), delay_s=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
     threading.Event().wait()

@@ -1,12 +1,18 @@
+"""The client against servers on loopback, good ones and broken ones."""
+
 import asyncio
 import base64
+import contextlib
 import importlib.util
 import io
 import logging
 import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +25,8 @@ from paco_judge.grid import pairs, split_image
 from paco_judge.images import UnreadableImage, content_digest, png_data_url
 from paco_judge.questions import build_messages, theme_question
 
-_spec = importlib.util.spec_from_file_location("fake_judge", Path(__file__).with_name("fake_judge.py"))
+FAKE = Path(__file__).with_name("fake_judge.py")
+_spec = importlib.util.spec_from_file_location("fake_judge", FAKE)
 fake_judge = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fake_judge)
 FakeJudge, answer = fake_judge.FakeJudge, fake_judge.answer
@@ -29,9 +36,21 @@ def picture(seed: int, size: int = 16) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
+def batch(count: int, question: str) -> list[Pair]:
+    """Pairs that no other question of this file uses: the cache is shared by the whole process."""
+    first, *others = (picture(zlib.crc32(f"{question} {number}".encode()), 8) for number in range(count + 1))
+    return [Pair(first, other, question) for other in others]
+
+
 def client(judge: FakeJudge, **settings) -> JudgeClient:
-    settings.setdefault("model", judge.models[0] if judge.models else None)
-    return JudgeClient(judge.url, **({"deadline_s": 20.0} | settings))
+    return JudgeClient(judge.url, **({"model": judge.models[0], "deadline_s": 20.0} | settings))
+
+
+def in_thread(asking: JudgeClient, asked: list[Pair]) -> tuple[threading.Thread, list]:
+    found: list = []
+    thread = threading.Thread(target=lambda: found.extend(asking.score_blocking(asked)))
+    thread.start()
+    return thread, found
 
 
 def free_port() -> int:
@@ -40,20 +59,66 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_request_is_what_the_protocol_says():
+@contextlib.contextmanager
+def judge_process(port: int, delay_s: float = 0.0):
+    process = subprocess.Popen([sys.executable, str(FAKE), str(port), str(delay_s)])
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def raw_server(sent: bytes, hold: bool = False):
+    """Sends the same bytes on every connection once the request has begun; ``hold`` keeps connections open."""
+    connections = []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connections.append(connection)
+                connection.recv(1 << 16)
+                connection.sendall(sent)
+                if not hold:
+                    connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
+    for connection in connections:
+        connection.close()
+
+
+def resolved(url: str, **settings) -> JudgeClient:
+    """A client that has asked a good server for its models, pointed at ``url`` afterwards."""
+    with FakeJudge() as good:
+        asking = client(good, **settings)
+        asking.check()
+    asking.base_url = url
+    return asking
+
+
+def test_the_request_follows_the_protocol():
     with FakeJudge() as judge:
-        image_a, image_b, question = picture(1), picture(2), 'a "quoted" thème\n'
+        image_a, image_b, question = picture(1), picture(2), 'a "quoted" thème\n\x00'
         (verdict,) = client(judge).score_blocking([Pair(image_a, image_b, question)])
     (request,) = judge.requests
     assert verdict.p_yes == pytest.approx(0.75)
-    assert request["messages"] == build_messages(png_data_url(image_a), png_data_url(image_b), question)
-    rest = {key: value for key, value in request.items() if key != "messages"}
-    assert rest == {
+    assert request.pop("messages") == build_messages(png_data_url(image_a), png_data_url(image_b), question)
+    assert request == {
         "model": "Paco-Reward-7B", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20
     }  # fmt: skip
 
 
-def test_one_image_alone_is_asked_about_and_cached_apart_from_pairs():
+def test_a_single_image_is_cached_apart_from_a_pair():
     image, question = picture(1), "is it a grid?"
     with FakeJudge(lambda number, request: (200, answer(0.2 * number), {})) as judge:
         judging = client(judge)
@@ -63,10 +128,9 @@ def test_one_image_alone_is_asked_about_and_cached_apart_from_pairs():
         )
     assert (alone, twice, again) == pytest.approx((0.2, 0.4, 0.2))
     assert judge.requests[0]["messages"] == build_messages(png_data_url(image), None, question)
-    assert [len(request["messages"][0]["content"]) for request in judge.requests] == [2, 3]
 
 
-def test_images_arrive_pixel_by_pixel():
+def test_data_urls_are_lossless():
     image = picture(3, size=33)
     data = base64.b64decode(png_data_url(image).removeprefix("data:image/png;base64,"))
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), np.asarray(image))
@@ -76,31 +140,28 @@ def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch)
     encoded = []
     monkeypatch.setattr("paco_judge.images.png_data_url", lambda image: encoded.append(image) or png_data_url(image))
     cells = split_image(picture(4, size=64), 2, 2)
-    batch = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
+    asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
     with FakeJudge() as judge:
         scorer = client(judge)
-        assert [verdict.ok for verdict in scorer.score_blocking(batch)] == [True] * 6
+        assert [verdict.ok for verdict in scorer.score_blocking(asked)] == [True] * 6
         assert len(judge.requests) == 6 and len(encoded) == 4
-        scorer.score_blocking(batch)
-        client(judge).score_blocking([Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in batch])
-        assert len(judge.requests) == 6, "the second identical call makes no request, nor does another client's"
+        scorer.score_blocking(asked)
+        client(judge).score_blocking([Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked])
+        assert len(judge.requests) == 6, "neither the second call nor another client makes a request"
         assert judge.model_requests == 2, "once for each client"
 
 
-def test_identical_pairs_are_asked_once_also_at_the_same_time():
+def test_identical_pairs_in_flight_share_one_request():
     with FakeJudge(delay_s=0.2) as judge:
         scorer = client(judge)
         scorer.check()
-        batch = [Pair(picture(5), picture(6), "q")] * 5 + [Pair(picture(6), picture(5), "q")]
-        threads = [threading.Thread(target=scorer.score_blocking, args=(batch,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        asked = [Pair(picture(5), picture(6), "q")] * 5 + [Pair(picture(6), picture(5), "q")]
+        for thread, _ in [in_thread(scorer, asked) for _ in range(4)]:
             thread.join()
         assert len(judge.requests) == 2, "the two orders of a pair are two questions"
 
 
-def test_the_cache_knows_question_model_and_server_and_can_be_left_out():
+def test_the_cache_distinguishes_question_model_and_server_and_is_optional():
     pair = Pair(picture(7), picture(8), "q")
     with FakeJudge(models=("a", "b")) as judge, FakeJudge(models=("a", "b")) as other:
         client(judge).score_blocking([pair])
@@ -112,15 +173,22 @@ def test_the_cache_knows_question_model_and_server_and_can_be_left_out():
         assert len(judge.requests) == 4
 
 
-def test_concurrency_is_bounded_and_connections_are_kept():
-    batch = [Pair(picture(i), picture(i + 1), "bounded") for i in range(100, 140)]
+def test_the_cache_evicts_the_least_recently_used():
+    cache = transport.Cache(entries=2)
+    cache.put(("a",), 0.1)
+    cache.put(("b",), 0.2)
+    assert cache.get(("a",)) == 0.1
+    cache.put(("c",), 0.3)
+    assert [cache.get((key,)) for key in "abc"] == [0.1, None, 0.3]
+
+
+def test_concurrency_is_bounded_and_connections_are_kept_alive():
     with FakeJudge(delay_s=0.01) as judge:
-        client(judge, max_concurrency=5).score_blocking(batch)
-        assert judge.max_in_flight <= 5
-        assert len(judge.connections) <= 6
+        client(judge, max_concurrency=5).score_blocking(batch(40, "bounded"))
+        assert 1 < judge.max_in_flight <= 5 and len(judge.connections) <= 6
 
 
-def test_verdicts_come_in_the_order_of_the_pairs():
+def test_verdicts_are_in_the_order_of_the_pairs():
     def respond(number, request):
         return 200, answer(float(request["messages"][0]["content"][2]["text"])), {}
 
@@ -130,32 +198,38 @@ def test_verdicts_come_in_the_order_of_the_pairs():
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(chances)
 
 
-async def test_async_form_from_a_callers_loop():
+async def test_async_scoring_from_the_callers_loop():
     with FakeJudge() as judge:
         scorer = client(judge)
-        assert await scorer.check_async() == "Paco-Reward-7B"
-        first, second = await asyncio.gather(
-            scorer.score([Pair(picture(11), picture(12), "q")]), scorer.score([Pair(picture(13), picture(14), "q")])
-        )
-        assert first[0].ok and second[0].ok
+        (first,), (second,) = await asyncio.gather(scorer.score(batch(1, "async 1")), scorer.score(batch(1, "async 2")))
+        assert first.ok and second.ok and judge.model_requests == 1
+
+
+async def test_blocking_calls_on_the_clients_own_loop_are_refused():
+    async def misuse():
+        JudgeClient().score_blocking([])
+
+    with pytest.raises(RuntimeError, match="event loop thread"):
+        transport.runtime().submit(misuse()).result()
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, None])
-def test_passing_faults_are_tried_again(fault):
+def test_temporary_faults_are_retried(fault):
     def respond(number, request):
         if number <= 2:
             return None if fault is None else (fault, {"error": {"message": "busy"}}, {})
         return 200, answer(0.6), {}
 
     with FakeJudge(respond) as judge:
-        (verdict,) = client(judge).score_blocking([Pair(picture(15), picture(16), str(fault))])
+        (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
         assert verdict.p_yes == pytest.approx(0.6) and len(judge.requests) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413])
-def test_other_errors_are_not_tried_again_and_name_their_cause(status):
-    with FakeJudge(lambda number, request: (status, {"error": {"message": "no such thing"}}, {})) as judge:
-        (verdict,) = client(judge).score_blocking([Pair(picture(17), picture(18), "q")])
+@pytest.mark.parametrize("status", [301, 400, 404, 413])
+def test_permanent_errors_are_not_retried(status):
+    refusal = (status, {"error": {"message": "no such thing"}}, {"location": "/elsewhere"})
+    with FakeJudge(lambda number, request: refusal) as judge:
+        (verdict,) = client(judge).score_blocking(batch(1, f"permanent {status}"))
         assert verdict.p_yes is None and f"HTTP {status}: no such thing" in verdict.error
         assert len(judge.requests) == 1
 
@@ -168,38 +242,63 @@ def test_retry_after_is_respected():
         return (429, {}, {"retry-after": "0.8"}) if number == 1 else (200, answer(0.5), {})
 
     with FakeJudge(respond) as judge:
-        assert client(judge).score_blocking([Pair(picture(19), picture(20), "q")])[0].ok
+        assert client(judge).score_blocking(batch(1, "retry-after"))[0].ok
     assert moments[1] - moments[0] >= 0.79
+
+
+def test_a_retry_after_beyond_the_deadline_gives_up_at_once():
+    with FakeJudge(lambda number, request: (429, {"error": {"message": "full"}}, {"retry-after": "60"})) as judge:
+        start = time.monotonic()
+        (verdict,) = client(judge).score_blocking(batch(1, "later"))
+        assert time.monotonic() - start < 5 and "HTTP 429: full" in verdict.error
 
 
 @pytest.mark.parametrize(
     "respond",
-    [
-        lambda number, request: (503, {"error": {"message": "loading"}}, {}),
-        lambda number, request: time.sleep(5),
-        lambda number, request: (200, b'{"choi', {"content-length": "500"}),
-    ],
-    ids=["5xx", "hang", "half an answer"],
+    [lambda number, request: (503, {"error": {"message": "loading"}}, {}), lambda number, request: time.sleep(5)],
+    ids=["5xx", "hang"],
 )
-def test_the_deadline_bounds_everything(respond):
+def test_the_deadline_bounds_all_attempts(respond):
     with FakeJudge(respond) as judge:
         scorer = client(judge, deadline_s=1.0)
         scorer.check()
         start = time.monotonic()
-        verdicts = scorer.score_blocking([Pair(picture(i), picture(21), "deadline") for i in range(8)])
-        assert time.monotonic() - start < 2.0
+        verdicts = scorer.score_blocking(batch(8, "deadline"))
+        assert time.monotonic() - start < 2.5
     assert all("deadline" in verdict.error for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("sent", "cause"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "ClientResponseError"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{", "ClientPayloadError"),
+        (b"", "ServerDisconnectedError"),
+    ],
+    ids=["not http", "half an answer", "closed at once"],
+)
+def test_broken_answers_are_retried_until_the_deadline(sent, cause):
+    with raw_server(sent) as (url, connections):
+        (verdict,) = resolved(url, deadline_s=1.0).score_blocking(batch(1, f"raw {sent!r}"))
+        assert cause in verdict.error and "deadline" in verdict.error and len(connections) > 1
+
+
+def test_the_deadline_bounds_an_answer_that_stops_in_the_middle():
+    with raw_server(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{", hold=True) as (url, _):
+        start = time.monotonic()
+        (verdict,) = resolved(url, deadline_s=1.0).score_blocking(batch(1, "stuck"))
+        assert 0.9 < time.monotonic() - start < 3 and "deadline" in verdict.error
 
 
 @pytest.mark.parametrize(
     "body", [b"<html>hello</html>", b"{}", b'{"choices": []}', b'{"choices": [{"logprobs": null}]}']
 )
-def test_garbage_is_an_error_and_is_not_cached(body):
+def test_unreadable_answers_are_errors_and_not_cached(body):
     with FakeJudge(lambda number, request: (200, body, {})) as judge:
-        scorer, pair = client(judge), Pair(picture(22), picture(23), "garbage")
-        assert "cannot be read" in scorer.score_blocking([pair])[0].error
+        scorer, asked = client(judge), batch(1, "garbage")
+        assert "cannot be read" in scorer.score_blocking(asked)[0].error
         judge.respond = lambda number, request: (200, answer(0.5), {})
-        assert scorer.score_blocking([pair])[0].ok
+        assert scorer.score_blocking(asked)[0].ok
 
 
 def test_neither_yes_nor_no_is_no_score():
@@ -207,66 +306,104 @@ def test_neither_yes_nor_no_is_no_score():
     for entry in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
         entry["token"] = entry["token"].lower()
     with FakeJudge(lambda number, request: (200, reply, {})) as judge:
-        pair = Pair(picture(24), picture(25), "neither")
-        (verdict,) = client(judge).score_blocking([pair])
+        asked = batch(1, "neither")
+        (verdict,) = client(judge).score_blocking(asked)
         assert verdict.p_yes is None and "neither Yes nor No" in verdict.error
-        assert client(judge, variants=True).score_blocking([pair])[0].p_yes == pytest.approx(0.5)
+        assert client(judge, variants=True).score_blocking(asked)[0].p_yes == pytest.approx(0.5)
 
 
-def test_a_server_restarted_within_the_deadline_is_waited_for():
+def test_a_judge_killed_under_load_and_restarted_costs_only_time(caplog):
+    port = free_port()
+    with caplog.at_level(logging.WARNING, "paco_judge"):
+        with judge_process(port, delay_s=0.05) as first:
+            scorer = JudgeClient(f"http://127.0.0.1:{port}", "Paco-Reward-7B", max_concurrency=4, deadline_s=40)
+            scorer.check()
+            thread, verdicts = in_thread(scorer, batch(60, "killed"))
+            time.sleep(0.3)
+            first.kill()
+            first.wait()
+            time.sleep(1.0)
+            assert thread.is_alive() and not verdicts
+            assert f"no judge answers at http://127.0.0.1:{port}" in caplog.text, "logged at once"
+        with judge_process(port):
+            thread.join(timeout=35)
+    assert len(verdicts) == 60 and all(verdict.ok for verdict in verdicts)
+    assert caplog.text.count("no judge answers") == 1, "once, however many requests failed"
+    assert "answers again, after" in caplog.text
+
+
+def test_an_outage_is_waited_for_once_and_not_by_every_call(caplog):
     with FakeJudge() as judge:
-        scorer = client(judge, deadline_s=20.0)
+        scorer = client(judge, deadline_s=2.0)
         scorer.check()
-        port = judge.port
-    answers = []
-    waiting = threading.Thread(
-        target=lambda: answers.extend(scorer.score_blocking([Pair(picture(26), picture(27), "late")]))
-    )
-    waiting.start()
-    time.sleep(0.7)
-    assert not answers
-    with FakeJudge(port=port):
-        waiting.join(timeout=15)
-    assert answers[0].ok
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "paco_judge"):
+        first = scorer.score_blocking(batch(8, "down 1"))
+    waited = time.monotonic() - start
+    assert 1.0 < waited < 4.0 and not any(verdict.ok for verdict in first)
+    assert "ConnectionRefusedError" in first[0].error
+    assert "launch.sh" in next(record.message for record in caplog.records if "no judge answers" in record.message)
+    time.sleep(max(0.0, 2.1 - waited))
+    start = time.monotonic()
+    second = scorer.score_blocking(batch(8, "down 2"))
+    assert time.monotonic() - start < 1.0, "the server has been down for longer than the deadline"
+    assert "the server has been down for" in second[0].error
+    with FakeJudge(port=judge.port):
+        assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
+    start = time.monotonic()
+    scorer.score_blocking(batch(2, "down 4"))
+    assert time.monotonic() - start > 1.0, "a new outage is waited for again"
 
 
-def test_judge_not_running_is_said_at_once():
+def test_a_missing_judge_is_reported_at_once():
     start = time.monotonic()
     scorer = JudgeClient(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(JudgeUnavailable, match=r"no judge answers at .*launch\.sh"):
+    with pytest.raises(JudgeUnavailable, match=r"launch\.sh"):
         scorer.check()
     with pytest.raises(JudgeUnavailable):
-        scorer.score_blocking([Pair(picture(28), picture(29), "q")])
+        scorer.score_blocking(batch(1, "missing"))
     assert time.monotonic() - start < 3
 
 
-def test_missing_model_lists_what_is_served():
-    with FakeJudge(models=("Qwen", "other")) as judge, pytest.raises(JudgeModelMissing, match="'Qwen', 'other'"):
-        client(judge, model="PaCo-Reward-7B").check()
-    with FakeJudge(models=()) as judge, pytest.raises(JudgeModelMissing, match="it serves nothing"):
-        client(judge, model="x").check()
-
-
-def test_a_name_that_differs_only_by_case_is_taken_and_said(caplog):
-    with FakeJudge(models=("Paco-Reward-7B",)) as judge, caplog.at_level(logging.WARNING):
-        scorer = client(judge, model="PaCo-Reward-7B")
-        assert scorer.check() == "Paco-Reward-7B"
-        scorer.score_blocking([Pair(picture(30), picture(31), "q")])
-    assert judge.requests[0]["model"] == "Paco-Reward-7B"
-    assert "differs only by letter case" in caplog.text
-
-
-def test_something_else_on_the_port_is_said():
+def test_another_server_on_the_port_is_reported():
     with FakeJudge() as judge:
         judge.models = None
         with pytest.raises(JudgeUnavailable):
-            client(judge, model="x").check()
+            JudgeClient(judge.url, "x").check()
 
 
-def test_the_key_is_sent():
-    with FakeJudge() as judge:
-        client(judge, api_key="secret").score_blocking([Pair(picture(32), picture(33), "q")])
-        assert judge.headers[0]["authorization"] == "Bearer secret"
+def test_a_missing_model_lists_the_served_ones():
+    with FakeJudge(models=("Qwen", "other")) as judge, pytest.raises(JudgeModelMissing, match="'Qwen', 'other'"):
+        client(judge, model="PaCo-Reward-7B").check()
+
+
+def test_model_names_match_case_insensitively_with_a_warning(caplog):
+    with FakeJudge(models=("Paco-Reward-7B",)) as judge:
+        scorer = client(judge, model="PaCo-Reward-7B")
+        with caplog.at_level(logging.WARNING):
+            assert scorer.score_blocking(batch(1, "case"))[0].ok
+    assert judge.requests[0]["model"] == "Paco-Reward-7B" and "'Paco-Reward-7B'" in caplog.text
+    with FakeJudge(models=("JUDGE", "Judge")) as judge, pytest.raises(JudgeModelMissing):
+        client(judge, model="judge").check()
+
+
+def test_concurrent_calls_ask_for_the_models_once():
+    with FakeJudge(delay_s=0.2) as judge:
+        scorer = client(judge)
+        for thread, _ in [in_thread(scorer, batch(1, f"thread {number}")) for number in range(8)]:
+            thread.join(timeout=20)
+        assert (judge.model_requests, len(judge.requests)) == (1, 8)
+
+
+def test_the_api_key_is_sent_and_a_wrong_one_is_reported():
+    with FakeJudge(key="right") as judge:
+        with pytest.raises(JudgeUnavailable, match="a valid API key is needed; check api_key"):
+            client(judge, api_key="wrong").check()
+        scorer = client(judge, api_key="right")
+        assert scorer.score_blocking(batch(1, "key"))[0].ok
+        judge.key = "changed"
+        (verdict,) = scorer.score_blocking(batch(1, "key changed"))
+        assert "HTTP 401" in verdict.error and len(judge.requests) == 2, "not retried"
 
 
 def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
@@ -281,40 +418,56 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
         png_data_url(broken)
 
 
-def test_digest_is_by_content():
+def test_digests_depend_on_content_only():
     image = picture(38)
-    assert content_digest(image) == content_digest(image.copy())
-    assert content_digest(image) == content_digest(image.convert("RGBA"))
+    assert content_digest(image) == content_digest(image.copy()) == content_digest(image.convert("RGBA"))
     assert content_digest(image) != content_digest(picture(39))
-    flat = Image.new("RGB", (2, 8))
-    assert content_digest(flat) != content_digest(Image.new("RGB", (8, 2)))
+    assert content_digest(Image.new("RGB", (2, 8))) != content_digest(Image.new("RGB", (8, 2)))
 
 
 def _score_in_child(url, queue):
-    queue.put(JudgeClient(url, "m", deadline_s=10).score_blocking([Pair(picture(40), picture(41), "child")])[0].ok)
+    queue.put(JudgeClient(url, "m", deadline_s=10).score_blocking(batch(1, "child"))[0].ok)
 
 
-def test_a_forked_child_gets_its_own_thread():
+def test_a_forked_child_starts_its_own_thread():
     with FakeJudge(models=("m",)) as judge:
-        client(judge).score_blocking([Pair(picture(40), picture(42), "parent")])
+        scorer = client(judge)
+        scorer.score_blocking(batch(1, "parent"))
         context = multiprocessing.get_context("fork")
         queue = context.Queue()
         child = context.Process(target=_score_in_child, args=(judge.url, queue))
         child.start()
         assert queue.get(timeout=10)
         child.join(timeout=10)
+        assert scorer.score_blocking(batch(1, "parent again"))[0].ok and len(judge.connections) == 2
 
 
-def test_the_cache_forgets_the_oldest():
-    cache = transport.Cache(entries=2)
-    cache.put(("a",), 0.1)
-    cache.put(("b",), 0.2)
-    assert cache.get(("a",)) == 0.1
-    cache.put(("c",), 0.3)
-    assert (cache.get(("a",)), cache.get(("b",)), len(cache)) == (0.1, None, 2)
+_WAITING_AT_EXIT = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from PIL import Image
+from paco_judge.client import JudgeClient, Pair
+image = Image.new("RGB", (8, 8))
+client = JudgeClient(sys.argv[1], model=sys.argv[2], deadline_s=60)
+client.check()
+pool = ThreadPoolExecutor(1)
+pool.submit(client.score_blocking, [Pair(image, image, "q")])
+time.sleep(0.3)
+pool.shutdown(wait=False, cancel_futures=True)
+"""
+
+
+def test_a_thread_waiting_for_scores_does_not_delay_the_exit():
+    released = threading.Event()
+    with FakeJudge(lambda number, request: released.wait(60)) as judge:
+        start = time.monotonic()
+        run = [sys.executable, "-c", _WAITING_AT_EXIT, judge.url, "Paco-Reward-7B"]
+        done = subprocess.run(run, check=True, timeout=50, stderr=subprocess.PIPE, text=True)
+        assert time.monotonic() - start < 40 and not done.stderr
+        released.set()
 
 
 @pytest.mark.parametrize("settings", [{"base_url": "localhost:8000"}, {"max_concurrency": 0}, {"deadline_s": 0}])
-def test_bad_settings_are_said(settings):
+def test_invalid_settings_are_errors(settings):
     with pytest.raises(ValueError):
         JudgeClient(**settings)

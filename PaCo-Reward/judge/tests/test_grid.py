@@ -45,11 +45,6 @@ def test_layout_is_the_first_one_stated_rows_first(prompt, layout):
     assert parse_layout(prompt) == layout
 
 
-def test_a_layout_of_no_panels_is_an_error():
-    with pytest.raises(PromptLayoutError, match="0x3"):
-        parse_layout("a 0x3 grid")
-
-
 @given(layout=st.sampled_from(sorted(LABELS)), data=st.data())
 def test_splitting_undoes_building(layout, data):
     rows, cols = layout
@@ -73,33 +68,24 @@ def test_a_plain_prompt_is_one_panel():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "named"),
     [
-        ("2x2 grid of x. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c.", r"4 panels.* 3 panel labels"),
-        ("2x2 grid of x.", r"4 panels.*0 panel labels \(none\)"),
-        ("a cat. [LEFT]:a. [RIGHT]:b.", r"1x1.*2 panel labels"),
+        ("2x2 grid of x. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c.", "3 panel labels"),
+        ("2x2 grid of x.", "0 panel labels"),
+        ("a cat. [LEFT]:a. [RIGHT]:b.", "2 panel labels"),
         ("1x2 grid of x. [LEFT]:a. [LEFT]:b.", "more than once"),
-        ("1x2 grid of x. [LEFT]:a. [RIGHT]: ", "'\\[RIGHT\\]' has no text"),
+        ("1x2 grid of x. [LEFT]:a. [RIGHT]: ", r"\[RIGHT\]"),
+        ("a 0x3 grid", "0x3"),
     ],
 )
-def test_panels_that_do_not_match_are_an_error(prompt, message):
-    with pytest.raises(PromptLayoutError, match=message):
+def test_panels_that_do_not_match_are_an_error(prompt, named):
+    with pytest.raises(PromptLayoutError, match=named):
         split_prompt(prompt)
-
-
-def test_toy_prompt():
-    prompt = (
-        "2x2 grid layout depicting a filled red star.The same star in every panel. [TOP]-[LEFT]:small at the left. "
-        "[TOP]-[RIGHT]:big at the top. [BOTTOM]-[LEFT]:big at the centre. [BOTTOM]-[RIGHT]:small at the bottom."
-    )
-    split = split_prompt(prompt)
-    assert split.theme == "2x2 grid layout depicting a filled red star.The same star in every panel."
-    assert split.panels == ("small at the left.", "big at the top.", "big at the centre.", "small at the bottom.")
 
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="shared/data absent")
 def test_every_real_prompt_splits_into_its_panels():
-    """Against a splitter of another kind: cut at every label-looking token, which the sample never has inside texts."""
+    """Against a simpler splitter that cuts at every label-like token; the sample has none inside texts."""
     items = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
     layouts = set()
     for item in items:

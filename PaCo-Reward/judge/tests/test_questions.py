@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ def test_theme_question_is_the_published_wording():
     )
 
 
-def test_near_duplicate_variant_says_no_to_copies():
+def test_the_near_duplicate_variant_answers_no_to_copies():
     question = questions.theme_no_duplicates_question("a red star.")
     assert "near-duplicates" in question and '"a red star."' in question
     assert question.endswith(questions.theme_question("a red star.").split("identity? ")[1])
@@ -35,14 +33,6 @@ def test_no_criteria_is_an_error():
         questions.criteria_questions({"Style": {"Palette": ""}})
 
 
-def test_editing_questions_hold_the_instruction_and_ask_for_yes_or_no_first():
-    consistency, instruction = questions.editing_questions("make it blue")
-    assert consistency != instruction
-    for question in (consistency, instruction):
-        assert '"make it blue"' in question
-        assert question.endswith("Answer Yes or No first, then reasons.")
-
-
 @given(instructions)
 def test_editing_dimensions_ask_the_editing_questions(instruction):
     consistency, following = questions.editing_questions(instruction)
@@ -54,13 +44,6 @@ def test_editing_dimensions_ask_the_editing_questions(instruction):
         before, text, after = question.partition(f'"{instruction.strip()}"')
         assert text and before.endswith("with the instruction: ")
         assert after.endswith("Answer Yes or No first, then reasons.")
-
-
-@given(instructions)
-def test_an_instruction_reaches_the_judge_as_it_is(instruction):
-    (question,) = questions.editing_dimension_questions("consistency", f"  {instruction}\n").values()
-    (message,) = json.loads(json.dumps(questions.build_messages("a", "b", question)))
-    assert instruction.strip() in message["content"][2]["text"]
 
 
 @given(st.text(alphabet=" \t\n\u2003", max_size=5), st.sampled_from(questions.EDIT_DIMENSIONS))
@@ -81,7 +64,7 @@ def test_message_order_is_image_image_text():
     assert message["content"][2]["text"] == "same?"
 
 
-def test_grid_layout_is_asked_of_one_image():
+def test_the_grid_layout_question_is_about_one_image():
     (message,) = questions.build_messages("data:a", None, questions.grid_layout_question(1, 3))
     assert [part["type"] for part in message["content"]] == ["image_url", "text"]
     assert "1x3 grid, that is 1 row of 3 separate pictures" in message["content"][1]["text"]

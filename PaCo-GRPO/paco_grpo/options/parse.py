@@ -1,0 +1,336 @@
+"""Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is read only here.
+
+A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``. It is parsed here because
+tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``), saved YAML files and one-line errors are
+needed. Everything that is read becomes ``{option name: value}`` first, then one frozen ``RunOptions``.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from paco_grpo.options.errors import ConfigError
+from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
+from paco_grpo.options.suggest import suggestions
+
+_NONE = ("none", "null")
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
+_EXPECTED = {
+    tuple: "a list of integers such as 1,2", bool: "true or false", int: "an integer", float: "a number", str: "text",
+    dict: "a table such as {'jpeg_compressibility': 1.0}",
+    object: "a name, package.module:function or a function",
+}  # fmt: skip
+
+
+# --- configuration files ----------------------------------------------------------------------------------------------
+
+
+class _Config(ConfigDict):
+    """A ``ConfigDict`` to which plain dicts with any keys can be assigned. Types are checked when it is read."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, table(value) if isinstance(value, dict) else value)
+
+
+def table(entries: Mapping[str, Any]) -> ConfigDict:
+    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths)."""
+    result = _Config(type_safe=False, allow_dotted_keys=True)
+    for key, value in entries.items():
+        result[key] = value
+    return result
+
+
+def config_dict() -> ConfigDict:
+    """All options with their defaults, for a configuration file to change."""
+    config = _Config(type_safe=False)
+    for group in GROUPS:
+        config[group] = _Config(type_safe=False)
+    for name, declared in OPTIONS.items():
+        group, _, field = name.rpartition(".")
+        value = placeholder(declared.kind) if declared.nullable else declared.default
+        (config[group] if group else config)[field] = value
+    return config
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
+    """The options that a command line gives, and the name of their configuration.
+
+    Raises:
+        ConfigError: See ``parse_command_line`` and ``load_options``.
+    """
+    source, overrides = parse_command_line(arguments)
+    return load_options(source, overrides), source.partition(":")[2] or Path(source).stem
+
+
+def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Split ``--config SOURCE --config.key=value …`` into the source and its overrides, in order.
+
+    Raises:
+        ConfigError: No source, or an argument that is neither.
+    """
+    source, overrides, rest = None, [], list(arguments)
+    while rest:
+        argument, equals, value = rest.pop(0).partition("=")
+        name = argument.lstrip("-")
+        if argument.startswith("--noconfig."):
+            overrides.append((name.removeprefix("noconfig."), "false"))
+            continue
+        if not argument.startswith("-") or name != "config" and not name.startswith("config."):
+            raise ConfigError(
+                f"unknown argument {argument!r}. Options are given as --config FILE[:NAME] and --config.a.b=value"
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"argument {argument!r} has no value; write {argument}=VALUE")
+            value = rest.pop(0)
+        if name == "config":
+            source = value
+        else:
+            overrides.append((name.removeprefix("config."), value))
+    if source is None:
+        raise ConfigError("no configuration given; start with --config config/grpo.py:NAME")
+    return source, overrides
+
+
+def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
+    """The options in a file.
+
+    Args:
+        source: ``FILE.py:NAME`` (its ``get_config(NAME)`` is called), or a ``config.yaml`` saved by an earlier run.
+        overrides: Pairs of dotted option name and text, as on the command line. Entries of a table are set one by one
+            (``train.reward_fn.NAME``), or the whole table at once.
+
+    Raises:
+        ConfigError: There is no such file or name, an option is unknown, or a value has the wrong type.
+    """
+    file, _, name = str(source).partition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"configuration file {file!r} does not exist (current folder: {Path.cwd()})")
+    if path.suffix in (".yaml", ".yml"):
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    elif path.suffix == ".py":
+        values = _load_python(path, name)
+    else:
+        raise ConfigError(f"configuration file {file!r} is neither a .py file nor the config.yaml of a saved run")
+    return make_options(values, overrides)
+
+
+def _load_python(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location("paco_grpo_run_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return module.get_config(name) if name else module.get_config()
+    except KeyError as error:
+        raise ConfigError(f"{path}: {error.args[0]}") from error
+
+
+def make_options(values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
+    """Options from nested values, as in a configuration file; what they leave out has its default.
+
+    Raises:
+        ConfigError: An unknown option, or a value of the wrong type.
+    """
+    flat = {name: copy.deepcopy(declared.default) for name, declared in OPTIONS.items()}
+    flat |= _flatten(values.to_dict() if isinstance(values, ConfigDict) else values)
+    for name, text in overrides:
+        _override(flat, name, text)
+    groups = {
+        group: kind(**{name.partition(".")[2]: value for name, value in flat.items() if name.startswith(f"{group}.")})
+        for group, kind in GROUPS.items()
+    }
+    return RunOptions(**{name: value for name, value in flat.items() if "." not in name}, **groups)
+
+
+def _flatten(values: Any) -> dict[str, Any]:
+    flat = {}
+    for key, value in _mapping(values, "").items():
+        if key in GROUPS:
+            flat |= {f"{key}.{field}": entry for field, entry in _mapping(value, key).items()}
+        else:
+            flat[str(key)] = value
+    for name in flat:
+        if name not in OPTIONS:
+            raise ConfigError(_unknown(name))
+    return {name: _checked(OPTIONS[name], value) for name, value in flat.items()}
+
+
+def _mapping(values: Any, group: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"config{group and '.'}{group} is {type(values).__name__}, not a group of options")
+    return values
+
+
+def _unknown(name: str) -> str:
+    nearest = " or ".join(f"config.{guess}" for guess in suggestions(name, OPTIONS))
+    hint = f"Did you mean {nearest}?" if nearest else "All options are in docs/configuration.md"
+    return f"unknown option config.{name}. {hint}"
+
+
+def _checked(declared: Option, value: Any) -> Any:
+    """``value`` in the option's type: integers become floats where these are wanted, lists tuples."""
+    if value is None and declared.nullable:
+        return None
+    if declared.kind is dict and not value:
+        return {}  # an empty table is empty lines in YAML
+    number = not isinstance(value, bool) and isinstance(value, numbers.Real)
+    if declared.kind is float and number:
+        return float(value)
+    if declared.kind is int and number and isinstance(value, numbers.Integral):
+        return int(value)
+    if declared.kind is tuple and isinstance(value, list | tuple) and all(_is_integer(entry) for entry in value):
+        return tuple(map(int, value))
+    if declared.kind is dict and isinstance(value, Mapping):
+        return _plain(declared.name, value)
+    if declared.kind is object and (callable(value) or isinstance(value, str)):
+        return value
+    if declared.kind is object and isinstance(value, Mapping):
+        return _plain(declared.name, value)
+    if declared.kind in (str, bool) and isinstance(value, declared.kind):
+        return value
+    if value is None:
+        raise ConfigError(f"config.{declared.name} cannot be None")
+    raise ConfigError(f"config.{declared.name}={value!r} is not {_EXPECTED[declared.kind]}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An entry of a table in the types that a saved configuration can hold."""
+    if isinstance(value, ConfigDict | Mapping):
+        return {key: _plain(f"{name}.{key}", entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, entry) for entry in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    raise ConfigError(f"config.{name} is a {type(value).__name__}; only numbers, text, lists and tables can be saved")
+
+
+# --- overriding -------------------------------------------------------------------------------------------------------
+
+
+def _override(flat: dict[str, Any], name: str, text: str) -> None:
+    if name in OPTIONS:
+        flat[name] = _convert(OPTIONS[name], text)
+        return
+    if name in GROUPS:
+        raise ConfigError(f"config.{name} is a group of options; set one of them: config.{name}.NAME=VALUE")
+    owner = next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
+    if owner is None:
+        raise ConfigError(_unknown(name))
+    entry = name.removeprefix(f"{owner}.")
+    if OPTIONS[owner].kind is not dict:
+        raise ConfigError(f"config.{owner} is a value, it has no field {entry!r}")
+    value = _plain(name, _literal(text))
+    if not owner.endswith("reward_fn_kwargs"):
+        flat[owner] = {**flat[owner], entry: value}
+        return
+    # The reward's name may be an import path with dots; an argument's name follows the factory.
+    module, colon, rest = entry.rpartition(":")
+    factory, dot, argument = rest.partition(".")
+    reward = module + colon + factory
+    if dot:
+        value = {**flat[owner].get(reward, {}), argument: value}
+    elif not isinstance(value, Mapping):
+        raise ConfigError(f"config.{name}={text!r} is not a table of arguments; write config.{name}.ARGUMENT=value")
+    flat[owner] = {**flat[owner], reward: value}
+
+
+def _convert(declared: Option, text: str) -> Any:
+    """The value that ``text`` means for this option."""
+    kind, stripped = declared.kind, text.strip()
+    word = (text if kind is str else stripped).lower()  # one space is a text (a negative prompt)
+    if declared.nullable and word in (*_NONE, ""):
+        return None
+    if kind in (str, object):
+        return text
+    try:
+        if word in _NONE:
+            value = None
+        elif kind is bool:
+            value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[word]
+        elif kind is tuple:
+            value = ast.literal_eval(stripped or "()")
+            value = value if isinstance(value, tuple | list) else (value,)
+        elif kind is dict:
+            value = _literal(text) if stripped else {}
+        else:
+            value = kind(text)
+    except (ValueError, SyntaxError, KeyError):
+        value = text
+    return _checked(declared, value)
+
+
+def _literal(text: str) -> Any:
+    """An entry of a table: a Python or YAML literal, else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def options_to_dict(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """Nested plain values, from which ``make_options`` makes equal options.
+
+    Args:
+        options: The options.
+        describe: Turns ``train.aggregate_fn`` into text or a table, as ``paco_grpo.advantages.aggregation.describe`` does;
+            None = ``module:name`` of a function.
+
+    Raises:
+        ConfigError: ``train.aggregate_fn`` cannot be described.
+    """
+    result: dict[str, Any] = {group: {} for group in GROUPS}
+    for name, declared in OPTIONS.items():
+        group, _, field = name.rpartition(".")
+        value = attrgetter(name)(options)
+        if declared.kind is object:
+            try:
+                value = (describe or _function_name)(value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        (result[group] if group else result)[field] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+    return result
+
+
+def _function_name(value: Any) -> Any:
+    if not callable(value):
+        return value
+    name = getattr(value, "__qualname__", "")
+    if not name or "<" in name:
+        raise ValueError(
+            f"config.train.aggregate_fn is {name or type(value).__name__}, which a saved run could not find again: "
+            "give a function defined at the top level of a module"
+        )
+    return f"{value.__module__}:{name}"
+
+
+def options_to_yaml(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> str:
+    """The text of a run's config.yaml; ``load_options`` reads it back to equal options."""
+    return yaml.safe_dump(options_to_dict(options, describe), sort_keys=True)

@@ -1,0 +1,210 @@
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT, subfig_clipI).
+
+Models are loaded at the first image. Features of texts are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import normalize
+
+from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
+from paco_judge.grid import split_image, split_prompt
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from paco_grpo.types import Item
+
+PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+CLIPSCORE = "openai/clip-vit-large-patch14"
+OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
+
+
+class ClipTextImage:
+    """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
+
+    Args:
+        model: Hub name or folder of the model.
+        processor: Hub name or folder of its processor.
+        scale: About the largest score in practice, so that rewards are of order 1.
+        device: Where it computes.
+        batch_size: Images per forward.
+    """
+
+    def __init__(self, model: str, processor: str, scale: float, device: torch.device | str, batch_size: int) -> None:
+        self.name, self.processor_name, self.scale = model, processor, scale
+        self.device, self.batch_size = torch.device(device), batch_size
+        self._model = None
+        self._texts: dict[str, torch.Tensor] = {}
+
+    def load(self) -> None:
+        """Load the model (downloads it if it is not in the cache)."""
+        if self._model is None:
+            from transformers import CLIPModel, CLIPProcessor
+
+            self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+            self._model = CLIPModel.from_pretrained(self.name).eval().requires_grad_(False).to(self.device)
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64."""
+        self.load()
+        scores = []
+        for start in range(0, len(images), self.batch_size):
+            batch = [image.convert("RGB") for image in images[start : start + self.batch_size]]
+            pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device)
+            vision = self._model.vision_model(pixel_values=pixels).pooler_output
+            features = normalize(self._model.visual_projection(vision), dim=-1)
+            texts = torch.stack([self._text(item.prompt) for item in items[start : start + self.batch_size]])
+            scores.append((self._model.logit_scale.exp() * (features * texts).sum(dim=-1)).double().cpu().numpy())
+        return np.concatenate(scores) / self.scale
+
+    def _text(self, prompt: str) -> torch.Tensor:
+        if prompt not in self._texts:
+            tokens = self._processor(text=[prompt], truncation=True, max_length=77, return_tensors="pt").to(self.device)
+            output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+            self._texts[prompt] = normalize(self._model.text_projection(output.pooler_output)[0], dim=-1)
+        return self._texts[prompt]
+
+
+def pickscore(
+    model: str = PICKSCORE,
+    processor: str = PICKSCORE_PROCESSOR,
+    device: torch.device | str = "cpu",
+    batch_size: int = 8,
+) -> ClipTextImage:
+    """Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569): logit_scale · cos / 26."""
+    return ClipTextImage(model, processor, 26.0, device, batch_size)
+
+
+def clipscore(
+    model: str = CLIPSCORE, processor: str | None = None, device: torch.device | str = "cpu", batch_size: int = 8
+) -> ClipTextImage:
+    """logit_scale · cos(image, prompt) / 30, as in Flow-GRPO's released code. ``processor``: None = the model's."""
+    return ClipTextImage(model, processor or model, 30.0, device, batch_size)
+
+
+class OpenClip:
+    """Unit features of images and texts. Safe for several reward threads.
+
+    Args:
+        model: OpenCLIP architecture.
+        pretrained: OpenCLIP tag, or a local file of weights.
+        device: Where it computes.
+    """
+
+    def __init__(self, model: str, pretrained: str | None, device: torch.device) -> None:
+        self.name, self.pretrained, self.device = model, pretrained, device
+        self._model = None
+        self._texts: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Load the model (downloads it if it is not in the cache).
+
+        Raises:
+            RuntimeError: Unknown architecture or tag, or the weights cannot be downloaded.
+        """
+        with self._lock:
+            if self._model is None:
+                import open_clip
+
+                model, _, self._preprocess = open_clip.create_model_and_transforms(
+                    self.name, pretrained=self.pretrained, device=self.device
+                )
+                self._tokenize = open_clip.get_tokenizer(self.name)
+                self._model = model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
+        """Unit features (n, C) float32 of ``images``, ``batch_size`` at a time."""
+        self.load()
+        features = []
+        for start in range(0, len(images), batch_size):
+            batch = [self._preprocess(image.convert("RGB")) for image in images[start : start + batch_size]]
+            features.append(self._model.encode_image(torch.stack(batch).to(self.device), normalize=True))
+        return torch.cat(features)
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str], batch_size: int) -> torch.Tensor:
+        """Unit features (n, C) float32 of ``texts``; each text is encoded once per process."""
+        self.load()
+        with self._lock:
+            new = [text for text in dict.fromkeys(texts) if text not in self._texts]
+            for start in range(0, len(new), batch_size):
+                batch = new[start : start + batch_size]
+                features = self._model.encode_text(self._tokenize(batch).to(self.device), normalize=True)
+                self._texts.update(zip(batch, features, strict=True))
+            return torch.stack([self._texts[text] for text in texts])
+
+
+_shared = cache(OpenClip)
+
+
+def open_clip_model(model: str, pretrained: str | None, device: torch.device | str) -> OpenClip:
+    """The process's one model of these weights on this device.
+
+    Raises:
+        ImportError: open_clip is not installed (reported when the reward is built, not at the first image).
+    """
+    import open_clip  # noqa: F401
+
+    return _shared(model, pretrained, torch.device(device))
+
+
+class SubfigClipT:
+    """Mean cosine similarity of each sub-figure with its own panel text."""
+
+    def __init__(self, clip: OpenClip, batch_size: int) -> None:
+        self.clip, self.batch_size = clip, batch_size
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64 in [−1, 1]."""
+        grids = [split_prompt(item.prompt) for item in items]
+        cells = [cell for image, g in zip(images, grids, strict=True) for cell in split_image(image, g.rows, g.cols)]
+        texts = [text for grid in grids for text in grid.panels]
+        cosines = self.clip.images(cells, self.batch_size) * self.clip.texts(texts, self.batch_size)
+        cosines = cosines.sum(dim=-1).double().cpu().numpy()
+        by_image = np.split(cosines, np.cumsum([len(grid.panels) for grid in grids])[:-1])
+        return np.array([part.mean() for part in by_image])
+
+
+def subfig_clipT(
+    model: str = OPEN_CLIP,
+    pretrained: str | None = OPEN_CLIP_WEIGHTS,
+    device: torch.device | str = "cpu",
+    batch_size: int = 32,
+) -> SubfigClipT:
+    """Does each sub-figure show its own panel text? (arXiv 2512.04784, §5)
+
+    Args:
+        model: OpenCLIP architecture.
+        pretrained: OpenCLIP tag, or a local file of weights.
+        device: Where it computes.
+        batch_size: Sub-figures (texts) per forward.
+
+    Raises:
+        ImportError: open_clip is not installed.
+    """
+    return SubfigClipT(open_clip_model(model, pretrained, device), batch_size)
+
+
+def subfig_clipI(
+    model: str = OPEN_CLIP,
+    pretrained: str | None = OPEN_CLIP_WEIGHTS,
+    device: torch.device | str = "cpu",
+    batch_size: int = 32,
+) -> SubfigurePairs:
+    """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
+    clip = open_clip_model(model, pretrained, device)
+    return SubfigurePairs("subfig_clipI", lambda images: clip.images(images, batch_size))
+
+
+subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")

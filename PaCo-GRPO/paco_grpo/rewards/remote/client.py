@@ -1,0 +1,99 @@
+"""A reward that runs in another process: the client of ``paco_grpo.rewards.remote.service``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paco_grpo.rewards.errors import RewardError
+from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
+from paco_judge import transport
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_CHECK_TIMEOUT_S = 10.0
+
+
+class RemoteReward:
+    """Sends images and items to a reward service and returns its scores.
+
+    If the service does not answer within the deadline, the scores of that request are missing (NaN). If it refuses a
+    request, or its reward raises, that is an error, as it would be in this process.
+
+    Args:
+        name: Of the reward, which the service must serve.
+        server: ``http://HOST:PORT``.
+        api_key: If the service requires one.
+        deadline_s: Seconds for one request, retries after connection errors included.
+        request_size: Images in one request.
+    """
+
+    def __init__(
+        self, name: str, server: str, api_key: str | None = None, deadline_s: float = 600.0, request_size: int = 16
+    ) -> None:
+        if request_size < 1 or deadline_s <= 0:
+            raise RewardError(
+                f"reward {name!r}: need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}"
+            )
+        self.name, self.server = name, server.rstrip("/")
+        self.deadline_s, self.request_size = deadline_s, request_size
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def check(self) -> None:
+        """Ask the service what it serves.
+
+        Raises:
+            RewardError: It does not answer, refuses us, or serves another reward; the message says how to start it.
+        """
+        runtime = transport.runtime()
+        try:
+            answer = runtime.submit(runtime.get(f"{self.server}/health", self._headers, _CHECK_TIMEOUT_S)).result()
+            served = json.loads(answer)["reward"]
+        except transport.Refused as error:
+            hint = "; check api_key" if error.status in (401, 403) else ""
+            raise RewardError(f"reward {self.name!r}: {self.server} refused us: {error}{hint}") from error
+        except transport.Unreachable as error:
+            raise RewardError(
+                f"reward {self.name!r}: no service answers at {self.server} ({error}); start one with "
+                f"`bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
+            ) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RewardError(f"reward {self.name!r}: {self.server} is not a reward service: {error!r}") from error
+        if served != self.name:
+            raise RewardError(f"reward {self.name!r}: the service at {self.server} serves {served!r}; correct server=")
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64, NaN = missing.
+
+        Raises:
+            RewardError: The service refused the request or its reward failed; the message quotes the service.
+        """
+        scores: list[float] = []
+        for start in range(0, len(images), self.request_size):
+            part = slice(start, start + self.request_size)
+            scores += self._ask(images[part], items[part])
+        return np.array(scores, dtype=np.float64)
+
+    def _ask(self, images: Sequence[Image.Image], items: Sequence[Item]) -> list[float]:
+        runtime, body = transport.runtime(), encode_request(images, items)
+        deadline = runtime.loop.time() + self.deadline_s
+        try:
+            answer = runtime.submit(runtime.post(f"{self.server}/score", self._headers, body, deadline)).result()
+            return decode_scores(answer, len(images))
+        except transport.Unreachable as error:
+            logger.warning("reward %s: %d scores are missing: %s: %s", self.name, len(images), self.server, error)
+            return [math.nan] * len(images)
+        except (transport.Refused, WireError) as error:
+            raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error

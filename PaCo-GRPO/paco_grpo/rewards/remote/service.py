@@ -1,0 +1,119 @@
+"""A reward in a separate process and environment, over HTTP.
+
+    python -m paco_grpo.rewards.remote.service --reward imagereward --port 8101 [--kwargs '{"batch_size": 16}'] [--device cuda]
+
+For rewards whose package conflicts with the training environment; ``scripts/reward_service.sh`` creates an environment
+for them and starts this. The run uses it with ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
+``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes.
+
+It listens on the loopback only; another ``--host`` needs a key in the environment variable REWARD_SERVICE_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from paco_grpo.rewards.registry import Reward, build_rewards, short_name
+from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_UNPROCESSABLE = 422  # the reward failed: a retry would not help, so not a 5xx, which clients retry
+
+
+def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> FastAPI:
+    """The service as an application.
+
+    Args:
+        reward: The callable; one call at a time, on one thread.
+        name: Under which it is asked for.
+        api_key: Required of every request if given.
+        max_body_bytes: Of one request; a larger one is refused while it arrives.
+    """
+    app = FastAPI(title=f"PaCo-RL reward {name}")
+    thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+    def score(body: bytes) -> bytes:
+        images, items = decode_request(body)
+        return encode_scores(reward(images, items))
+
+    @app.middleware("http")
+    async def authorize(request: Request, call_next) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+            return _refuse(401, "a valid key is needed: Authorization: Bearer …")
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "reward": name}
+
+    @app.post("/score")
+    async def post_score(request: Request) -> Response:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_body_bytes:
+                text = f"the body is larger than {max_body_bytes} bytes; send fewer images at once (request_size)"
+                return _refuse(413, text)
+        try:
+            scores = await asyncio.get_running_loop().run_in_executor(thread, score, bytes(body))
+        except WireError as error:
+            return _refuse(400, str(error))
+        except Exception as error:  # a user's reward may raise anything; the run then reports it and stops
+            logger.exception("the reward failed")
+            return _refuse(_UNPROCESSABLE, f"{type(error).__name__}: {error}")
+        return Response(scores, media_type="application/json")
+
+    return app
+
+
+def _refuse(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until stopped; returns 2 if the reward cannot be built or cannot work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--reward", required=True, help="a reward's name, or package.module:factory")
+    parser.add_argument("--kwargs", default={}, type=json.loads, help="JSON object: keyword arguments of its factory")
+    parser.add_argument("--device", default="cpu", help="where it computes: cpu, cuda, cuda:1 (default: cpu)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8101)
+    parser.add_argument("--max-body-mb", type=int, default=256)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    key = os.environ.get("REWARD_SERVICE_KEY") or None
+    if options.host not in LOOPBACK and key is None:
+        parser.error(f"--host {options.host} opens the service to others: set REWARD_SERVICE_KEY, or use 127.0.0.1")
+    if not isinstance(options.kwargs, dict):
+        parser.error("--kwargs must be a JSON object")
+    try:
+        rewards = build_rewards({options.reward: 1.0}, {options.reward: options.kwargs}, options.device)
+        reward = rewards[short_name(options.reward)]
+        reward.check()
+    except RuntimeError as error:  # RewardError, and a judge that does not answer
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    import uvicorn
+
+    app = build_app(reward, options.reward, api_key=key, max_body_bytes=options.max_body_mb << 20)
+    uvicorn.run(app, host=options.host, port=options.port, access_log=False, timeout_keep_alive=75)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""For rewards that compare the sub-figures of a grid with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paco_judge.grid import pairs, parse_layout, split_image
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+    from paco_grpo.types import Item
+
+
+def check_panels(item: Item, reward: str) -> tuple[int, int]:
+    """Rows and columns of the grid that ``item`` asks for.
+
+    Raises:
+        ValueError: It is a single panel, so there is nothing to compare; the message names ``reward``.
+    """
+    rows, cols = parse_layout(item.prompt)
+    if rows * cols < 2:
+        raise ValueError(f"{reward} compares sub-figures, but item {item.item_id} has one: {item.prompt!r}")
+    return rows, cols
+
+
+class SubfigurePairs:
+    """Mean cosine of the features of two sub-figures, over all unordered pairs of an image.
+
+    Args:
+        name: Of the reward, for messages.
+        features: Images → unit features (n, C).
+    """
+
+    def __init__(self, name: str, features: Callable[[Sequence[Image.Image]], torch.Tensor]) -> None:
+        self.name, self.features = name, features
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64 in [−1, 1].
+
+        Raises:
+            ValueError: A prompt has a single panel.
+        """
+        grids = [check_panels(item, self.name) for item in items]
+        cells = [split_image(image, *grid) for image, grid in zip(images, grids, strict=True)]
+        features = self.features([cell for its_cells in cells for cell in its_cells]).double().cpu().numpy()
+        by_image = np.split(features, np.cumsum([len(its_cells) for its_cells in cells])[:-1])
+        return np.array([np.mean([f[i] @ f[j] for i, j in pairs(len(f))]) for f in by_image])

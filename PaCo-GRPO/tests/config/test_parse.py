@@ -1,0 +1,395 @@
+"""Options from configuration files, the command line and saved runs."""
+
+import textwrap
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from named import CONFIG, NAMES
+
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.options import (
+    OPTIONS,
+    ConfigError,
+    RunOptions,
+    config_dict,
+    load_options,
+    make_options,
+    options_to_dict,
+    options_to_yaml,
+    parse_command_line,
+    read_options,
+)
+
+SAVED_RUN = Path(__file__).parent / "saved_run" / "config.yaml"
+
+
+def load(*overrides, name="toy_t2is"):
+    return load_options(f"{CONFIG / 'grpo.py'}:{name}", overrides)
+
+
+def value_of(options, key):
+    for part in key.split("."):
+        options = getattr(options, part)
+    return options
+
+
+@pytest.fixture
+def load_file(tmp_path):
+    """Loads a configuration file that changes ``config``, the options with their defaults."""
+
+    def load_lines(lines, *overrides):
+        file = tmp_path / "my_config.py"
+        body = textwrap.indent(textwrap.dedent(lines), "    ")
+        file.write_text(
+            "import numpy as np\nfrom paco_grpo.advantages.aggregation import *\nfrom paco_grpo.options import config_dict\n\n"
+            "def doubled(**rewards):\n    return {key: 2 * values for key, values in next(iter(rewards.values())).items()}\n\n"
+            f"def get_config(name=''):\n    config = config_dict()\n{body}\n    return config\n"
+        )
+        return load_options(str(file), overrides)
+
+    return load_lines
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_command_line_grammar():
+    arguments = [
+        "--config",
+        "a.py:b",
+        "--config.x=1",
+        "-config.y.z",
+        "2 3",
+        "--noconfig.w",
+        "--config.v=",
+        "--config.u",
+        "-1",
+    ]
+    pairs = [("x", "1"), ("y.z", "2 3"), ("w", "false"), ("v", ""), ("u", "-1")]
+    assert parse_command_line(arguments) == ("a.py:b", pairs)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--confg=a"],
+        ["config=a"],
+        ["--config=a", "train.x=1"],
+        ["--config.x=1"],
+        ["--config"],
+        ["--config", "--config.x=1"],
+        [],
+    ],
+)
+def test_wrong_command_lines_are_refused(arguments):
+    with pytest.raises(ConfigError):
+        parse_command_line(arguments)
+
+
+def test_options_and_the_name_of_their_configuration():
+    options, name = read_options(["--config", f"{CONFIG / 'grpo.py'}:ocr", "--noconfig.train.ema", "--config.seed=7"])
+    assert (name, options.train.ema, options.seed, options.train.resolution) == ("ocr", False, 7, 256)
+    assert read_options([f"--config={SAVED_RUN}"]) == (load_options(str(SAVED_RUN)), "config")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.learning_rate", "1e-3", 1e-3),
+        ("train.learning_rate", "1", 1.0),
+        ("sample.noise_steps", "1,2", (1, 2)),
+        ("sample.noise_steps", "(3,)", (3,)),
+        ("sample.noise_steps", "[0, 4]", (0, 4)),
+        ("sample.noise_steps", " 2", (2,)),
+        ("sample.noise_steps", "", ()),
+        ("sample.num_noise_steps", "None", None),
+        ("sample.num_noise_steps", " 2", 2),
+        ("max_train_minutes", "2", 2.0),
+        ("max_train_minutes", "", None),
+        ("train.lora_path", "null", None),
+        ("train.timesteps", "1", (1,)),
+        ("train.timesteps", "none", None),
+        ("sample.cps", "true", True),
+        ("sample.cps", "Yes", True),
+        ("train.ema", "False", False),
+        ("train.ema", "no", False),
+        ("speed.fused_adam", "0", False),
+        ("speed.fused_adam", "None", None),
+        ("run_name", "none", "none"),
+        ("sample.negative_prompt", " ", " "),
+        ("sample.negative_prompt", "", None),
+        ("train.aggregate_fn", "log_tame_aggregate_fn", "log_tame_aggregate_fn"),
+        ("train.aggregate_fn", "None", None),
+        ("train.reward_fn", "{'jpeg_compressibility': 2}", {"jpeg_compressibility": 2}),
+        ("train.reward_fn", "jpeg_compressibility: 2", {"jpeg_compressibility": 2}),
+        ("train.reward_fn", "", {}),
+    ],
+)
+def test_values_take_the_type_of_the_option(key, text, value):
+    result = value_of(load((key, text)), key)
+    assert result == value and type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("train.batch_size", "1.5"),
+        ("train.learning_rate", "fast"),
+        ("sample.cps", "perhaps"),
+        ("sample.noise_steps", "one"),
+        ("sample.noise_steps", "1.5"),
+        ("sample.noise_steps", "True,"),
+        ("seed", "None"),
+        ("train.learning_rate", "none"),
+        ("train", "1"),
+        ("seed.x", "1"),
+        ("train.reward_fn", "3"),
+        ("train.reward_fn_kwargs.consistency_score", "3"),
+    ],
+)
+def test_wrong_values_name_the_option(key, text):
+    with pytest.raises(ConfigError, match=f"^config.{key.removesuffix('.x')}\\b"):
+        load((key, text))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.resoluton", "config.train.resolution"),
+        ("train.lr", "config.train.learning_rate or "),
+        ("num_steps", "config.sample.num_steps or config.test.num_steps"),
+        ("seeed", "config.seed"),
+        ("zzz", "docs/configuration.md"),
+    ],
+)
+def test_unknown_option_names_the_nearest(key, meant):
+    with pytest.raises(ConfigError, match=f"config.{key}.*{meant}"):
+        load((key, "1"))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.lists(st.integers(-9, 99), max_size=5))
+def test_numbers_survive_the_command_line(number, steps):
+    options = make_options({}, [("train.learning_rate", repr(number)), ("sample.noise_steps", repr(tuple(steps)))])
+    assert options.train.learning_rate == number
+    assert options.sample.noise_steps == tuple(steps)
+
+
+def test_one_entry_of_a_table():
+    options = load(
+        ("train.reward_fn.my.module:factory", "0.5"),
+        ("train.reward_fn_kwargs.my.module:factory.scale", "3"),
+        ("train.reward_fn_kwargs.consistency_score.base_url", "http://127.0.0.1:9000"),
+        ("train.reward_fn_kwargs.consistency_score.headers", "{'a': 1}"),
+        ("train.reward_fn_kwargs.a.b:c", "{'scale': (1, 2)}"),
+        ("train.aggregate_fn_kwargs.threshold", "0.5"),
+        ("test.reward_fn.jpeg_compressibility", "1"),
+        ("test.reward_fn_kwargs.ocr.note", "it's [open"),
+    )
+    assert options.train.reward_fn["my.module:factory"] == 0.5
+    assert next(iter(options.train.reward_fn)) == "consistency_score"
+    assert options.train.reward_fn_kwargs == {
+        "consistency_score": {"base_url": "http://127.0.0.1:9000", "model": "PaCo-Reward-Toy", "headers": {"a": 1}},
+        "my.module:factory": {"scale": 3},
+        "a.b:c": {"scale": [1, 2]},
+    }
+    assert options.train.aggregate_fn_kwargs == {"threshold": 0.5}
+    assert options.test.reward_fn["jpeg_compressibility"] == 1
+    assert options.test.reward_fn_kwargs == {"ocr": {"note": "it's [open"}}
+
+
+# --- configuration files ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changes_nothing_has_the_defaults(load_file):
+    assert load_file("") == make_options({}) == RunOptions()
+    assert {name: value_of(RunOptions(), name) for name in OPTIONS} == {n: o.default for n, o in OPTIONS.items()}
+
+
+def test_published_snippets(load_file):
+    """The configuration snippets of the published guide."""
+    options = load_file(
+        """
+        config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
+        config.test.reward_fn = {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
+        config.train.reward_fn_kwargs = {'consistency_score': {'model': 'Paco-Reward-7B', 'port': 8000}}
+        config.test.reward_fn_kwargs = {'consistency_score': {'model': 'Gemma-3-4B-IT', 'port': 8001}}
+        config.train.aggregate_fn = None
+        """,
+        ("test.reward_fn_kwargs.consistency_score.port", "8002"),
+    )
+    assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
+    assert options.test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
+    assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
+    assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": 8002}}
+
+
+def test_tables_in_a_file(load_file):
+    options = load_file(
+        """
+        config.train.reward_fn = {"pkg.mod:factory": 1.0, "ocr": 1}
+        config.train.reward_fn.ocr = 0.5
+        config.train.reward_fn_kwargs = {"pkg.mod:factory": {"size": (1, 2), "nested": {"a.b": None}}}
+        config.train.reward_fn_kwargs["ocr"] = {"server": "x", "scale": np.float64(0.5), "count": np.int64(2)}
+        """,
+        ("train.reward_fn.pkg.mod:factory", "2"),
+        ("train.reward_fn_kwargs.pkg.mod:factory.size", "3"),
+    )
+    assert options.train.reward_fn == {"pkg.mod:factory": 2, "ocr": 0.5}
+    assert options.train.reward_fn_kwargs == {
+        "pkg.mod:factory": {"size": 3, "nested": {"a.b": None}},
+        "ocr": {"server": "x", "scale": 0.5, "count": 2},
+    }
+    assert all(type(table) is dict for table in (options.train.reward_fn, options.train.reward_fn_kwargs["ocr"]))
+    assert make_options(yaml.safe_load(options_to_yaml(options))) == options
+
+
+def test_values_in_a_file(load_file):
+    options = load_file(
+        """
+        config.sample.noise_steps = [1, np.int64(3)]
+        config.train.learning_rate = 1
+        config.max_train_minutes = 90
+        config.test.seed = 3
+        config.unlock()
+        """
+    )
+    assert options.sample.noise_steps == (1, 3)
+    assert type(options.train.learning_rate) is type(options.max_train_minutes) is float
+    assert options.test.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("config.train.resoluton = 64", "config.train.resoluton.*config.train.resolution"),
+        ("config.nothing = 64", "config.nothing"),
+        ("config.train.learning_rate = 'fast'", "config.train.learning_rate='fast'"),
+        ("config.train.batch_size = 1.5", "config.train.batch_size=1.5"),
+        ("config.train.batch_size = True", "config.train.batch_size=True"),
+        ("config.train.ema = 1", "config.train.ema=1"),
+        ("config.seed = None", "config.seed cannot be None"),
+        ("config.run_name = 3", "config.run_name=3"),
+        ("config.sample.noise_steps = 1.5", "config.sample.noise_steps=1.5"),
+        ("config.sample.noise_steps = [True]", "config.sample.noise_steps"),
+        ("config.train = 3", "config.train is"),
+        ("config.train.reward_fn = ['ocr']", "config.train.reward_fn="),
+        ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
+        ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
+        ("config.train.aggregate_fn = [1]", "config.train.aggregate_fn"),
+    ],
+)
+def test_wrong_lines_of_a_file_name_the_option(load_file, line, named):
+    with pytest.raises(ConfigError, match=named):
+        load_file(line)
+
+
+@pytest.mark.parametrize("source", ["nowhere.py:x", "base.txt", "grpo.py:toy_t2iss", "grpo.py"])
+def test_wrong_sources_are_refused(source, tmp_path):
+    (tmp_path / "base.txt").write_text("")
+    folder = CONFIG if source.startswith("grpo") else tmp_path
+    with pytest.raises(ConfigError, match=source.partition(":")[0]):
+        load_options(f"{folder}/{source}")
+
+
+def test_unknown_configuration_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=f"'toy_t2is'.*{', '.join(sorted(NAMES))}"):
+        load(name="toy_t2iss")
+
+
+def test_options_do_not_change_after_parsing():
+    options, again = RunOptions(), RunOptions()
+    with pytest.raises(FrozenInstanceError):
+        options.train.resolution = 64
+    options.train.reward_fn["x"] = 1.0
+    assert again.train.reward_fn == make_options({}).train.reward_fn == {}
+    config_dict().train.reward_fn["x"] = 1.0
+    assert config_dict().train.reward_fn.to_dict() == OPTIONS["train.reward_fn"].default == {}
+
+
+# --- aggregations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config.train.aggregate_fn = 'geometric_mean_aggregate_fn'",
+        "config.train.aggregate_fn = 'numpy:mean'",
+        "config.train.aggregate_fn = geometric_mean_aggregate_fn",
+        "config.train.aggregate_fn = doubled",
+        "config.train.aggregate_fn = log_tame_aggregate_fn(threshold=0.5)",
+        """
+        config.train.reward_fn = {"a": 1.0}
+        config.train.aggregate_fn = weighted_advantage_sum_aggregate_fn(reward_weights=config.train.reward_fn, global_std=True)
+        """,
+    ],
+)
+def test_aggregations_of_a_file_are_found_again(load_file, line):
+    options = load_file(line)
+    saved = options_to_yaml(options, describe)
+    again = make_options(yaml.safe_load(saved))
+    assert options_to_yaml(again, describe) == saved
+    if callable(options.train.aggregate_fn):
+        rewards = {"a": {"p": np.array([1.0, 2.0, 4.0]), "q": np.array([0.0, 5.0, 1.0])}}
+        first, second = (get_aggregate_fn(o.train.aggregate_fn, {"a": 1.0})(**rewards) for o in (options, again))
+        assert {k: v.tolist() for k, v in first.items()} == {k: v.tolist() for k, v in second.items()}
+
+
+@pytest.mark.parametrize("with_describe", [True, False])
+@pytest.mark.parametrize(
+    "function", ["lambda **rewards: rewards", "(lambda: doubled)", "__import__('functools').partial(doubled)"]
+)
+def test_functions_that_cannot_be_found_again_are_refused(load_file, function, with_describe):
+    options = load_file(f"config.train.aggregate_fn = {function}")
+    with pytest.raises(ConfigError, match=r"config\.train\.aggregate_fn"):
+        options_to_dict(options, describe if with_describe else None)
+
+
+# --- saved runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_run_loads_to_equal_options(name, tmp_path):
+    options = load(("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"), name=name)
+    (tmp_path / "config.yaml").write_text(options_to_yaml(options))
+    source = str(tmp_path / "config.yaml")
+    assert load_options(source) == options
+    assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
+
+
+def test_a_run_saved_by_the_first_edition(tmp_path):
+    options = load_options(str(SAVED_RUN))
+    assert options_to_yaml(options) == SAVED_RUN.read_text()
+    assert options.train.reward_fn["my.module:factory"] == 2
+    assert (options.sample.noise_steps, options.sample.negative_prompt, options.max_train_minutes) == (
+        (1, 3),
+        " ",
+        90.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train: {resoluton: 64}", "config.train.resoluton.*config.train.resolution"),
+        ("train: 3", "config.train"),
+        ("- 3", "config"),
+        ("seed: null", "config.seed"),
+        ("train: {ema: maybe}", "config.train.ema"),
+    ],
+)
+def test_wrong_saved_runs_are_refused(text, named, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_options(str(tmp_path / "config.yaml"))
+
+
+def test_an_empty_saved_run_has_the_defaults(tmp_path):
+    (tmp_path / "config.yml").write_text("")
+    assert load_options(str(tmp_path / "config.yml")) == RunOptions()
+    (tmp_path / "config.yml").write_text("train: {reward_fn: }")
+    assert load_options(str(tmp_path / "config.yml")) == RunOptions()
