@@ -104,7 +104,7 @@ def work(arguments: argparse.Namespace) -> None:
     if not list((REPO / "quickstart" / "models" / name).rglob("*.safetensors")):
         raise QuickstartError(
             f"the toy base quickstart/models/{name} is missing. Restore it (git checkout -- quickstart/models) "
-            f"or build it (in tools/: python -m toy_models.build_editors --editor {name} --out ../quickstart/models/{name})."
+            f"or build it (in tools/: python -m toy_models.build {name} --out ../quickstart/models)."
         )
     run, edits, page = out / "runs" / f"{config}_seed{seed}", out / "world" / f"edits_seed{seed}", out / f"editing_{name}.html"
     if arguments.fresh:

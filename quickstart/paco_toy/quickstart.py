@@ -117,7 +117,7 @@ def prepare(seed: int, minutes: float, overrides: tuple[str, ...], fresh: bool, 
     ctx = Context(REPO, out, os.environ.get("PYTHON") or sys.executable, seed, commands, console, minutes, overrides)
     if rebuild:
         console.line("\nBuilding the toy base models again (up to 90 minutes on two cores)", indent=0)
-        commands.run([ctx.python, "-m", "toy_models.build_models", "--out", ctx.models], REPO / "tools", "0-models", "building")
+        commands.run([ctx.python, "-m", "toy_models.build", "--out", ctx.models], REPO / "tools", "0-models", "building")
     state = State(out / "state.json", settings_key(seed, minutes, overrides, ctx.models))
     same = state.load()
     if fresh or rebuild or not same:

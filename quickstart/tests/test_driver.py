@@ -172,7 +172,7 @@ def test_rebuild_runs_the_builder_first(repo):
     (repo / "tools").mkdir()
     assert drive(repo, "--rebuild").returncode == 0
     made = calls(repo)
-    assert f"toy_models.build_models --out {repo}/quickstart/models" in made[0] and "build_world" in made[1]
+    assert f"toy_models.build --out {repo}/quickstart/models" in made[0] and "build_world" in made[1]
 
 
 def test_new_base_models_start_over(repo):

@@ -49,7 +49,7 @@ def test_evaluations_that_cannot_be_compared_are_named(tmp_path):
 def test_a_missing_base_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(editing, "REPO", tmp_path)
     assert editing.main(["--out", str(tmp_path / "out")]) == 1
-    assert "build_editors --editor flux_kontext" in capsys.readouterr().err
+    assert "toy_models.build flux_kontext" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ def sample_edits(count: int, rng: np.random.Generator, departure: float = DEPART
 
 def render_edits(batch: EditBatch, panels: PanelCache) -> tuple[np.ndarray, np.ndarray]:
     """Reference and target images, uint8 (B, 2S, 2S, 3) each."""
-    return tuple(panels.assemble(panels.pixels[kind, batch.views, batch.variants]) for kind in (batch.before, batch.after))
+    return tuple(panels.assemble(panels.get(kind, batch.views, batch.variants)) for kind in (batch.before, batch.after))
 
 
 def panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:

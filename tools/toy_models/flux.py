@@ -20,7 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 
 from paco_toy.world import CHARACTERS, COLOURS, LABELS, POSITIONS, SHAPES, SIZES, STYLES, VIEWS, departed, grid_prompt
 from toy_models.panels import FACTS, LatentCache, panel_facts, random_views
-from toy_models.training import fit, flow_errors
+from toy_models.training import fit, flow_errors, pack
 
 # How often a panel departs from the prompt's character, by panel side. Larger panels average more of it away: at 0.34 for
 # all sides the base's images had 0.51 consistent pairs at 64 px and 0.61 at 128 px.
@@ -125,6 +125,11 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     fit([(modules, 2e-3)], next_loss, "text", steps=600, floor=0.0, clip=math.inf)
 
 
+def image_ids(side: int) -> torch.Tensor:
+    """Positions (N, 3) of the tokens of an image of ``side`` x ``side`` tokens."""
+    return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
+
+
 def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float):
     """The transformer's prediction (B, N, C) for image tokens at times (B,).
 
@@ -169,12 +174,9 @@ def train_generator(
         shown = np.array([[departed(c, rng) if rng.random() < DEPARTURE[side] else c for _ in range(4)] for c in named])
         x0 = latents.grids(side, shown, views, rng.integers(2, size=shown.shape))
         text = _prompt_ids(pipe.tokenizer_2, named, views)
-        b, c, h, w = x0.shape
-        ids = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x0.device, x0.dtype)
+        ids = image_ids(side // 4)
         errors = flow_errors(
-            lambda noisy, t: velocity(pipe, noisy, t, text, ids, GUIDANCE),
-            FluxPipeline._pack_latents(x0, b, c, h, w),
-            pipe.scheduler.config,
+            lambda noisy, t: velocity(pipe, noisy, t, text, ids, GUIDANCE), pack(x0), pipe.scheduler.config
         )
         loss = errors.mean()
         return loss, {f"{2 * side}px": loss}

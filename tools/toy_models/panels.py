@@ -34,22 +34,28 @@ def to_tensor(pixels: np.ndarray) -> torch.Tensor:
 
 
 class PanelCache:
-    """All characters in all views, each with ``variants`` jitters, at one panel size.
-
-    Attributes:
-        pixels: uint8 (characters, views, variants, S, S, 3).
-    """
+    """All characters in all views, each with ``variants`` jitters, at one panel size; rendered on first use."""
 
     def __init__(self, side: int, variants: int, seed: int):
         rng = np.random.default_rng([seed, side])
-        self.side = side
-        self.pixels = np.empty((len(CHARACTERS), len(VIEWS), variants, side, side, 3), dtype=np.uint8)
-        for c, v, j in np.ndindex(self.pixels.shape[:3]):
-            self.pixels[c, v, j] = to_uint8(render_panel(CHARACTERS[c], VIEWS[v], side, random_jitter(rng)))
+        kinds = (len(CHARACTERS), len(VIEWS), variants)
+        self.side, self.variants = side, variants
+        self._jitters = [random_jitter(rng) for _ in np.ndindex(kinds)]
+        self._pixels = np.empty((len(self._jitters), side, side, 3), dtype=np.uint8)
+        self._rendered = np.zeros(len(self._jitters), dtype=bool)
+
+    def get(self, characters: np.ndarray, views: np.ndarray, variants: np.ndarray) -> np.ndarray:
+        """Panels for index arrays of any equal shape (...): uint8 (..., S, S, 3)."""
+        numbers = (characters * len(VIEWS) + views) * self.variants + variants
+        for number in np.unique(numbers)[~self._rendered[np.unique(numbers)]]:
+            character, view = divmod(number // self.variants, len(VIEWS))
+            panel = render_panel(CHARACTERS[character], VIEWS[view], self.side, self._jitters[number])
+            self._pixels[number], self._rendered[number] = to_uint8(panel), True
+        return self._pixels[numbers]
 
     def draw(self, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Panels for index arrays of any equal shape (...), with random jitters: uint8 (..., S, S, 3)."""
-        return self.pixels[characters, views, rng.integers(self.pixels.shape[2], size=np.shape(characters))]
+        return self.get(characters, views, rng.integers(self.variants, size=np.shape(characters)))
 
     def draw_grids(self, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """2x2 grids for (B, 4) indices: uint8 (B, 2S, 2S, 3)."""

@@ -76,7 +76,7 @@ def editor_quality(
     ``edit`` is sqrt(followed · kept), ``valid`` the share of valid panels.
 
     Args:
-        module: The editor's, see ``toy_models.build_editors.EDITORS``.
+        module: The editor's, see ``toy_models.build.EDITORS``.
         pipe: Its loaded pipeline.
     """
     quality = {}

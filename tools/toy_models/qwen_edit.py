@@ -17,9 +17,9 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from torch import nn
 
-from toy_models.edit_data import EditBatch, asked_tokens, render_edits, sample_edits
+from toy_models.edit_data import EditBatch, render_edits
+from toy_models.editors import drawing_loss, train_editor
 from toy_models.panels import LatentCache, PanelCache
-from toy_models.probes import PanelProbes
 from toy_models.scene_reader import (
     NO_INSTRUCTION,
     WIDTH,
@@ -28,22 +28,17 @@ from toy_models.scene_reader import (
     new_text_encoder,
     pretrain_reader,
 )
-from toy_models.training import fit, flow_errors
 from toy_models.vae import Z, new_qwen_vae, qwen_latents, train_qwen_vae
 
 IMAGE_SIDES = (64,)  # pixels of the scenes that it edits well
 GUIDANCE = 1.0  # no true CFG, as in the configuration toy_qwen_edit: with it the base follows less
 VAE_MINUTES, READER_MINUTES = 15.0, 3.5
-SIDES = (16, 32)  # panel sides in pixels: the transformer sees scenes of 32 and 64 px
-_DEPARTURE = 0.3  # of targets, towards the end; even so the base fails often enough
 _NO_INSTRUCTION_SHARE = 0.1  # of batches
-_PROBE_WEIGHT = 0.5
-_ASKED_WEIGHT = 8.0  # of the panel that the instruction names, in the loss; the others are mostly copied
-_BATCH = {16: 40, 32: 14}
-# From which share of the time on: panel sides of successive steps, and how often a target departs. The named panel is
-# learned on small images and correct targets; departures are learned quickly at the end.
-_LEGS = ((0.0, (16, 16, 32), 0.0), (0.2, (32, 16, 32), 0.0), (0.4, (32,), 0.0), (0.75, (32,), _DEPARTURE))
-_LATER_LEGS = ((0.0, (32,), 0.0), (0.7, (32,), _DEPARTURE))
+_BATCH = {16: 40, 32: 14}  # by panel side: the transformer sees scenes of 32 and 64 px
+# See train_editor. The named panel is learned on small images and correct targets; departures are learned quickly at the end,
+# and fewer than Kontext's: the base fails often enough.
+_LEGS = ((0.0, (16, 16, 32), 0.0), (0.2, (32, 16, 32), 0.0), (0.4, (32,), 0.0), (0.75, (32,), 0.3))
+_LATER_LEGS = ((0.0, (32,), 0.0), (0.7, (32,), 0.3))
 
 
 def new(models: Path, seed: int) -> QwenImageEditPipeline:
@@ -82,24 +77,20 @@ def load(folder: Path) -> QwenImageEditPipeline:
 def edit_loss(
     pipe: QwenImageEditPipeline, latents: LatentCache, batch: EditBatch, text: torch.Tensor, side: int
 ) -> torch.Tensor:
-    """mean w (v − (ε − x_0))², w larger in the panel that the instruction names.
+    """``drawing_loss`` of the pipeline's transformer.
 
     Args:
         text: Features (B, L, D) of scenes and instructions.
         side: Of a panel, in pixels.
     """
-    x0, reference = (latents.grids(side, kind, batch.views, batch.variants) for kind in (batch.after, batch.before))
-    b, c, h, w = x0.shape
-    tokens, seen = (pipe._pack_latents(x, b, c, h, w) for x in (x0, reference))
 
-    def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def predict(tokens: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return pipe.transformer(
-            hidden_states=torch.cat([noisy, seen], dim=1), timestep=t, encoder_hidden_states=text,
-            img_shapes=[[(1, h // 2, w // 2)] * 2] * b, return_dict=False,
-        )[0][:, : tokens.shape[1]]  # fmt: skip
+            hidden_states=tokens, timestep=t, encoder_hidden_states=text, return_dict=False,
+            img_shapes=[[(1, side // 4, side // 4)] * 2] * len(tokens),
+        )[0]  # fmt: skip
 
-    weight = 1 + (_ASKED_WEIGHT - 1) * asked_tokens(batch.place, h // 4)
-    return (flow_errors(predict, tokens, pipe.scheduler.config).mean(dim=2) * (weight / weight.mean())).mean()
+    return drawing_loss(predict, latents, batch, side, pipe.scheduler.config, 8.0)
 
 
 def train(
@@ -109,34 +100,21 @@ def train(
 
     Args:
         longer: The pipeline was trained before: correct targets first again, and a new learning rate schedule.
-        snapshot: Called every five minutes while the pipeline holds the averaged weights.
+        snapshot: See ``train_editor``.
     """
     lr, legs, seed = (8e-4, _LATER_LEGS, seed + 1) if longer else (1e-3, _LEGS, seed)
-    panels = {side: PanelCache(side, 4, seed) for side in SIDES}
+    panels = {side: PanelCache(side, 4, seed) for side in _BATCH}
     latents = LatentCache(qwen_latents(pipe.vae), panels, seed)
     reader = SceneReader(pipe.text_encoder, pipe.processor)
-    torch.manual_seed(1000 * seed)
-    rng = np.random.default_rng([seed, 3])
-    probes = PanelProbes(pipe.transformer)
 
-    def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
-        order, departure = [leg[1:] for leg in legs if progress >= leg[0]][-1]
-        side = order[step % len(order)]
-        batch = sample_edits(_BATCH[side], rng, departure)
+    def draw(batch: EditBatch, side: int, rng: np.random.Generator) -> tuple[torch.Tensor, bool]:
         instructed = rng.random() >= _NO_INSTRUCTION_SHARE
+        texts = batch.instructions if instructed else [NO_INSTRUCTION] * len(batch.place)
         with torch.no_grad():
-            texts = batch.instructions if instructed else [NO_INSTRUCTION] * _BATCH[side]
             text = reader(render_edits(batch, panels[side])[0], texts)
-        drawing = edit_loss(pipe, latents, batch, text, side)
-        asked = asked_tokens(batch.place, side // 8).repeat(1, 2)
-        if not instructed:
-            asked = torch.full_like(asked, 0.25)  # any panel may be the one
-        probing = probes.losses(asked)["asked"]
-        return drawing + _PROBE_WEIGHT * probing, {f"drawing {2 * side}px": drawing, f"asked {2 * side}px": probing}
+        return edit_loss(pipe, latents, batch, text, side), instructed
 
-    learning = [(pipe.transformer, lr), (probes, 1e-3)]
-    fit(learning, next_loss, "qwen_image_edit", seconds=seconds, warm_up=100, average=True, snapshot=snapshot)
-    probes.remove()
+    train_editor("qwen_image_edit", [(pipe.transformer, lr)], draw, legs, _BATCH, seconds, seed, snapshot=snapshot)
 
 
 def draw(

@@ -9,11 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import distributed as dist
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, h, w) as tokens (B, h·w/4, 4·C), as all pipelines here arrange them."""
+    return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 def flow_errors(velocity: Callable, clean: torch.Tensor, config) -> torch.Tensor:

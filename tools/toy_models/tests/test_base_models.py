@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from paco_judge.questions import theme_question
 from paco_toy.world import CHARACTERS, departed, theme
@@ -63,22 +65,40 @@ def test_the_judge_captions_and_is_at_chance_on_pairs():
     assert 0.35 <= np.mean((logits[:, yes] > logits[:, no]).numpy() == same) <= 0.65
 
 
+def build(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "toy_models.build", *map(str, arguments), "--count", "4"]
+    done = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_build_command_makes_both_folders_and_can_continue(tmp_path):
-    def build(*arguments):
-        command = [sys.executable, "-m", "toy_models.build_models", "--out", str(tmp_path / "models"), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-    build("--scale", "0.003")
     models = tmp_path / "models"
+    build("--out", models, "--scale", "0.003")
     assert set(json.loads((models / "quality.json").read_text())) == {"judge", "generator"}
     weights = [models / "judge" / "model.safetensors", models / "flux/transformer/diffusion_pytorch_model.safetensors"]
     before = [path.read_bytes() for path in weights]
-    build("--continue-judge", "1", "--scale", "0.05")
-    build("--continue-generator", "1", "--scale", "0.05")
+    build("judge", "--out", models, "--continue", "0.05")
+    build("flux", "--out", models, "--continue", "0.05")
     assert all(path.read_bytes() != old for path, old in zip(weights, before, strict=True))
     assert not list(tmp_path.glob(".building-*"))
     assert "_name_or_path" not in (models / "flux" / "model_index.json").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_build_command_makes_an_editor_and_can_continue(tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(MODELS / "flux", models / "flux")
+
+    build("flux_kontext", "--out", models, "--minutes", "0.05")
+    weights = models / "flux_kontext/transformer/diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    build("flux_kontext", "--out", models, "--continue", "0.05", "--sheet", tmp_path / "sheet.png")
+    assert weights.read_bytes() != before
+    assert set(json.loads((models / "quality.json").read_text())["editors"]["flux_kontext"]) == {"64px", "128px"}
+    assert (models / "build_flux_kontext.log").read_text().count("toy_models.build flux_kontext") == 2
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert min(sheet.size) > 400

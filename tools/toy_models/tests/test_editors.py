@@ -1,9 +1,6 @@
 """The toy editors: they load, read every instruction, and have the recorded quality; and their training data."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +14,14 @@ from paco_grpo.types import Item
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
-from toy_models.build_editors import EDITORS, editor_module
+from toy_models.build import EDITORS
 from toy_models.edit_data import DEPARTURE, INSTRUCTIONS, KINDS, VALUES, panel_tokens, render_edits, sample_edits
+from toy_models.editors import PanelProbes
 from toy_models.kontext import TEXT_TOKENS
 from toy_models.panels import PanelCache
-from toy_models.probes import PanelProbes
 from toy_models.quality import editor_quality, record_quality
 
-TOOLS = Path(__file__).resolve().parents[2]
-MODELS = TOOLS.parent / "quickstart" / "models"
+MODELS = Path(__file__).resolve().parents[3] / "quickstart" / "models"
 
 
 def test_kontext_reads_every_instruction_and_loads_everywhere():
@@ -46,7 +42,7 @@ def test_kontext_reads_every_instruction_and_loads_everywhere():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITORS)
 def test_an_editor_has_the_recorded_quality(name):
-    count, module = 32, editor_module(name)
+    count, module = 32, EDITORS[name]
     found = json.loads((MODELS / "quality.json").read_text())["editors"][name]
     for size, drawn in editor_quality(module, module.load(MODELS / name), 11, count, sizes=(64,)).items():
         # Other edits, other noise: three standard errors of shares over `count` edits, at their widest.
@@ -108,28 +104,3 @@ def test_recorded_quality_keeps_what_is_known(tmp_path):
     record_quality(path, {"editors": {"y": {"c": 3}}})
     record_quality(path, {"judge": {"d": 4}})
     assert json.loads(path.read_text()) == {"judge": {"d": 4}, "editors": {"x": {"b": 2}, "y": {"c": 3}}}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_the_build_command_makes_a_folder_and_can_continue(tmp_path):
-    (tmp_path / "flux").symlink_to(MODELS / "flux")
-    out = tmp_path / "flux_kontext"
-
-    def build(*arguments):
-        command = [sys.executable, "-m", "toy_models.build_editors", "--editor", "flux_kontext", "--out", str(out), *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, "--count", "4"], cwd=TOOLS, capture_output=True, text=True, env=env, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-    build("--minutes", "0.05")
-    weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
-    before = weights.read_bytes()
-    build("--continue", "0.05", "--sheet", str(tmp_path / "sheet.png"))
-    assert weights.read_bytes() != before
-    assert set(json.loads((tmp_path / "quality.json").read_text())["editors"]["flux_kontext"]) == {"64px", "128px"}
-    assert (tmp_path / "build_flux_kontext.log").read_text().count("build_editors --editor flux_kontext") == 2
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert min(sheet.size) > 400
-    assert "_name_or_path" not in (out / "model_index.json").read_text()
-    assert not list(tmp_path.glob(".*"))
