@@ -37,6 +37,7 @@ SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
 LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
 # Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
+_SUPERSAMPLE = 3
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
 _HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: the same characters for every seed
 
@@ -107,33 +108,37 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return _polygon_distance(x, y, corners)
 
 
+@lru_cache(maxsize=64)  # characters that differ only in colour and style share it
+def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Distance to the shape's outline and a diagonal coordinate, in radii, on the supersampled panel."""
+    radius, n = SIZES[view.size], side * _SUPERSAMPLE
+    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
+    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
+    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
+    return _signed_distance(shape, x, y), x + y
+
+
 def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
     """One panel.
 
     Args:
-        side: panel side in pixels.
-        jitter: shift (x, y) as a share of the side.
+        side: Panel side in pixels.
+        jitter: Shift (x, y) as a share of the side.
     Returns:
         float32 (side, side, 3) in [0, 1].
     """
-    radius = SIZES[view.size]
-    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
-    supersample = 3
-    n = side * supersample
-    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
-    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
-    distance = _signed_distance(character.shape, x, y)
+    distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
-    image = np.ones((n, n, 3), dtype=np.float32)
+    image = np.ones((*body.shape, 3), dtype=np.float32)
     if character.style == "filled":
         image[body] = colour
     elif character.style == "outlined":
         image[body & (distance > -OUTLINES[character.shape])] = colour
     else:  # a light tint keeps the silhouette, coarse stripes carry the style at small sizes
         image[body] = 1 - 0.35 * (1 - colour)
-        image[body & (np.floor((x + y) / 0.5) % 2 == 0)] = colour
-    return image.reshape(side, supersample, side, supersample, 3).mean(axis=(1, 3))
+        image[body & (np.floor(diagonal / 0.5) % 2 == 0)] = colour
+    return image.reshape(side, _SUPERSAMPLE, side, _SUPERSAMPLE, 3).mean(axis=(1, 3))
 
 
 def random_jitter(rng: np.random.Generator) -> tuple[float, float]:

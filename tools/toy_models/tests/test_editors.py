@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxKontextPipeline, FluxPipeline
+from diffusers import DiffusionPipeline, FluxKontextPipeline
 from PIL import Image
 
 from paco_grpo.policies import load_policy
@@ -15,8 +15,7 @@ from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
 from toy_models.build import EDITORS
-from toy_models.edit_data import DEPARTURE, INSTRUCTIONS, KINDS, VALUES, panel_tokens, render_edits, sample_edits
-from toy_models.editors import PanelProbes
+from toy_models.edit_data import DEPARTURE, INSTRUCTIONS, KINDS, VALUES, render_edits, sample_edits
 from toy_models.kontext import TEXT_TOKENS
 from toy_models.panels import PanelCache
 from toy_models.quality import editor_quality, record_quality
@@ -82,20 +81,6 @@ def test_pixels_of_training_edits_satisfy_the_oracle():
         assert followed.tolist() == [wanted] * 12 and kept.tolist() == [1.0] * 12
     same = (references == targets).reshape(12, 2, 32, 2, 32, 3).all(axis=(2, 4, 5)).reshape(12, 4)
     assert (same.sum(axis=1) == 3).all() and not same[np.arange(12), batch.place].any()
-
-
-def test_panel_tokens_repeat_the_values_of_panels():
-    tokens = panel_tokens(np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), 2).unflatten(1, (4, 4))
-    assert tokens[0].tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
-    assert tokens[1, 3].tolist() == [7, 7, 8, 8]
-
-
-def test_removed_probes_leave_no_hooks():
-    transformer = FluxPipeline.from_pretrained(MODELS / "flux").transformer
-    probes = PanelProbes(transformer, shapes=True)
-    assert (len(probes.shape), len(probes.asked)) == (2, 3)
-    probes.remove()
-    assert not any(m._forward_hooks for m in transformer.modules())
 
 
 def test_recorded_quality_keeps_what_is_known(tmp_path):
