@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,15 @@ BASES = ("flux", "judge")  # folders in quickstart/models
 VERSION = 1  # of what the stages write; another one starts over
 
 
+@dataclass
 class State:
     """Results of the finished stages; written after each, atomically."""
 
-    def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
-        self.results: dict[str, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}
-        self.peak_rss_mb = 0
+    path: Path
+    key: str
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_rss_mb: int = 0
 
     def load(self) -> bool:
         """Read what an earlier run wrote; False if that had other settings."""
@@ -45,16 +47,15 @@ class State:
             return True
         except ValueError:
             return False
-        if found.pop("key", None) != self.key:
+        if found.get("key") != self.key:
             return False
-        self.__dict__.update(found)
+        self.results, self.seconds, self.peak_rss_mb = found["results"], found["seconds"], found["peak_rss_mb"]
         return True
 
     def save(self) -> None:
         """Write, so that a kill leaves the old or the new state."""
-        content = {"key": self.key, "results": self.results, "seconds": self.seconds, "peak_rss_mb": self.peak_rss_mb}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         replacement = self.path.with_suffix(".tmp")
+        content = {key: value for key, value in vars(self).items() if key != "path"}
         replacement.write_text(json.dumps(content, indent=1), encoding="utf-8")
         replacement.replace(self.path)
 

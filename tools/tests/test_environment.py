@@ -1,4 +1,4 @@
-"""setup.sh: which Python, what it says when something is missing, and pins that name no host."""
+"""setup.sh: choice of Python, messages when something is missing, and pins that name no host."""
 
 import os
 import re
@@ -44,9 +44,6 @@ def fake_python(folder: Path, version: str) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- the shell part
-
-
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
 def test_other_pythons_are_refused_by_version(clone, version):
     done = setup(clone, PYTHON=str(fake_python(clone, version)))
@@ -83,9 +80,6 @@ def test_unreachable_registry_is_one_clear_message(clone):
     assert "Traceback" not in done.stderr
 
 
-# ---------------------------------------------------------------- the Python part
-
-
 def test_stamp_follows_pins_and_packages(clone, monkeypatch):
     env = clone / ".venv"
     (env / "bin").mkdir(parents=True)
@@ -117,7 +111,7 @@ def test_too_little_disk_is_refused_before_anything_is_made(clone, monkeypatch):
     ("error sending request for url\n dns error", "registry could not be reached"),
     ("error: operation timed out", "registry could not be reached"),
     ("x No solution found when resolving dependencies", "does not have a pinned version"),
-    ("error: something else", "installer's own words"),
+    ("error: something else", "Output of the installer"),
 ])
 def test_failures_are_explained(output, remedy):
     text = installer.explain("installing", output)
@@ -166,9 +160,6 @@ def test_cpu_builds_only_where_they_are_reached(monkeypatch, tmp_path):
     assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cu128"]
     monkeypatch.setenv("PACO_TORCH_BACKEND", "default")
     assert installer.torch_backend("uv", tmp_path) == []
-
-
-# ---------------------------------------------------------------- the pins
 
 
 @pytest.mark.parametrize("name", ["py311.txt", "py312.txt", "vllm-py311.txt", "vllm-py312.txt"])

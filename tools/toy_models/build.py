@@ -79,14 +79,6 @@ def build_flux(models: Path, seconds: float, seed: int, longer: bool) -> None:
         pipe.to(torch.bfloat16).save_pretrained(folder)
 
 
-def build_editor(name: str, models: Path, seconds: float, seed: int, longer: bool) -> None:
-    """An editor."""
-    module = EDITORS[name]
-    pipe = module.load(models / name) if longer else module.new(models, seed)
-    module.train(pipe, seconds, seed, longer, lambda: pipe.save_pretrained(models / f"{name}-snapshot"))
-    pipe.to(torch.bfloat16).save_pretrained(models / name)
-
-
 def build(name: str, models: Path, seconds: float, seed: int, longer: bool) -> None:
     """Trains one model, or the one in ``models`` longer, with a new learning rate schedule."""
     if name == "vae":
@@ -96,7 +88,10 @@ def build(name: str, models: Path, seconds: float, seed: int, longer: bool) -> N
     elif name == "flux":
         build_flux(models, seconds, seed, longer)
     else:
-        build_editor(name, models, seconds, seed, longer)
+        module = EDITORS[name]
+        pipe = module.load(models / name) if longer else module.new(models, seed)
+        module.train(pipe, seconds, seed, longer, lambda: pipe.save_pretrained(models / f"{name}-snapshot"))
+        pipe.to(torch.bfloat16).save_pretrained(models / name)
 
 
 def measure(name: str, models: Path, seed: int, count: int = 192) -> dict:

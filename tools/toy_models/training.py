@@ -128,10 +128,9 @@ def _same_everywhere(elapsed: float) -> float:
 
 
 def _average_gradients(modules: nn.Module) -> None:
-    if not dist.is_initialized():
-        return
-    grads = [p.grad for p in modules.parameters() if p.grad is not None]
-    flat = torch._utils._flatten_dense_tensors(grads)
-    dist.all_reduce(flat)
-    for grad, mean in zip(grads, torch._utils._unflatten_dense_tensors(flat / dist.get_world_size(), grads), strict=True):
-        grad.copy_(mean)
+    if dist.is_initialized():
+        grads = [p.grad for p in modules.parameters() if p.grad is not None]
+        flat = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / dist.get_world_size()).split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
