@@ -269,7 +269,8 @@ def start_in_own_environment(work: Path) -> None:
     (site / "worktree.pth").write_text("\n".join(lines) + "\n")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ENVIRONMENT
     environment |= {"PACO_MUTANTS_WORK": str(work), "PYTHONDONTWRITEBYTECODE": "1"}
-    os.execve(work / "venv" / "bin" / "python", ["python", *sys.argv], environment)
+    python = str(work / "venv" / "bin" / "python")
+    os.execve(python, [python, *sys.argv], environment)
 
 
 def try_mutant(tree: Path, mutant: Mutant, args: argparse.Namespace) -> dict:
@@ -284,7 +285,11 @@ def try_mutant(tree: Path, mutant: Mutant, args: argparse.Namespace) -> dict:
             failed, status = run_tests(tree, files, left_out, args.marks, left)
             if not failed:
                 result = {None: "timeout", 0: "survived", 5: "survived"}.get(status, "killed")
-                by = f"{len(files)} files, {args.marks}" if result != "killed" else f"pytest's exit status {status}"
+                by = (
+                    f"{len(files)} files, {args.marks}"
+                    if result != "killed"
+                    else f"pytest's exit status {status}: {log_tail()}"
+                )
                 break
             (tree / mutant.file).write_bytes(before)
             if not run_tests(tree, [failed], [], args.marks, 300)[0]:
@@ -318,7 +323,7 @@ def run_tests(tree: Path, files: list[str], left_out: list[str], marks: str, sec
 
     The status is None if the time was up.
     """
-    report = Path(tempfile.gettempdir()) / f"paco-mutants-{os.getpid()}.txt"
+    report = report_file()
     report.write_text("")
     deadline = time.monotonic() + max(seconds, 10)
     child = fork(_pytest, tree, files, left_out, marks, report)
@@ -330,6 +335,16 @@ def run_tests(tree: Path, files: list[str], left_out: list[str], marks: str, sec
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return report.read_text(), None
+
+
+def report_file() -> Path:
+    """Where the forked pytest names its first failure; its output is in the file of that name with ``.log``."""
+    return Path(tempfile.gettempdir()) / f"paco-mutants-{os.getpid()}.txt"
+
+
+def log_tail() -> str:
+    """The end of what the last pytest printed."""
+    return Path(f"{report_file()}.log").read_text(errors="replace")[-500:]
 
 
 def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, report: Path) -> None:
@@ -354,7 +369,7 @@ def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, repor
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(tree)
-    sys.path[:] = [entry for entry in sys.path if entry != str(TOOLS)]
+    sys.path[:] = [*(str(tree / folder) for folder in CODE), *(entry for entry in sys.path if entry != str(TOOLS))]
     deselected = [word for name in left_out for word in ("--deselect", name)]
     options = [
         "-c",
