@@ -100,9 +100,7 @@ def test_too_many_at_once_are_asked_to_come_later(guarded, server):
     server.mode("hold")
     answers = []
     with guarded.client(limits=httpx.Limits(max_connections=None)) as client:
-        threads = [
-            threading.Thread(target=lambda: answers.append(guarded.ask(client, "Solo"))) for _ in range(40)
-        ]
+        threads = [threading.Thread(target=lambda: answers.append(guarded.ask(client, "Solo"))) for _ in range(40)]
         for thread in threads:
             thread.start()
         wait_for(lambda: len(answers) >= 40 - 8)  # those refused are answered at once
@@ -181,7 +179,7 @@ def test_sigterm_does_not_wait_forever(server):
     wait_for(lambda: server.counts()["in_hand"] == 1)
     assert gateway.stop() == 0
     answer = asking.communicate()[0]
-    assert answer.startswith(b"HTTP/1.1 503") and b"the gateway is ending" in answer and b"retry-after" in answer
+    assert answer.startswith(b"HTTP/1.1 503") and b"shutting down" in answer and b"retry-after" in answer
 
 
 def refuses(port: int) -> bool:

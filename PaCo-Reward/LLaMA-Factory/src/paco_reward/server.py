@@ -1,0 +1,161 @@
+"""A vision-language model behind an OpenAI-compatible server: many questions at a time, retried by paco_judge."""
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from paco_judge import transport
+from paco_judge.client import JudgeClient, JudgeError
+from paco_judge.transport import Refused, Unreachable
+from paco_reward.errors import PacoRewardError
+
+logger = logging.getLogger(__name__)
+
+_REFUSES_ALL = (401, 403, 404)  # an error that every other request would get too
+_LOG_EVERY_S = 10.0
+
+
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable (other users can see command lines); None if no variable is named.
+
+    Raises:
+        PacoRewardError: The variable is not set.
+    """
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise PacoRewardError(f"--api_key_env {variable}: this environment variable is not set; export it")
+    return os.environ[variable]
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a model is served. ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+    max_concurrency: int = 16
+    timeout_s: float = 120.0
+
+    def judge(self) -> JudgeClient:
+        """A client that asks this model for P(Yes).
+
+        Raises:
+            PacoRewardError: The URL is malformed.
+        """
+        settings = {"api_key": self.api_key, "max_concurrency": self.max_concurrency, "deadline_s": self.timeout_s}
+        try:
+            return JudgeClient(self.url, self.model, variants=True, **settings)
+        except ValueError as error:
+            raise PacoRewardError(f"--server: {error}; for example http://127.0.0.1:8000") from error
+
+    def check(self) -> str:
+        """The served name of the model.
+
+        Raises:
+            PacoRewardError: The server does not answer, or does not serve the model.
+        """
+        try:
+            return self.judge().check()
+        except JudgeError as error:
+            raise PacoRewardError(f"--server {self.url}, model {self.model}: {error}") from error
+
+
+class Progress:
+    """A line of the log every ten seconds, with the time left."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._started = self._logged = time.monotonic()
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        now = time.monotonic()
+        if now - self._logged < _LOG_EVERY_S and self.done < self.total:
+            return
+        self._logged = now
+        elapsed = now - self._started
+        left = elapsed / self.done * (self.total - self.done)
+        clock = [str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left)]
+        logger.info("%s: %d/%d  elapsed %s  left %s", self.what, self.done, self.total, *clock)
+
+
+def ask_all(
+    server: Server,
+    questions: Mapping[str, Callable[[], list[dict]]],
+    on_answer: Callable[[str, str], None],
+    what: str,
+    max_tokens: int,
+) -> dict[str, str]:
+    """Ask every question once.
+
+    Args:
+        questions: By key, builders of OpenAI messages (images are large as text).
+        on_answer: Called with key and answer as answers arrive, one at a time.
+        what: Named in messages.
+
+    Returns:
+        The refused questions, with the server's reason.
+
+    Raises:
+        PacoRewardError: The server stopped answering, or refuses all; earlier answers were handed over.
+    """
+    if not questions:
+        return {}
+    url = server.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+    model = server.check()
+    headers = transport.json_headers(server.api_key)
+    progress, refused = Progress(what, len(questions)), {}
+    waiting = list(reversed(questions))
+
+    async def worker() -> None:
+        runtime = transport.runtime()
+        while waiting:
+            key = waiting.pop()
+            messages = await runtime.loop.run_in_executor(None, questions[key])
+            request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+            deadline = runtime.loop.time() + server.timeout_s
+            try:
+                on_answer(key, _text(await runtime.post(url, headers, json.dumps(request).encode("ascii"), deadline)))
+            except Refused as error:
+                if error.status in _REFUSES_ALL:
+                    raise
+                refused[key] = str(error)
+            progress.step()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(server.max_concurrency, len(questions))):
+                group.create_task(worker())
+
+    try:
+        transport.runtime().submit(work()).result()
+    except ExceptionGroup as group:
+        expected, others = group.split((Refused, Unreachable))
+        if others is not None:
+            raise
+        raise PacoRewardError(
+            f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {progress.done} of "
+            f"{len(questions)} answers ({what}) are saved: run the same command again to continue"
+        ) from group
+    if len(refused) == len(questions):
+        raise PacoRewardError(
+            f"the server at {server.url} refused all {len(questions)} questions ({what}), first: "
+            f"{next(iter(refused.values()))}; does {server.model} accept several images?"
+        )
+    return refused
+
+
+def _text(body: bytes) -> str:
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Refused(200, f"not the answer of an OpenAI-compatible server: {body[:200]!r}") from error
+    return content if isinstance(content, str) else ""
