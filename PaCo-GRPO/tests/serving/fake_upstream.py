@@ -74,7 +74,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while again:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = head.split()[1]
-            length = next((int(x.split(":")[1]) for x in head.split("\r\n") if x.lower().startswith("content-length")), 0)
+            length = next(
+                (int(x.split(":")[1]) for x in head.split("\r\n") if x.lower().startswith("content-length")), 0
+            )
             body = await reader.readexactly(length)
             if path.startswith("/mode/"):
                 mode = path.removeprefix("/mode/")

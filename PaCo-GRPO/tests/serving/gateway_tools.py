@@ -64,7 +64,9 @@ class GatewayProcess:
         return self.process.wait(timeout=60)
 
     def client(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers, trust_env=False, verify=False, timeout=60, **options)
+        return httpx.Client(
+            base_url=self.url, headers=self.headers, trust_env=False, verify=False, timeout=60, **options
+        )
 
     def ask(self, client: httpx.Client, model: str, **fields) -> httpx.Response:
         return client.post("/v1/chat/completions", json={"model": model, "messages": [{}], **fields})

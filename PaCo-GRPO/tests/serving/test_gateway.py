@@ -67,7 +67,8 @@ def test_models_and_health(client):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/chat/completions", 405), ("GET", "/v1/nothing", 404), ("PUT", "/health", 405)]
+    ("method", "path", "status"),
+    [("GET", "/v1/chat/completions", 405), ("GET", "/v1/nothing", 404), ("PUT", "/health", 405)],
 )
 def test_other_routes_are_refused_and_known_ones_named(client, method, path, status):
     response = client.request(method, path)

@@ -100,9 +100,7 @@ def test_too_many_at_once_are_asked_to_come_later(guarded, server):
     server.mode("hold")
     answers = []
     with guarded.client(limits=httpx.Limits(max_connections=None)) as client:
-        threads = [
-            threading.Thread(target=lambda: answers.append(guarded.ask(client, "Solo"))) for _ in range(40)
-        ]
+        threads = [threading.Thread(target=lambda: answers.append(guarded.ask(client, "Solo"))) for _ in range(40)]
         for thread in threads:
             thread.start()
         wait_for(lambda: len(answers) >= 40 - 8)  # those refused are answered at once

@@ -96,7 +96,9 @@ def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
     record = shell.record()
     assert record["argv"][record["argv"].index("--host") + 1] == "127.0.0.1", "the engine is not reached from outside"
     assert record["env"]["VLLM_API_KEY"] == "geheim"
-    assert [row["state"] for row in json.loads(shell.run("status.sh", "--json", VLLM_API_KEY="geheim")[1])] == ["healthy"] * 2
+    assert [row["state"] for row in json.loads(shell.run("status.sh", "--json", VLLM_API_KEY="geheim")[1])] == [
+        "healthy"
+    ] * 2
     assert shell.status()[0]["state"] == "not answering", "who lacks the key cannot tell"
     state = Path(shell.environment["PACO_RUNTIME_DIR"]) / "test"
     written = "".join(path.read_text() for path in state.iterdir() if path.is_file())

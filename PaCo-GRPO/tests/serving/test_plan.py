@@ -107,7 +107,10 @@ def test_private_ports_differ():
 
 
 def server(**changes) -> ServerPlan:
-    values = {"model": ServedModel("/m/judge", "Judge"), "config": {"text_config": QWEN | {"max_position_embeddings": 4096}}}
+    values = {
+        "model": ServedModel("/m/judge", "Judge"),
+        "config": {"text_config": QWEN | {"max_position_embeddings": 4096}},
+    }
     values |= {"adapters": (), "lora_rank": 0, "replica": 1, "host": "127.0.0.1", "port": 20001, "gpus": ()}
     return ServerPlan(**values | {"data_parallel": 1, "start_timeout_s": 9.0} | changes)
 
@@ -143,7 +146,9 @@ def test_the_gateway_knows_every_replica_and_adapter():
     servers = (server(adapters=(ServedAdapter("/a/x", "x"),)), server(replica=2, port=20002))
     words = gateway_command(SETTINGS, LaunchPlan(VLLM, (), servers, True))
     upstreams = [words[i + 1] for i, word in enumerate(words) if word == "--upstream"]
-    assert upstreams == [f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))]
+    assert upstreams == [
+        f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))
+    ]
 
 
 _PARSE = """
