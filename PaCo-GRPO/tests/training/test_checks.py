@@ -1,4 +1,4 @@
-"""What needs objectives, rewards, libraries or a model's small files to be checked is found before any model is loaded, and the message names the field."""
+"""Checks that need objectives, rewards, libraries or a model's small files, before any model is loaded."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from paco_grpo.policies import fewest_steps, size_multiple
 from paco_grpo.training.checks import check_config, check_images, check_model, check_writable, warn_of_a_slow_device
 from paco_grpo.training.configuration import ConfigError
 from paco_grpo.types import Item
+
 
 @pytest.mark.parametrize(
     ("pairs", "said"),
