@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import runpy
 import shutil
@@ -33,8 +32,8 @@ TOOLS = Path(__file__).resolve().parent
 REPO = TOOLS.parent
 sys.path.insert(0, str(TOOLS))
 
-from golden_cases import CASES, QUICK, SAME, Command, write_inputs  # noqa: E402
-from golden_compare import compare_folders  # noqa: E402
+from golden_cases import CASES, QUICK, SAME, Command, write_inputs
+from golden_compare import compare_folders
 
 CODE = ("PaCo-GRPO", "PaCo-Reward/judge", "PaCo-Reward/LLaMA-Factory/src", "PaCo-Reward/evaluation", "quickstart")
 CACHE = Path(tempfile.gettempdir()) / "paco-golden"
@@ -123,7 +122,9 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         differences = compare_cases(names, failed, cached, side.out)
     for line in differences:
         print(line)
-    print(f"{len(names)} cases, {len(failed)} failed, {len(differences)} differences, {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(names)} cases, {len(failed)} failed, {len(differences)} differences, {time.monotonic() - started:.0f} s"
+    )
     if differences or failed or args.keep:
         print(f"A: {cached}\nB: {side.out}")
     else:
@@ -225,23 +226,30 @@ def run_case(side: Side, name: str, inputs: Path, judge: str) -> None:
         for key, value in places.items():
             argv = [word.replace("{" + key + "}", str(value)) for word in argv]
         port = str(free_port())
-        ranks = [fork(run_command, side, command, argv, out / f"{number}", rank, port, inputs) for rank in range(command.processes)]
+        ranks = [
+            fork(run_command, side, command, argv, out / f"{number}", rank, port, inputs)
+            for rank in range(command.processes)
+        ]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
         if not set(statuses) <= set(command.statuses):
             log = (out / f"{number}.0.err").read_text(errors="replace")
-            print(f"{side.name} {name}: {' '.join(argv)}\n{log[-3000:]}", file=sys.stderr)
+            print(f"{side.name} {name}: {' '.join(argv)}\nexit statuses {statuses}\n{log[-3000:]}", file=sys.stderr)
             os._exit(1)
     normalize(out, {out: "<out>", inputs: "<inputs>", side.code: "<repo>", judge: "<judge>"})
 
 
 def run_command(side: Side, command: Command, argv: list[str], log: Path, rank: int, port: str, inputs: Path) -> None:
     """Run one published command in this process, as one of ``command.processes``."""
-    for suffix, stream in (("out", 1), ("err", 2)):
+    for suffix, stream in (("out" if command.prints else "log", 1), ("err", 2)):
         os.dup2(os.open(f"{log}.{rank}.{suffix}", os.O_WRONLY | os.O_CREAT, 0o644), stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     code = [str(side.code / folder) for folder in CODE]
     elsewhere = tuple("/" + folder for folder in CODE)
-    sys.path[:] = [*code, str(inputs), *(entry for entry in sys.path if not entry.endswith(elsewhere) and entry != str(TOOLS))]
+    sys.path[:] = [
+        *code,
+        str(inputs),
+        *(entry for entry in sys.path if not entry.endswith(elsewhere) and entry != str(TOOLS)),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join([*code, str(inputs)])
     os.environ["HF_DATASETS_CACHE"] = str(log.parent / "cache.log")
     if command.processes > 1:
@@ -282,9 +290,9 @@ def fork(function, *arguments) -> int:
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
     finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

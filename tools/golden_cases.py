@@ -54,6 +54,7 @@ class Command:
     argv: tuple[str, ...]
     processes: int = 1
     statuses: tuple[int, ...] = (0,)  # exit statuses that are no failure of the case
+    prints: bool = False  # the numbers on standard output are compared too
 
 
 TRAIN = {
@@ -94,17 +95,19 @@ VARIANTS = {
         "sample.num_steps": 6, "sample.tail_steps": 3, "sample.tail_order": 2, "sample.tail_cache": 0.05,
         "sample.global_std": True, "train.old_log_prob": "recompute", "enable_gradient_checkpointing": True,
         "sample.noise_steps": "(0,1,2)", "sample.num_noise_steps": 2, "train.lr_warmup_steps": 3,
-        "train.reward_fn": '{"golden_rewards:redness": 1.0, "jpeg_compressibility": 0.5}',
-        "train.aggregate_fn": "geometric_mean", "speed.overlap_decode": True,
+        "train.reward_fn": '{"golden_rewards:redness": 1.0, "jpeg_incompressibility": 0.5}',
+        "train.aggregate_fn": "geometric_mean_aggregate_fn", "speed.overlap_decode": True,
     }),
     "flux-full": ("flux", "ppo", {
         "use_lora": False, "train.learning_rate": 1e-5, "mixed_precision": "bf16", "sample.merge_lora": False,
-        "num_checkpoint_limit": 1, "num_epochs": 1, "train.beta": 0.02, "max_sequence_length": 0,
+        "num_checkpoint_limit": 1, "num_epochs": 1, "max_sequence_length": 0,
     }),
     "flux-judge": ("flux", "ppo", {
         "train.reward_fn": '{"consistency_score": 1.0, "golden_rewards:redness": 0.0}',
         "train.reward_fn_kwargs": '{"consistency_score": {"base_url": "{judge}", "model": "judge"}}',
-        "test.reward_fn": '{"consistency_score": 1.0, "grid_layout": 1.0}', "sample.merge_lora": True,
+        "test.reward_fn": '{"consistency_score": 1.0, "grid_layout": 1.0}',
+        "test.reward_fn_kwargs": '{"grid_layout": {"base_url": "{judge}", "model": "judge"}}',
+        "sample.merge_lora": True,
     }),
     "qwen-guidance": ("qwen", "ppo", {
         "sample.guidance_scale": 4.0, "sample.negative_prompt": " ", "num_epochs": 1, "test.at_start": True,
@@ -137,7 +140,8 @@ def uses(model: str, script: str, *arguments: str, processes: int = 1) -> Comman
 
 def paco_reward(*arguments: str, statuses: tuple[int, ...] = (0,)) -> Command:
     """The ``paco-reward`` command line."""
-    return Command("PaCo-Reward", ("-m", "paco_reward.cli", *arguments), statuses=statuses)
+    prints = arguments[0] in ("score", "export")
+    return Command("PaCo-Reward", ("-m", "paco_reward.cli", *arguments), statuses=statuses, prints=prints)
 
 
 def rank(script: str, *arguments: str) -> Command:
@@ -206,8 +210,8 @@ CASES: dict[str, tuple[Command, ...]] = {
         paco_reward(*BUILD, "--rankings", "{inputs}/ranked.jsonl", "--output", "{out}/data"),
         paco_reward(
             "train", "config/toy_reward_lora.yaml", "model_name_or_path={inputs}/models/judge", "dataset_dir={out}/data",
-            "dataset=consistency_reward_train", "output_dir={out}/lora", "max_steps=8", "per_device_train_batch_size=4",
-            "logging_steps=1", "preprocessing_num_workers=1", "plot_loss=false", "seed=1",
+            "dataset=consistency_reward_train", "output_dir={out}/lora", "max_steps=12", "per_device_train_batch_size=4",
+            "learning_rate=0.01", "logging_steps=1", "preprocessing_num_workers=1", "plot_loss=false", "seed=1",
         ),
         paco_reward(
             "accuracy", *JUDGE, "--adapter", "{out}/lora", "--dataset_dir", "{out}/data", "--dataset",
@@ -268,7 +272,11 @@ def picture(seed: int, height: int = 32, width: int = 32):
 def _write_prompts(folder: Path) -> None:
     for split, count in (("train", 4), ("test", 3)):
         rows = [
-            {"prompt": f"1x2 grid. [LEFT]: a{i}{split}. [RIGHT]: b{i}.", "idx": f"{i:03d}", "category": ["even", "odd"][i % 2]}
+            {
+                "prompt": f"1x2 grid. [LEFT]: a{i}{split}. [RIGHT]: b{i}.",
+                "idx": f"{i:03d}",
+                "category": ["even", "odd"][i % 2],
+            }
             for i in range(count)
         ]
         _write_rows(folder / f"{split}_metadata.jsonl", rows)
@@ -278,14 +286,18 @@ def _write_edits(folder: Path) -> None:
     for split, count in (("train", 4), ("test", 3)):
         for i in range(count):
             picture(i, 32, 64 if i % 2 else 32).save(_parent(folder / "edits" / f"{split}{i}.png"))
-        rows = [{"prompt": f"make {split} {'red' if i % 2 else 'blue'}", "image": f"{split}{i}.png"} for i in range(count)]
+        rows = [
+            {"prompt": f"make {split} {'red' if i % 2 else 'blue'}", "image": f"{split}{i}.png"} for i in range(count)
+        ]
         _write_rows(folder / "edits" / f"{split}_metadata.jsonl", rows)
     rows = []
     for i in range(12):
         picture(200 + i, 48, 48).save(_parent(folder / "edited" / f"{i}a.png"))
         picture(300 + i, 48, 48).save(folder / "edited" / f"{i}b.png")
         labels = {"consistency": "Yes" if i % 2 else "No", "follows": "Yes" if i % 3 else "No"}
-        rows.append({"source": f"edited/{i}a.png", "edited": f"edited/{i}b.png", "instruction": f"make thing {i} blue"} | labels)
+        rows.append(
+            {"source": f"edited/{i}a.png", "edited": f"edited/{i}b.png", "instruction": f"make thing {i} blue"} | labels
+        )
     _write_rows(folder / "edits.jsonl", rows)
 
 
@@ -299,7 +311,10 @@ def _write_grids(folder: Path, prompts: int = 6, generations: int = 3) -> None:
             for panel in range(4):
                 grid.paste(picture(1000 * p + 100 * g + panel, 48, 48), (48 * (panel % 2), 48 * (panel // 2)))
             grid.save(_parent(folder / "grids" / f"p{p}_{g}.png"))
-        panels = " ".join(f"[{place}]: thing {p} seen {place.lower()}." for place in ("TOP-LEFT", "TOP-RIGHT", "BOTTOM-LEFT", "BOTTOM-RIGHT"))
+        panels = " ".join(
+            f"[{place}]: thing {p} seen {place.lower()}."
+            for place in ("TOP-LEFT", "TOP-RIGHT", "BOTTOM-LEFT", "BOTTOM-RIGHT")
+        )
         rows.append({"idx": f"p{p}", "prompt": f"A 2x2 grid of thing {p}. {panels}"})
         for reference in range(3):
             candidates = [f"{g:02d}/{reference + 1}.png" for g in range(generations)]
@@ -366,10 +381,16 @@ def judge_answer(request: dict) -> dict:
 
     digest, images = hashlib.sha256(), 0
     for message in request["messages"]:
-        parts = message["content"] if isinstance(message["content"], list) else [{"type": "text", "text": message["content"]}]
+        parts = (
+            message["content"]
+            if isinstance(message["content"], list)
+            else [{"type": "text", "text": message["content"]}]
+        )
         for part in parts:
             if part["type"] == "image_url":
-                image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].split(",", 1)[1]))).convert("RGB")
+                image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].split(",", 1)[1]))).convert(
+                    "RGB"
+                )
                 digest.update(repr(image.size).encode() + image.tobytes())
                 images += 1
             else:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Files that hold prose, logs or times: only their presence is compared.
-PROSE = (".md", ".html", ".log", ".err", ".lock", ".svg")
+# Files that hold prose, logs, times or pickled settings: only their presence is compared.
+OPAQUE = (".md", ".html", ".log", ".err", ".lock", ".svg", ".bin")
 # Keys of JSON whose values depend on the clock, the machine, the run's folder or the version of the code.
 VOLATILE = re.compile(
-    r"(^|[./])(time|train_time|date|created|seconds|elapsed|commit|version|versions|hostname|machine|pid)$"
+    r"(^|[./])(time|train_time|date|created|seconds|elapsed|elapsed_time|remaining_time|train_runtime|commit|version|versions|hostname|machine|pid)$"
     r"|(^|\.)(time|memory|speed_of)/|_(s|seconds|per_second|mib|gib|bytes_free)$",
     re.IGNORECASE,
 )
@@ -35,7 +35,7 @@ def compare_folders(a: Path, b: Path) -> list[str]:
 
 def compare_files(a: Path, b: Path) -> Iterator[str]:
     """The differences of two files of the same name, by what their suffix says they hold."""
-    if a.suffix in PROSE or a.read_bytes() == b.read_bytes():
+    if a.suffix in OPAQUE or a.read_bytes() == b.read_bytes():
         return
     if a.suffix == ".safetensors":
         yield from _compare_tensors(a, b)
@@ -142,7 +142,7 @@ def _compare_tensors(a: Path, b: Path) -> Iterator[str]:
         x, y = one[key], two[key]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"tensor {key}: {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
-        elif not torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)):
+        elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
             same = False
             gap, largest = (x.double() - y.double()).abs().max().item(), x.double().abs().max().item()
             yield f"tensor {key}: largest difference {gap:.3g}, relative to its largest value {gap / max(largest, 1e-300):.3g}"

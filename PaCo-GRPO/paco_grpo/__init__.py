@@ -1,1 +1,3 @@
-"""PaCo-GRPO: online RL of flow-matching image generators (arXiv 2512.04784, after Flow-GRPO, arXiv 2505.05470)."""
+"""PaCo-GRPO: online RL of flow-matching image generators for consistency across images."""
+
+import paco_grpo.moved  # noqa: F401 - old import paths name the new ones

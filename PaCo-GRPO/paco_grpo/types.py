@@ -1,15 +1,14 @@
-"""What travels between the rooms of PaCo-GRPO: items, conditioning, rollout records.
+"""What travels between the packages of PaCo-GRPO: items, conditioning, rollouts.
 
-Shape notation everywhere: B batch, S recorded noise steps, T sampling steps, N latent tokens, C latent channels,
-H W pixels, h w latent cells.
+Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent channels, H W pixels, h w latent cells.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-class _ReadAnew:
-    """A field that may be given as a function: it is then called at each reading.
+class _Lazy:
+    """A field whose value may be a function without arguments, called on every access.
 
-    A prompt set of 46,000 reference images fits into no memory, and PIL keeps an opened image's pixels once read.
+    46,000 reference images do not fit in memory, and PIL keeps the pixels of an image once they are read.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -47,7 +46,7 @@ class Item:
         width: Requested width in pixels, None = the configured resolution.
         metadata: The row it was read from.
         image: Reference image of an editing item (RGB), else None. May be given as a function without arguments, which
-            is called whenever ``image`` is read: take it once and keep it while it is needed.
+            is called on every access: read it once and keep it while it is needed.
     """
 
     item_id: int
@@ -55,30 +54,43 @@ class Item:
     height: int | None = None
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    image: Image.Image | None = _ReadAnew()  # type: ignore[assignment]
+    image: Image.Image | None = _Lazy()  # type: ignore[assignment]
+
+
+Index = torch.Tensor | Sequence[int] | slice
+
+# Field metadata: the same for the whole batch, although it is a tensor.
+_SHARED = {"shared": True}
 
 
 @dataclass
-class Conditioning:
-    """What a policy's ``encode`` computed from prompts (and reference images), one row per sample.
+class Batched:
+    """Rows that travel together.
 
-    Subclasses add fields. A tensor field has the batch as leading dimension; a field that is None or not a tensor is
-    the same for the whole batch (``cat`` refuses to join different ones).
+    A tensor field has the batch as its leading dimension; a ``Batched`` field, or a list of them, has the same rows. Any
+    other field is shared by the whole batch, and ``cat`` refuses to join different ones.
     """
 
     def __len__(self) -> int:
-        for value in self._values().values():
-            if isinstance(value, torch.Tensor):
+        for name, value in self._values().items():
+            if isinstance(value, torch.Tensor) and not self._is_shared(name):
                 return value.shape[0]
         raise ValueError(f"{type(self).__name__} has no tensor field, so it has no length")
 
-    def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
+    def select(self, index: Index) -> Self:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
-        return self._map(lambda tensor: tensor[_as_index(index, tensor.device)])
+
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[index if isinstance(index, slice) else torch.as_tensor(index, device=tensor.device)]
+
+        return self._map(rows, lambda part: part.select(index))
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
-        """Move every tensor to ``device``; floating-point tensors also to ``dtype`` if one is given."""
-        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None))
+        """Move every tensor of the batch to ``device``; floating-point tensors also to ``dtype`` if one is given."""
+        return self._map(
+            lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None),
+            lambda part: part.to(device, dtype),
+        )
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -89,120 +101,93 @@ class Conditioning:
         """
         if not parts:
             raise ValueError(f"{cls.__name__}.cat needs at least one part")
+        first = parts[0]
         if len(parts) == 1:
-            return parts[0]
-        joined = {
-            name: _cat_field(f"{cls.__name__}.{name}", [getattr(part, name) for part in parts])
-            for name in parts[0]._values()
-        }
-        return type(parts[0])(**joined)
+            return first
+        joined = {name: first._cat_field(name, [getattr(part, name) for part in parts]) for name in first._values()}
+        return type(first)(**joined)
+
+    def _cat_field(self, name: str, values: list[Any]) -> Any:
+        label, first = f"{type(self).__name__}.{name}", values[0]
+        if isinstance(first, torch.Tensor) and not self._is_shared(name):
+            shapes = [None if value is None else tuple(value.shape) for value in values]
+            if len({shape and shape[1:] for shape in shapes}) > 1:
+                raise ValueError(f"cannot join {label}: the parts have shapes {shapes}")
+            return torch.cat(values)
+        if isinstance(first, Batched):
+            return type(first).cat(values)
+        if _is_list_of_batched(first) and all(len(value) == len(first) for value in values):
+            return [type(parts[0]).cat(parts) for parts in zip(*values, strict=True)]
+        for value in values[1:]:
+            same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
+            if not same:
+                raise ValueError(
+                    f"cannot join {label}: {first} and {value} differ (group samples by size and schedule first)"
+                )
+        return first
+
+    def _map(self, tensor: Callable[[torch.Tensor], torch.Tensor], part: Callable[[Batched], Batched]) -> Self:
+        changes: dict[str, Any] = {}
+        for name, value in self._values().items():
+            if self._is_shared(name):
+                continue
+            if isinstance(value, torch.Tensor):
+                changes[name] = tensor(value)
+            elif isinstance(value, Batched):
+                changes[name] = part(value)
+            elif _is_list_of_batched(value):
+                changes[name] = [part(entry) for entry in value]
+        return dataclasses.replace(self, **changes)
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def _map(self, function) -> Self:
-        values = self._values()
-        return type(self)(**{k: function(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+    @classmethod
+    def _is_shared(cls, name: str) -> bool:
+        return "shared" in cls.__dataclass_fields__[name].metadata
+
+
+def _is_list_of_batched(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Batched)
+
+
+class Conditioning(Batched):
+    """What a policy's ``encode`` computed from prompts (and reference images), one row per sample; subclasses add fields."""
 
 
 @dataclass
-class RolloutRecord:
-    """What training needs of a rollout: only the noise steps, and the clean latents.
+class NoiseStep(Batched):
+    """A sampling step at which noise was injected; its log-probability can be recomputed exactly from it."""
 
-    All samples of a record share image size, sigma schedule, noise level and noise steps. Latents are the float32
-    values that were used, so that log-probabilities can be recomputed exactly.
-    """
+    index: int  # position in the schedule
+    latents: torch.Tensor  # (B, N, C) float32, x_t before the step
+    next_latents: torch.Tensor  # (B, N, C) float32, x' after it
+    mean: torch.Tensor  # (B, N, C) float32, mean of x' under the sampling policy
+    log_prob: torch.Tensor  # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
+
+
+@dataclass
+class Rollout(Batched):
+    """What training needs of sampled images. All samples share image size, schedule, noise level and noise steps."""
 
     item_ids: torch.Tensor  # (B,) int64
-    latents: torch.Tensor  # (B, S, N, C) float32, x_t before each noise step
-    next_latents: torch.Tensor  # (B, S, N, C) float32, x' after it
-    step_mean: torch.Tensor  # (B, S, N, C) float32, mean of x' under the sampling policy
-    log_prob: torch.Tensor  # (B, S) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
-    step_index: torch.Tensor  # (S,) int64, position of each noise step in the schedule
-    sigmas: torch.Tensor  # (T+1,) float32, whole schedule, 1 → 0
+    seeds: torch.Tensor  # (B,) int64, seed of each sample's noise
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B
+    noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling
+    sigmas: torch.Tensor = field(metadata=_SHARED)  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
     height: int  # pixels
     width: int  # pixels
     noise_level: float  # a
     cps: bool  # Flow-CPS instead of Flow-SDE
-    advantages: torch.Tensor | None = None  # (B,) float32, filled in after the rewards
-    weights: torch.Tensor | None = None  # (B,) float32, 0 = left out of the update
-    seeds: torch.Tensor | None = None  # (B,) int64, what each sample's noise was drawn from
 
-    _BATCHED: ClassVar[tuple[str, ...]] = (
-        "item_ids", "latents", "next_latents", "step_mean", "log_prob", "clean_latents", "conditioning",
-        "advantages", "weights", "seeds",
-    )  # fmt: skip
-    _SHARED: ClassVar[tuple[str, ...]] = ("step_index", "sigmas", "height", "width", "noise_level", "cps")
-
-    def __len__(self) -> int:
-        return self.item_ids.shape[0]
-
-    def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
-        """Samples ``index`` (LongTensor, BoolTensor, list of int or slice), as a new record."""
-        changes: dict[str, Any] = {}
-        for name in self._BATCHED:
-            value = getattr(self, name)
-            if isinstance(value, torch.Tensor):
-                changes[name] = value[_as_index(index, value.device)]
-            elif value is not None:
-                changes[name] = value.select(index)
-        return dataclasses.replace(self, **changes)
-
-    def select_steps(self, positions: Sequence[int]) -> Self:
-        """The recorded steps at ``positions`` (into ``step_index``), as a new record: one step at a time saves memory.
-
-        An objective averages over the steps it is given: a caller that splits S steps divides each loss by S.
-        """
-        keep = torch.as_tensor(list(positions), dtype=torch.long)
-        names = ("latents", "next_latents", "step_mean", "log_prob")
-        changes = {name: getattr(self, name)[:, keep.to(getattr(self, name).device)] for name in names}
-        return dataclasses.replace(self, step_index=self.step_index[keep.to(self.step_index.device)], **changes)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move every tensor (conditioning included) to ``device``; the schedule stays on the CPU."""
-        changes = {name: getattr(self, name).to(device) for name in self._BATCHED if getattr(self, name) is not None}
-        return dataclasses.replace(self, **changes)
-
-    @classmethod
-    def cat(cls, parts: Sequence[Self]) -> Self:
-        """Join along the batch.
+    def noise_step(self, index: int) -> NoiseStep:
+        """The recorded noise at step ``index`` of the schedule.
 
         Raises:
-            ValueError: ``parts`` is empty, or image size, schedule, noise steps or noise level differ.
+            KeyError: No noise was injected there.
         """
-        if not parts:
-            raise ValueError("RolloutRecord.cat needs at least one record")
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        for name in cls._SHARED:
-            _cat_field(f"RolloutRecord.{name}", [getattr(part, name) for part in parts], shared=True)
-        changes: dict[str, Any] = {}
-        for name in cls._BATCHED:
-            values = [getattr(part, name) for part in parts]
-            changes[name] = type(values[0]).cat(values) if name == "conditioning" else _cat_field(name, values)
-        return dataclasses.replace(first, **changes)
-
-
-def _as_index(index: torch.Tensor | Sequence[int] | slice, device: torch.device) -> torch.Tensor | slice:
-    if isinstance(index, slice):
-        return index
-    return torch.as_tensor(index, device=device)
-
-
-def _cat_field(name: str, values: list[Any], shared: bool = False) -> Any:
-    first = values[0]
-    if isinstance(first, torch.Tensor) and not shared:
-        shapes = {None if value is None else tuple(value.shape[1:]) for value in values}
-        if len(shapes) > 1:
-            raise ValueError(f"cannot join {name}: the parts have shapes {[getattr(v, 'shape', None) for v in values]}")
-        return torch.cat(values)
-    for value in values[1:]:
-        same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
-        if not same:
-            raise ValueError(
-                f"cannot join {name}: {first} and {value} differ (group samples by size and schedule first)"
-            )
-    return first
+        for step in self.noise_steps:
+            if step.index == index:
+                return step
+        raise KeyError(f"step {index} has no recorded noise; noise steps: {[step.index for step in self.noise_steps]}")

@@ -3,17 +3,16 @@
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
     --output DIR    images, eval_data.jsonl, sheet.png, categories.md, metrics.json; default: evaluation
-What is drawn and scored is config.test; through `accelerate launch` several processes share the images.
+What is sampled and scored is config.test; through `accelerate launch` several processes share the images.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -32,28 +31,27 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
-    from paco_grpo.training.configuration import ConfigError, read_config
+    from paco_grpo.options import ConfigError, read_options
 
     try:
-        config, _ = read_config(rest, ROOT / "config" / "base.py")
+        options, _ = read_options(rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(config, own.adapter, own.output)
+    return run(options, own.adapter, own.output)
 
 
-def run(config, adapter: str | None, output: Path) -> int:
-    """Load, draw, score, and print; the heavy imports wait until the configuration is known to be readable."""
+def run(options, adapter: str | None, output: Path) -> int:
+    """Load, sample, score, and print; the heavy imports wait until the options are known to be readable."""
     from paco_grpo.data.prompts import DataError
+    from paco_grpo.options import ConfigError
     from paco_grpo.policies import PolicyLoadError
+    from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.rewards.registry import RewardError
-    from paco_grpo.training.alone import evaluate_alone
-    from paco_grpo.training.configuration import ConfigError
-    from paco_grpo.training.scoring import ScoringError
     from paco_judge.client import JudgeError
 
     try:
-        metrics = evaluate_alone(config, adapter, output)
+        metrics = evaluate_adapter(options, adapter, output)
     except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,6 +61,52 @@ def run(config, adapter: str | None, output: Path) -> int:
     if metrics is not None:
         report(metrics, output)
     return 0
+
+
+def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, float] | None:
+    """Sample and score the test set with ``adapter`` (None = the base model) into the folder ``output``.
+
+    Returns:
+        The metrics on the main process, None on the others.
+
+    Raises:
+        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError: Before anything is sampled.
+        ScoringError: A reward failed.
+    """
+    from paco_grpo.data.prompts import load_prompts
+    from paco_grpo.distributed.launch import build_accelerator, build_strategy, set_threads
+    from paco_grpo.evaluation.evaluate import evaluate
+    from paco_grpo.rewards.registry import build_rewards
+    from paco_grpo.training.build import apply_speed, load_adapter, load_generator, test_reward_kwargs
+    from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
+
+    check_run(options)
+    accelerator = build_accelerator()
+    strategy = build_strategy(options, accelerator)
+    set_threads(options.num_threads, accelerator.num_processes)
+    check_writable(output)
+    items = load_prompts(options.dataset, "test", options.prompt_fn)
+    check_images(options, {"test": items})
+    # 0: as in training, where the length follows from both splits.
+    train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
+    options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
+    check_device(options, accelerator.device)
+    kwargs = test_reward_kwargs(options)
+    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
+    for reward in rewards.values():
+        reward.check()
+    policy = load_generator(options, strategy.loading_device)
+    if adapter is None:
+        logging.info("no --adapter: evaluating the base model %s", options.pretrained.model)
+    else:
+        load_adapter(policy, adapter)
+    strategy.place(policy)
+    apply_speed(options, policy)
+    merge = adapter is not None and options.sample.merge_lora and options.use_lora
+    metrics = evaluate(policy, items, rewards, options, strategy, output, merge_lora=merge)
+    is_main = accelerator.is_main_process
+    accelerator.end_training()
+    return metrics if is_main else None
 
 
 def report(metrics: dict, output: Path) -> None:

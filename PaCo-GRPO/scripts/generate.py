@@ -11,13 +11,12 @@ Resolution, steps and batch size are config.test.{resolution,num_steps,batch_siz
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -42,7 +41,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         DataError: The file cannot be read; the message names line and field.
     """
     from paco_grpo.data.files import given_size, json_lines, prompt_of, text_of
-    from paco_grpo.training.configuration import ConfigError
+    from paco_grpo.options import ConfigError
     from paco_grpo.types import Item
 
     if file is not None and not file.is_file():
@@ -65,12 +64,12 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
 
 
 def read_seeds(text: str) -> list[int]:
-    """Whole numbers with commas between.
+    """Integers separated by commas.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: Anything else.
     """
-    from paco_grpo.training.configuration import ConfigError
+    from paco_grpo.options import ConfigError
 
     try:
         return [int(seed) for seed in text.split(",")]
@@ -93,18 +92,18 @@ def check_images(items: list, model: str) -> None:
         ConfigError: It is otherwise.
     """
     from paco_grpo.policies import policy_class
-    from paco_grpo.training.configuration import ConfigError
+    from paco_grpo.options import ConfigError
 
     edits = policy_class(model).edits_images
     wrong = [item for item in items if (item.image is None) == edits]
     if wrong and edits:
         raise ConfigError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
     if wrong:
-        raise ConfigError(f"{model} draws from text alone: leave out --image, or choose an editing model")
+        raise ConfigError(f"{model} generates from text alone: leave out --image, or choose an editing model")
 
 
-def judge_reward(config, edits_images: bool, url: str | None, model: str | None):
-    """The judge of ``config`` for this kind of model, but at ``url``; None without one.
+def judge_reward(options, edits_images: bool, url: str | None, model: str | None):
+    """The judge that ``options`` has for this kind of model, but at ``url``; None without one.
 
     Raises:
         JudgeError: No judge answers there.
@@ -114,7 +113,7 @@ def judge_reward(config, edits_images: bool, url: str | None, model: str | None)
     from paco_grpo.rewards.registry import build_rewards
 
     name = "consistency_for_editing" if edits_images else "consistency_score"
-    kwargs = config.train.reward_fn_kwargs.to_dict().get(name, {}) | {"base_url": url}
+    kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": url}
     (reward,) = build_rewards({name: 1.0}, {name: kwargs | ({"model": model} if model else {})}).values()
     reward.check()
     return reward
@@ -137,34 +136,34 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from paco_grpo.data.prompts import DataError, load_prompts
+    from paco_grpo.evaluation.evaluate import test_batches, test_inputs
+    from paco_grpo.evaluation.pictures import contact_sheet
+    from paco_grpo.options import ConfigError, read_options
     from paco_grpo.policies import PolicyLoadError, policy_class
-    from paco_grpo.rewards.errors import RewardError
-    from paco_grpo.training.configuration import ConfigError, read_config
-    from paco_grpo.training.evaluation import draw, drawing_batches
-    from paco_grpo.training.generator import load_adapter, load_generator
-    from paco_grpo.training.pictures import contact_sheet
-    from paco_grpo.training.speed import apply_speed, check_speed
-    from paco_grpo.training.texts import settle_text_length
+    from paco_grpo.rewards.registry import RewardError
+    from paco_grpo.sampling.images import sample_images
+    from paco_grpo.training.build import apply_speed, load_adapter, load_generator
+    from paco_grpo.training.checks import check_device, text_length
     from paco_judge.client import JudgeError
 
     try:
-        config, _ = read_config(rest, ROOT / "config" / "base.py")
+        options, _ = read_options(rest)
         items, seeds = read_items(own.prompt, own.prompts_file, own.image), read_seeds(own.seeds)
         if not items:
-            raise ConfigError("nothing to draw: give --prompt TEXT or --prompts-file FILE")
-        check_images(items, config.pretrained.model)
-        edits_images = policy_class(config.pretrained.model).edits_images
-        judge = judge_reward(config, edits_images, own.judge, own.judge_model)
+            raise ConfigError("nothing to generate: give --prompt TEXT or --prompts-file FILE")
+        check_images(items, options.pretrained.model)
+        edits_images = policy_class(options.pretrained.model).edits_images
+        judge = judge_reward(options, edits_images, own.judge, own.judge_model)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if config.max_sequence_length == 0:  # as the run was trained, whatever the length of these prompts
-            sets = (load_prompts(config.dataset, split, config.prompt_fn) for split in ("train", "test"))
-            settle_text_length(config, [item for items_of_split in sets for item in items_of_split])
-        settle_text_length(config, items)
-        check_speed(config, device)
-        policy = load_generator(config, device)
+        if options.max_sequence_length == 0:  # as the run was trained, whatever the length of these prompts
+            sets = [load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")]
+            options = dataclasses.replace(options, max_sequence_length=text_length(options, [*sets[0], *sets[1]]))
+        text_length(options, items)
+        check_device(options, device)
+        policy = load_generator(options, device)
         if own.adapter:
             load_adapter(policy, own.adapter)
-        apply_speed(config, policy)
+        apply_speed(options, policy)
     except (ConfigError, DataError, PolicyLoadError, JudgeError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -172,12 +171,21 @@ def main(arguments: list[str]) -> int:
     own.output.mkdir(parents=True, exist_ok=True)
     names = [f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
     images: list = [None] * len(wanted)
-    for batch, size in drawing_batches(policy, [item for item, _ in wanted], config):
-        chosen = [wanted[i] for i in batch]
-        drawn = draw(policy, [item for item, _ in chosen], [seed for _, seed in chosen], *size, config.test.num_steps)
-        for i, image in zip(batch, drawn, strict=True):
+
+    def deliver(decoded: list, batch) -> None:
+        for i, image in zip(batch.numbers, decoded, strict=True):
             image.save(own.output / names[i])
             images[i] = image
+
+    batches = test_batches(policy, [item for item, _ in wanted], options)
+    for _ in sample_images(
+        policy,
+        ((batch, False) for batch in batches),
+        lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch),
+        deliver,
+        num_steps=options.test.num_steps,
+    ):
+        pass
     captions = []
     if judge is not None:
         captions = write_scores(judge(images, [item for item, _ in wanted]).tolist(), wanted, names, own.output)

@@ -1,15 +1,12 @@
 """Train: ``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]`` (or a saved config.yaml).
 
-Usually started by scripts/single_node/*.sh through ``accelerate launch``.
+Usually started by scripts/single_node/*.sh through ``accelerate launch``. All options: docs/configuration.md.
 """
 
 import errno
 import logging
 import os
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
@@ -27,30 +24,32 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
-    from paco_grpo.training.configuration import ConfigError, read_config
+    from paco_grpo.options import ConfigError, read_options
 
     try:
-        config, name = read_config(arguments, ROOT / "config" / "base.py")
+        options, name = read_options(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(config, name)
+    return run(options, name)
 
 
-def run(config, name: str) -> int:
-    """Build and train; the heavy imports wait until the configuration is known to be readable."""
+def run(options, name: str) -> int:
+    """Build and train; the heavy imports wait until the options are known to be readable."""
+    from paco_grpo.checkpoint.files import CheckpointError
     from paco_grpo.data.prompts import DataError
+    from paco_grpo.monitoring.trackers import TrackingError
+    from paco_grpo.options import ConfigError
     from paco_grpo.policies import PolicyLoadError
     from paco_grpo.rewards.registry import RewardError
-    from paco_grpo.training.checkpoint import CheckpointError
-    from paco_grpo.training.configuration import ConfigError
-    from paco_grpo.training.setup import build_run
-    from paco_grpo.training.tracking import TrackingError
+    from paco_grpo.training.build import build_run
     from paco_grpo.training.trainer import Trainer, TrainingStopped
     from paco_judge.client import JudgeError
 
     try:
-        Trainer(build_run(config, name)).train()
+        trainer = Trainer(build_run(options, name))
+        name = trainer.options.run_name
+        trainer.fit()
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
@@ -61,8 +60,8 @@ def run(config, name: str) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(
-            f"error: the disk is full ({error}); checkpoints are whole. Free some space, then: the same command with "
-            f"--config.run_name={config.run_name} --config.resume_from=latest",
+            f"error: the disk is full ({error}); finished checkpoints are intact. Free some space, then: the same command "
+            f"with --config.run_name={name} --config.resume_from=latest",
             file=sys.stderr,
         )
         return 2

@@ -27,12 +27,10 @@ def load(name: str, file: Path):
 tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
 pairing_tools = load("pairing_tools", HERE / "pairing_tools.py")
 training_tools = load("training_tools", HERE / "training_tools.py")
-edit_tools = load("edit_tools", HERE / "edit_tools.py")
-rank_tools = load("rank_tools", HERE / "rank_tools.py")
+bench_tools = load("bench_tools", HERE / "bench_tools.py")
 world = pairing_tools.world
-bench, ranked = rank_tools.bench, rank_tools.ranked
-examples, data, toy_judge, judged = edit_tools.examples, edit_tools.data, edit_tools.toy_judge, edit_tools.judged
-fake_judge, answering_judge = edit_tools.fake_judge, edit_tools.answering_judge
+bench, rank, examples, edits = bench_tools.bench, bench_tools.rank, bench_tools.examples, bench_tools.edits
+fake_judge, answering_judge = bench_tools.fake_judge, bench_tools.answering_judge
 
 
 @pytest.fixture(scope="session")

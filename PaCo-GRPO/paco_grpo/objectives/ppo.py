@@ -1,62 +1,38 @@
 """Flow-GRPO's clipped objective (arXiv 2505.05470, eq. 7).
 
-| paper             | here                                |
-|-------------------|-------------------------------------|
-| r_t(θ)            | ratio (B,)                          |
-| Â                 | advantages (B,)                     |
-| ε                 | config.train.clip_range             |
-| β                 | config.train.beta (KL weight)       |
-| μ, μ_ref          | transition.mean, adapters-off mean  |
+| paper    | here                                      |
+|----------|-------------------------------------------|
+| r_t(θ)   | ratio (B,)                                |
+| Â        | step.advantages (B,)                      |
+| ε        | train.clip_range                          |
+| β        | train.beta (KL weight)                    |
+| μ, μ_ref | mean of the transition, with adapters off |
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from paco_grpo.objectives.common import (
-    check_has_steps,
-    clipped_advantages,
-    mean_over_steps,
-    reference_kl,
-)
+from paco_grpo.objectives.base import Step, Terms, objective, reference_kl
+from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.rollout import record_transition
-from paco_grpo.types import RolloutRecord
 
 
-def ppo_loss(record: RolloutRecord, policy: Policy, config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum over samples of weight · mean over steps of max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL.
+@objective()
+def ppo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+    """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL; the reference forward happens only if β is not 0.
 
-    The reference forward happens only if β is not 0.
-
-    Args:
-        record: Micro-batch with advantages (B,) and weights (B,).
-        policy: Evaluated with gradient at each recorded step.
-        config: ``config.train.{clip_range, adv_clip_max, beta}``.
-
-    Returns:
-        Loss sum (0-dim float32) and metrics: ratio_mean, ratio_deviation (mean |ratio − 1|), clip_share, approx_kl,
-        policy_loss and, with β ≠ 0, kl.
+    Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with β ≠ 0, kl.
     """
-    check_has_steps(record)
-    train = config.train
-    advantages, weights = clipped_advantages(record, train.adv_clip_max)
-
-    def term(position: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        transition = record_transition(policy, record, position)
-        log_ratio = transition.log_prob(record.next_latents[:, position]) - record.log_prob[:, position]
-        ratio = log_ratio.exp()
-        loss = clipped_loss(ratio, advantages, train.clip_range)
-        values = ratio_metrics(ratio, log_ratio, train.clip_range) | {"policy_loss": loss}
-        if train.beta != 0:
-            kl = reference_kl(policy, record, position, transition)
-            loss = loss + train.beta * kl
-            values["kl"] = kl
-        return loss, values
-
-    return mean_over_steps(range(len(record.step_index)), term, weights)
+    transition = step.transition(policy)
+    log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
+    ratio = log_ratio.exp()
+    loss = clipped_loss(ratio, step.advantages, train.clip_range)
+    metrics = ratio_metrics(ratio, log_ratio, train.clip_range) | {"policy_loss": loss}
+    if train.beta != 0:
+        metrics["kl"] = reference_kl(step, policy, transition)
+        loss = loss + train.beta * metrics["kl"]
+    return Terms(loss, metrics)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

@@ -29,7 +29,6 @@ from paco_grpo.policies.quantized import is_quantized
 logger = logging.getLogger(__name__)
 
 CURRENT = "default"
-OLD = "old"
 
 # How PEFT names weights in its files: they belong to a PeftModel that wraps the model.
 _PEFT_PREFIX = "base_model.model."
@@ -105,43 +104,28 @@ def find_lora(place: str | Path) -> Path:
     raise PolicyLoadError(f"config.train.lora_path: {place} on the hub holds no LoRA. {wanted}")
 
 
-def add_old_adapter(policy: Policy) -> None:
-    """Add a frozen copy of the current LoRA, named ``old`` (DiffusionNFT samples with it and compares to it)."""
+def add_snapshot(policy: Policy, name: str) -> None:
+    """Add a frozen copy of the trained LoRA as adapter ``name`` (such as ``old`` of DiffusionNFT)."""
     transformer = unwrap(policy.transformer)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
-        transformer.add_adapter(copy.deepcopy(transformer.peft_config[CURRENT]), OLD)
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+        transformer.add_adapter(copy.deepcopy(transformer.peft_config[CURRENT]), name)
     transformer.set_adapter(CURRENT)
-    for parameter in _adapter_parameters(transformer, OLD):
+    for parameter in _adapter_parameters(transformer, name):
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)
     for parameter in _adapter_parameters(transformer, CURRENT):
         parameter.requires_grad_(True)
-    blend_old_adapter(policy, decay=0.0)
+    blend_snapshot(policy, name, decay=0.0)
 
 
 @torch.no_grad()
-def blend_old_adapter(policy: Policy, decay: float) -> None:
-    """old ← decay·old + (1 − decay)·current, in place; ``decay`` in [0, 1] (see :func:`old_adapter_decay`)."""
+def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
+    """copy ← decay·copy + (1 − decay)·trained, in place; ``decay`` in [0, 1]."""
     transformer = unwrap(policy.transformer)
-    pairs = zip(_adapter_parameters(transformer, OLD), _adapter_parameters(transformer, CURRENT), strict=True)
-    for old, current in pairs:
-        old.lerp_(current.to(old.dtype), 1.0 - decay)
-
-
-def old_adapter_decay(step: int, decay_type: int) -> float:
-    """Decay after ``step`` optimizer steps: min(max(step − flat, 0)·rate, hold) (DiffusionNFT, arXiv 2509.16117).
-
-    Type 0: always 0. Type 1: flat 0, rate 0.001, hold 0.5. Type 2: flat 75, rate 0.0075, hold 0.999.
-
-    Raises:
-        ValueError: Another ``decay_type``.
-    """
-    schedules = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
-    if decay_type not in schedules:
-        raise ValueError(f"train.decay_type = {decay_type!r} is unknown: choose 0, 1 or 2")
-    flat, rate, hold = schedules[decay_type]
-    return min(max(step - flat, 0) * rate, hold)
+    pairs = zip(_adapter_parameters(transformer, name), _adapter_parameters(transformer, CURRENT), strict=True)
+    for copied, current in pairs:
+        copied.lerp_(current.to(copied.dtype), 1.0 - decay)
 
 
 @contextmanager
@@ -160,7 +144,7 @@ def adapters_off(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def adapter(policy: Policy, name: str) -> Iterator[None]:
-    """Adapter ``name`` (``default`` or ``old``) inside the block, in place of the active one; for no_grad forwards."""
+    """Adapter ``name`` (``default`` or a snapshot) inside the block, in place of the active one; for no_grad forwards."""
     layers = _layers(policy)
     with _restored(layers):
         for layer in layers:
@@ -271,7 +255,7 @@ def _layers(policy: Policy) -> list[BaseTunerLayer]:
     layers = [module for module in unwrap(policy.transformer).modules() if isinstance(module, BaseTunerLayer)]
     if not layers:
         raise ValueError(
-            "the transformer has no LoRA adapter, so there is no reference or old policy to switch to: "
+            "the transformer has no LoRA adapter, so there is no reference policy or snapshot to switch to: "
             "use config.use_lora = True, or set the KL weight config.train.beta to 0"
         )
     return layers

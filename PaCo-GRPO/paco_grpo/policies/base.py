@@ -144,11 +144,11 @@ class Policy(ABC):
 
         return adapters_off(self)
 
-    def old(self) -> AbstractContextManager:
-        """The old policy inside the block (its own adapter, DiffusionNFT); for forwards without gradient."""
-        from paco_grpo.policies.adapters import OLD, adapter
+    def snapshot(self, name: str) -> AbstractContextManager:
+        """The adapter ``name`` instead of the trained one inside the block; for forwards without gradient."""
+        from paco_grpo.policies.adapters import adapter
 
-        return adapter(self, OLD)
+        return adapter(self, name)
 
     def merged(self) -> AbstractContextManager:
         """The active LoRA merged into the base weights inside the block, bit for bit undone after it."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def draw_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int) -> tuple[int, ...]:
-    """The noise steps of one epoch: all of ``noise_steps``, or ``num_noise_steps`` drawn from them.
+def sample_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int) -> tuple[int, ...]:
+    """The noise steps of one epoch: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
 
-    The draw depends on ``seed`` and ``epoch`` alone, so every process makes the same one, also after a resume.
+    The choice depends on ``seed`` and ``epoch`` alone, so every process makes the same one, also after a resume.
 
     Returns:
         Ascending step indices without repetition.
@@ -26,8 +26,8 @@ def draw_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, se
             f"sample.num_noise_steps = {num_noise_steps} must lie between 1 and the {len(candidates)} entries of "
             f"sample.noise_steps {tuple(noise_steps)}"
         )
-    drawn = np.random.default_rng([seed, epoch]).choice(candidates, size=num_noise_steps, replace=False)
-    return tuple(int(step) for step in sorted(drawn))
+    chosen = np.random.default_rng([seed, epoch]).choice(candidates, size=num_noise_steps, replace=False)
+    return tuple(int(step) for step in sorted(chosen))
 
 
 def check_noise_steps(noise_steps: Sequence[int], num_steps: int) -> tuple[int, ...]:

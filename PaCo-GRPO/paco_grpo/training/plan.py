@@ -1,12 +1,28 @@
-"""What follows from the configuration and the real number of processes; computed after all overrides."""
+"""What follows from the options, the model and the real number of processes; computed after all overrides."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from ml_collections import ConfigDict
+import torch
+from accelerate import Accelerator
+
+from paco_grpo.options import RunOptions
+from paco_grpo.policies import Policy
+from paco_grpo.sampling.images import at_size
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 0.85  # of the device's memory that may be used
+_MOST_IMAGES = 32  # more images make no forward of a large model more efficient
+_IMAGES_ON_CPU = 16  # main memory is shared with other programs, and batches matter less
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class Plan:
         samples_per_step: Images (over all processes) behind one optimizer step, before missing ones are left out.
         train_batch_size: Images per training forward on each process.
         accumulation: Training micro-batches per optimizer step on each process (per trained noise step).
-        notes: What was changed against the configuration, for the log.
+        notes: Where the plan departs from the options, for the log.
     """
 
     num_processes: int
@@ -46,32 +62,27 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-def gradient_steps(config: ConfigDict) -> int:
-    """Optimizer steps per pass over an epoch's samples (method §6: one for nft, else two)."""
-    chosen = config.train.gradient_step_per_epoch
-    return chosen if chosen is not None else (1 if config.train.loss_type == "nft" else 2)
-
-
-def make_plan(config: ConfigDict, num_processes: int, batch_size: int | None = None) -> Plan:
-    """Derive the plan. m is raised until m·k divides evenly over processes and batches (method §4).
+def make_plan(options: RunOptions, num_processes: int, gradient_steps: int, batch_size: int | None = None) -> Plan:
+    """Derive the plan. m is raised until m·k divides evenly over processes and batches (docs/method.md §4).
 
     A batch larger than a process's share of the epoch is first reduced to that share, so that adding processes does
     not change how many prompts an epoch has where it need not.
 
     Args:
-        config: The run's.
+        options: The run's.
         num_processes: From the launcher.
+        gradient_steps: The objective's default for ``train.gradient_step_per_epoch``.
         batch_size: Images per sampling forward; None = ``config.sample.batch_size``.
     """
-    asked = config.sample.batch_size if batch_size is None else batch_size
-    wanted, k = config.sample.unique_sample_num_per_epoch, config.sample.num_images_per_prompt
+    asked = options.sample.batch_size if batch_size is None else batch_size
+    wanted, k = options.sample.unique_sample_num_per_epoch, options.sample.num_images_per_prompt
     batch = min(asked, max(1, wanted * k // num_processes))
     unit = num_processes * batch
     step = unit // math.gcd(unit, k)
     prompts = math.ceil(wanted / step) * step
     samples = prompts * k
     share = samples // num_processes
-    steps = gradient_steps(config)
+    steps = options.train.gradient_step_per_epoch or gradient_steps
     notes = []
     if batch != asked:
         notes.append(f"sample.batch_size {asked} exceeds a process's share; {batch} is used")
@@ -91,7 +102,68 @@ def make_plan(config: ConfigDict, num_processes: int, batch_size: int | None = N
         rollout_batches=share // batch,
         gradient_steps=steps,
         samples_per_step=per_step,
-        train_batch_size=config.train.batch_size,
-        accumulation=math.ceil(per_step / num_processes / config.train.batch_size),
+        train_batch_size=options.train.batch_size,
+        accumulation=math.ceil(per_step / num_processes / options.train.batch_size),
         notes=tuple(notes),
     )
+
+
+def choose_batch_size(
+    options: RunOptions, policy: Policy, items: list[Item], accelerator: Accelerator, folder: Path
+) -> int:
+    """Images per sampling forward: ``config.sample.batch_size``, or, for 0, what fits; equal on all processes.
+
+    A resumed run takes its earlier value (plan.json), so that it computes the same bits. The numbers of an epoch do not
+    depend on the batch except by rounding.
+    """
+    asked = options.sample.batch_size
+    if asked:
+        return asked
+    plan = folder / "plan.json"
+    if options.resume_from and plan.is_file():
+        return json.loads(plan.read_text())["sample_batch_size"]
+    samples = options.sample.unique_sample_num_per_epoch * options.sample.num_images_per_prompt
+    share = max(1, samples // accelerator.num_processes)
+    fits = _IMAGES_ON_CPU if policy.device.type == "cpu" else _fitting_on_gpu(options, policy, items)
+    fits = int(accelerator.gather(torch.tensor([fits], device=accelerator.device)).min())
+    chosen = largest_divisor(share, min(fits, _MOST_IMAGES))
+    logger.info("sample.batch_size: %d images (%d would fit; %d an epoch on each process)", chosen, fits, share)
+    return chosen
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Largest divisor of ``number`` ≥ 1 that is at most ``most`` ≥ 1."""
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+
+
+def fitting(peak: Callable[[int], int], limit: int) -> int:
+    """Images whose peak memory stays below ``limit`` bytes, at least 1: extrapolated from ``peak(1)`` and ``peak(2)``."""
+    one, two = peak(1), peak(2)
+    return max(1, 1 + (limit - one) // max(1, two - one))
+
+
+def on_cuda(chosen: bool | None, device: torch.device) -> bool:
+    """An option for which None means: where the device is CUDA."""
+    return device.type == "cuda" if chosen is None else chosen
+
+
+def _fitting_on_gpu(options: RunOptions, policy: Policy, items: list[Item]) -> int:
+    device = policy.device
+    sized = [at_size(item, options.train.resolution, options.item_size, policy) for item in items]
+    item = max(sized, key=lambda item: item.height * item.width)
+    size = item.height, item.width
+    conditioning = policy.encode([item])
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+
+    @torch.no_grad()
+    def peak(images: int) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        latents = policy.initial_latents(list(range(images)), *size)
+        rows = conditioning.select(torch.zeros(images, dtype=torch.int64))
+        policy.velocity(latents, torch.ones(images, device=device), rows, *size)
+        policy.decode(latents, *size)
+        return torch.cuda.max_memory_allocated(device)
+
+    peak(1)  # permanent allocations of the first forward
+    return fitting(peak, int(_MEMORY_SHARE * (free + held)))

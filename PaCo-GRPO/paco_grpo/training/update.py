@@ -1,79 +1,105 @@
-"""The training half of an epoch: the objective on shuffled micro-batches, then the optimizer steps."""
+"""The training half of an epoch: the objective on micro-batches, then the optimizer steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from ml_collections import ConfigDict
 
-from paco_grpo.objectives import Objective
-from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.rollout import recompute_old
-from paco_grpo.training.collect import Rollouts
-from paco_grpo.training.engine import Engine
-from paco_grpo.training.processes import any_process
-from paco_grpo.types import RolloutRecord
+from paco_grpo.checkpoint.state import TrainState
+from paco_grpo.distributed.collectives import any_process, most, rounds
+from paco_grpo.objectives import Objective, Step
+from paco_grpo.options import RunOptions
+from paco_grpo.sampling.denoise import recompute_old
+from paco_grpo.training.sample import Rollouts
+from paco_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
+
+_ORDER, _STEPS = 15, 16  # first words of random streams
 
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is not finite; raised before the optimizer changes anything."""
 
 
+class Meter:
+    """Sums of metrics on the device, read once per optimizer step."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.losses: list[torch.Tensor] = []  # one per backward
+        self.batches: list[np.ndarray] = []  # global positions behind each loss
+
+    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], share: tuple[int, int], batch: np.ndarray) -> None:
+        """Add the loss of one backward and per-sample ``metrics`` (B,); the means over the batch count ``share`` [0] /
+        [1]."""
+        self.losses.append(loss.detach())
+        self.batches.append(batch)
+        values = {name: value.detach().mean().double() * share[0] / share[1] for name, value in metrics.items()}
+        for name, value in {"loss": loss.detach().double(), **values}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def finite(self, device: torch.device) -> torch.Tensor:
+        """Whether all losses so far are finite (0-dim bool)."""
+        return torch.stack(self.losses).isfinite().all() if self.losses else torch.tensor(True, device=device)
+
+    def read(self, *more: torch.Tensor) -> tuple[dict[str, float], list[float], list[float]]:
+        """The sums, the losses, and the 0-dim tensors ``more``, in one transfer from the device."""
+        tensors = [*self.sums.values(), *self.losses, *more]
+        numbers = torch.stack([tensor.double().to(more[0].device) for tensor in tensors]).tolist()
+        first, last = len(self.sums), len(self.sums) + len(self.losses)
+        return dict(zip(self.sums, numbers[:first], strict=True)), numbers[first:last], numbers[last:]
+
+
 @dataclass
 class Updater:
-    """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many there are.
+    """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many processes there are.
 
     Attributes:
-        policy: Evaluated with gradient.
-        objective: ``(record, policy, config) -> (loss_sum, metrics)``.
-        optimizer: Of ``parameters``.
-        parameters: Trainable.
-        accelerator: The processes.
-        engine: How they share the work.
-        config: The run's.
+        state: Its parameters, optimizer and counters change.
+        objective: The loss.
+        options: The run's, mostly ``options.train``.
         gradient_steps: Optimizer steps per pass over the samples.
-        after_step: Called with the step number after each optimizer step (EMA).
-        step: Optimizer steps taken so far.
-        recompute: Old log-probabilities are computed anew before training; None = not decided yet.
     """
 
-    policy: Policy
+    state: TrainState
     objective: Objective
-    optimizer: torch.optim.Optimizer
-    parameters: Sequence[torch.nn.Parameter]
-    accelerator: Accelerator
-    engine: Engine
-    config: ConfigDict
+    options: RunOptions
     gradient_steps: int
-    after_step: Callable[[int], None]
-    step: int = 0
-    recompute: bool | None = None
+    parameters: list[torch.nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = list(self.state.parameters.values())
 
     def prepare(self, rollouts: Rollouts) -> None:
-        """What comes before ``run`` and needs no scores: old log-probabilities computed anew, in place, where wanted."""
-        self._old_log_prob(rollouts)
+        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1; needs no
+        scores (docs/method.md §6)."""
+        mode = self.options.train.old_log_prob
+        if not self.objective.needs_noise_steps or mode == "rollout":
+            return
+        if self.state.recompute_old is None:
+            self.state.recompute_old = mode == "recompute" or self._deviates(rollouts)
+        if self.state.recompute_old:
+            self._recompute(rollouts)
 
     def run(
-        self, rollouts: Rollouts, positions: np.ndarray, advantages: np.ndarray, kept: np.ndarray, epoch: int
+        self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray, epoch: int
     ) -> dict[str, float]:
         """Train on one epoch's samples.
 
         Args:
             rollouts: What this process sampled, after ``prepare``.
-            positions: (n,) global position of each local sample.
-            advantages: (N,) over all processes, by global position.
+            item_ids: (N,) over all processes, by global position.
+            advantages: (N,) over all processes.
             kept: (N,) bool over all processes; the others are left out, the loss is divided by the global number kept.
-            epoch: For the shuffling and for messages.
+            epoch: For random streams and messages.
 
         Returns:
             Metrics over the epoch, equal on every process.
@@ -81,147 +107,179 @@ class Updater:
         Raises:
             NonFiniteError: On every process, before the update.
         """
-        number_at = {int(position): number for number, position in enumerate(positions)}
+        local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
-        for inner in range(self.config.train.num_inner_epochs):
-            for chunk in self._chunks(len(kept), epoch, inner):
+        for inner in range(self.options.train.num_inner_epochs):
+            for chunk in self._chunks(item_ids, epoch, inner):
                 chosen = chunk[kept[chunk]]
                 if len(chosen) == 0:
                     continue
-                mine = [number_at[p] for p in chosen.tolist() if p in number_at]
-                sums: dict[str, float] = {}
-                problem = ""
-                batches = rollouts.batches(mine, self.config.train.batch_size)
-                turns = self.engine.turns(len(batches), backward=True)
-                for turn in range(turns):
-                    idle = turn >= len(batches)
-                    numbers = rollouts.samples[0][:1] if idle else batches[turn]
-                    record = self._with_advantages(rollouts.record(numbers), advantages[positions[numbers]], idle)
-                    found = self._backward(record, len(chosen), sums, last=turn == turns - 1)
-                    if found and not problem:
-                        problem = f"{found} in the batch of samples {positions[numbers].tolist()}"
-                    if problem and not self.engine.joint_backwards:
-                        break
-                sums["grad_norm"] = self._optimizer_step(problem, epoch) / self.accelerator.num_processes
-                collected.append(sums)
-        return _means(collected)
+                mine = [local[p] for p in chosen.tolist() if p in local]
+                batches = rollouts.batches(mine, self.options.train.batch_size)
+                weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch)
+                meter = Meter()
+                self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, meter)
+                collected.append(self._optimizer_step(meter, epoch))
+        return self._means(collected)
 
-    def _chunks(self, count: int, epoch: int, inner: int) -> list[np.ndarray]:
+    def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same whatever the number of processes.
 
         The epoch's order is already shuffled, so the first pass takes it as it is (every process then has its equal
         share of every step); further passes shuffle again.
         """
-        order = np.arange(count)
+        order = np.arange(len(item_ids))
         if inner > 0:
-            order = np.random.default_rng([15, self.config.seed, epoch, inner]).permutation(count)
-        return np.array_split(order, self.gradient_steps)
+            order = np.random.default_rng([_ORDER, self.options.seed, epoch, inner]).permutation(len(item_ids))
+        if self.objective.group_weights is None:
+            return np.array_split(order, self.gradient_steps)
+        items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
+        return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
-    def _with_advantages(self, record: RolloutRecord, advantages: np.ndarray, idle: bool = False) -> RolloutRecord:
-        """``idle``: the samples are there for the sake of other processes and count for nothing."""
-        values = torch.as_tensor(advantages, dtype=torch.float32, device=record.item_ids.device)
-        weights = torch.zeros_like(values) if idle else torch.ones_like(values)
-        return dataclasses.replace(record, advantages=values, weights=weights)
+    def _steps(
+        self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int
+    ) -> list[Step]:
+        """The training steps of the micro-batch of local samples ``numbers``."""
+        rollout = rollouts.rollout(numbers)
+        train = self.options.train
+        values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32, device=rollout.item_ids.device)
+        clipped = values.clamp(-train.adv_clip_max, train.adv_clip_max)
+        rng = np.random.default_rng([_STEPS, self.options.seed, epoch])
+        return [Step(rollout, index, clipped) for index in self.objective.steps(train, rollout, rng)]
 
-    def _backward(self, record: RolloutRecord, kept: int, sums: dict[str, float], last: bool = True) -> str:
-        """Gradient of one micro-batch, one noise step at a time (activations of one step are held at once).
+    def _backward(
+        self,
+        rollouts: Rollouts,
+        batches: list[np.ndarray],
+        advantages: np.ndarray,
+        weights: Mapping[int, np.ndarray],
+        kept: int,
+        epoch: int,
+        meter: Meter,
+    ) -> None:
+        """Gradients of all micro-batches, one step of the schedule at a time."""
+        strategy, policy = self.state.strategy, self.state.policy
+        filler = rollouts.samples[0][:1] if strategy.collective_backwards else None
+        total = most(strategy.accelerator, len(batches)) if strategy.collective_backwards else len(batches)
+        for number, (numbers, idle) in enumerate(rounds(strategy.accelerator, batches, filler=filler)):
+            steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch)
+            for place, step in enumerate(steps):
+                if weights and not idle:
+                    rows = np.stack([weights[int(sample)] for sample in numbers])[:, place]
+                    step.group_weights = torch.as_tensor(rows, dtype=torch.float32, device=step.advantages.device)
+                terms = self.objective(step, policy, self.options.train)
+                # An idle process takes part in collective backwards with a loss that has no gradient.
+                active = torch.full_like(terms.loss, not idle, dtype=torch.bool)
+                loss = torch.where(active, terms.loss, 0.0).sum() / (len(steps) * kept)
+                strategy.backward(loss, last=number == total - 1 and place == len(steps) - 1)
+                if not idle:
+                    share = (len(numbers), len(steps) * kept)
+                    meter.add(loss, terms.metrics, share, rollouts.positions[numbers])
 
-        Returns:
-            What is wrong with the loss, if anything.
-        """
-        parts, problem = self._steps(record), ""
-        for number, part in enumerate(parts, 1):
-            loss, metrics = self.objective(part, self.policy, self.config)
-            loss = loss / (len(parts) * kept)
-            if not torch.isfinite(loss):
-                problem = problem or f"the loss is {loss.item()}"
-                if not self.engine.joint_backwards:
-                    return problem
-            self.engine.backward(loss, last and number == len(parts))
-            sums["loss"] = sums.get("loss", 0.0) + loss.item()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value) * len(part) / (len(parts) * kept)
-        return problem
+    def _group_weights(
+        self, rollouts: Rollouts, batches: list[np.ndarray], item_ids: np.ndarray, advantages: np.ndarray, epoch: int
+    ) -> dict[int, np.ndarray]:
+        """Local sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
+        if self.objective.group_weights is None:
+            return {}
+        strategy, train = self.state.strategy, self.options.train
+        filler = rollouts.samples[0][:1] if strategy.collective_forwards else None
+        rows: list[tuple[int, list[float]]] = []
+        with torch.no_grad():
+            for numbers, idle in rounds(strategy.accelerator, batches, filler=filler):
+                steps = self._steps(rollouts, numbers, advantages, epoch)
+                values = torch.stack([self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1)
+                if not idle:
+                    rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
+        rows = sorted(gather_object(rows))
+        positions = np.array([position for position, _ in rows])
+        weights = self.objective.group_weights(
+            np.array([values for _, values in rows]), item_ids[positions], advantages[positions], train
+        )
+        by_position = dict(zip(positions.tolist(), weights, strict=True))
+        return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
 
-    def _steps(self, record: RolloutRecord) -> list[RolloutRecord]:
-        steps = record.step_index.tolist()
-        wanted = self.config.train.timesteps
-        chosen = [i for i, step in enumerate(steps) if wanted is None or step in wanted]
-        if len(steps) <= 1 or self.config.train.loss_type == "nft":
-            return [record]
-        return [record.select_steps([i]) for i in chosen]
-
-    def _optimizer_step(self, problem: str, epoch: int) -> float:
-        """Step, unless something is not finite anywhere; returns the gradient norm before clipping."""
-        finite, norm = self.engine.finish_gradients(self.parameters, not problem, self.config.train.max_grad_norm)
-        if not finite or not math.isfinite(norm):
-            self.engine.drop_gradients(self.optimizer)
-            what = problem or (
-                "the loss is not finite on another process" if not finite else "the gradient is not finite"
+    def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
+        """Step, unless something is not finite on any process; returns this process's sums."""
+        state, train = self.state, self.options.train
+        strategy = state.strategy
+        finite = meter.finite(strategy.accelerator.device)
+        finite, norm = strategy.finish_gradients(self.parameters, finite, train.max_grad_norm)
+        sums, losses, (everywhere, norm) = meter.read(finite, norm)
+        if not everywhere or not math.isfinite(norm):
+            strategy.drop_gradients(state.optimizer)
+            what = next(
+                (
+                    f"the loss is {loss} in the batch of samples {batch.tolist()}"
+                    for loss, batch in zip(losses, meter.batches, strict=True)
+                    if not math.isfinite(loss)
+                ),
+                "the gradient is not finite" if everywhere else "the loss is not finite on another process",
             )
             raise NonFiniteError(
-                f"{what}, in epoch {epoch + 1} before optimizer step {self.step + 1}; the weights are as they were "
-                "before it. Lower config.train.learning_rate, or look at the rewards of these samples."
+                f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
+                "Lower config.train.learning_rate, or look at the rewards of these samples."
             )
-        warmup = self.config.train.lr_warmup_steps
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.train.learning_rate * min(1.0, (self.step + 1) / max(1, warmup))
-        self.engine.step(self.optimizer)
-        self.step += 1
-        self.after_step(self.step)
-        return norm
+        for group in state.optimizer.param_groups:
+            group["lr"] = train.learning_rate * min(1.0, (state.step + 1) / max(1, train.lr_warmup_steps))
+        strategy.step(state.optimizer)
+        state.step += 1
+        if state.ema:
+            state.ema.update(state.step)
+        return sums | {"grad_norm": norm / strategy.accelerator.num_processes}
 
-    # --- old log-probabilities in low precision ---------------------------------------------------------------------
+    def _means(self, collected: list[dict[str, float]]) -> dict[str, float]:
+        """Average over optimizer steps of what all processes summed up."""
+        totals: dict[str, float] = {}
+        for sums in gather_object([collected]):
+            for part in sums:
+                for name, value in part.items():
+                    totals[name] = totals.get(name, 0.0) + value
+        return {name: value / len(collected) for name, value in totals.items()}
 
-    def _old_log_prob(self, rollouts: Rollouts) -> None:
-        """Recompute what the rollout recorded where low precision makes the first ratio differ from 1 (method §6)."""
-        mode = self.config.train.old_log_prob
-        if self.config.train.loss_type == "nft" or mode == "rollout":
-            return
-        if self.recompute is None:
-            self.recompute = mode == "recompute" or self._deviates(rollouts)
-        if self.recompute:
-            self._recompute(rollouts)
+    # --- old log-probabilities in low precision -------------------------------------------------------------------------
 
     def _recompute(self, rollouts: Rollouts) -> None:
-        size, done = self.config.train.batch_size, 0
-        for index, record in enumerate(rollouts.records):
-            rows = record.conditioning
-            batches = [record.select(slice(i, i + size)) for i in range(0, len(record), size)]
-            full = [
-                dataclasses.replace(b, conditioning=rollouts.conditioning.select(b.conditioning.rows)) for b in batches
-            ]
-            anew = RolloutRecord.cat([recompute_old(self.policy, b) for b in full])
-            rollouts.records[index] = dataclasses.replace(anew, conditioning=rows)
-            done += len(full)
-        for _ in range(self.engine.turns(done) - done):
-            recompute_old(self.policy, rollouts.record(rollouts.samples[0][:1]))
+        policy, size = self.state.policy, self.options.train.batch_size
+
+        def batches() -> Iterator[tuple[int, slice]]:
+            for number, part in enumerate(rollouts.parts):
+                for start in range(0, len(part), size):
+                    yield number, slice(start, start + size)
+
+        strategy = self.state.strategy
+        done: dict[int, list[Rollout]] = {}
+        filler = (0, slice(0, 1)) if strategy.collective_forwards else None
+        for (number, rows), idle in rounds(strategy.accelerator, list(batches()), filler=filler):
+            part = rollouts.parts[number].select(rows)
+            full = dataclasses.replace(part, conditioning=rollouts.conditioning.select(part.conditioning.rows))
+            if idle:
+                recompute_old(policy, full)
+            else:
+                recomputed = dataclasses.replace(recompute_old(policy, full), conditioning=part.conditioning)
+                done.setdefault(number, []).append(recomputed)
+        for number, parts in done.items():
+            rollouts.parts[number] = Rollout.cat(parts)
 
     def _deviates(self, rollouts: Rollouts) -> bool:
         """Whether the ratio of the first micro-batch, which should be 1, is off by a quarter of the clip range."""
-        if self.policy.dtype == torch.float32 and not self.config.speed.compile:
+        policy, options = self.state.policy, self.options
+        if policy.dtype == torch.float32 and not options.speed.compile:
             return False
-        _, record = next(rollouts.micro_batches(rollouts.samples[0].tolist(), self.config.train.batch_size))
-        ratio = (recompute_old(self.policy, record).log_prob - record.log_prob).exp()
-        deviation = (ratio - 1).abs().mean().item()
-        limit = self.config.train.clip_range / 4
-        off = any_process(self.accelerator, deviation > limit or not math.isfinite(deviation))
+        numbers = rollouts.batches(rollouts.samples[0].tolist(), options.train.batch_size)[0]
+        rollout = rollouts.rollout(numbers)
+        log_ratios = [
+            new.log_prob - old.log_prob
+            for new, old in zip(recompute_old(policy, rollout).noise_steps, rollout.noise_steps, strict=True)
+        ]
+        deviation = (torch.stack(log_ratios, dim=1).exp() - 1).abs().mean().item()
+        limit = options.train.clip_range / 4
+        off = any_process(self.state.strategy.accelerator, deviation > limit or not math.isfinite(deviation))
         logger.info("first ratio deviates from 1 by %.1e (a quarter of clip_range is %.1e)", deviation, limit)
         if off:
             logger.warning(
                 "mixed_precision=%s, speed.compile=%s: old log-probabilities are recomputed before each update (one more "
-                "forward); config.train.old_log_prob='rollout' forbids it, mixed_precision='no' makes it needless",
-                self.config.mixed_precision, self.config.speed.compile,
+                "forward); config.train.old_log_prob='rollout' prevents it, mixed_precision='no' makes it unnecessary",
+                options.mixed_precision, options.speed.compile,
             )  # fmt: skip
         return off
-
-
-def _means(collected: list[dict[str, float]]) -> dict[str, float]:
-    """Average over optimizer steps of what all processes summed up."""
-    steps = len(collected)
-    totals: dict[str, float] = {}
-    for sums in gather_object([collected]):
-        for part in sums:
-            for name, value in part.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return {name: value / steps for name, value in totals.items()}

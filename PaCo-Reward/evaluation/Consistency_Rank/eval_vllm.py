@@ -4,12 +4,12 @@
   python eval_vllm.py --model X --server http://127.0.0.1:8000      a running server (bash vllm_server/launch.sh)
   python eval_vllm.py --model X --engine transformers               without vLLM
 
-vLLM runs in this process: start it with the interpreter that has vLLM (in this repository .venv-vllm/bin/python).
+vLLM runs in this process: use the interpreter that has vLLM (in this repository .venv-vllm/bin/python).
 
 Every item is written to <results_dir>/<model>-v<template>.jsonl at once; the same command continues a run that was
-stopped or killed. An item that cannot be scored is named and left out, the others go on. The table of all models and
-baselines (eval.py) in the folder: python print_eval_table.py. Exit status: 0 all items have a result, 1 some have
-none, 2 the run could not go on, 130 stopped by Ctrl-C.
+stopped or killed. An item that cannot be scored is reported and left out. python print_eval_table.py prints the table
+of all models and baselines (eval.py) in the folder. Exit status: 0 all items have a result, 1 some have none, 2 the
+run could not continue, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -18,26 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from rank_run import DEFAULT_TEMPLATE, add_bench_arguments, run_judge
+from consistency_rank import add_bench_arguments, run_judge
 
 from paco_eval.engines import add_engine_arguments
-from paco_eval.running import exit_status
+from paco_eval.runner import exit_status
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="model folder, hub name, or served name with --server")
     add_bench_arguments(parser)
     add_engine_arguments(parser)
     args = parser.parse_args(arguments)
-    args.prompt_template = args.prompt_template or DEFAULT_TEMPLATE
-    return args
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is in the module's text."""
-    args = parse(arguments)
     return exit_status(lambda: run_judge(args))
 
 

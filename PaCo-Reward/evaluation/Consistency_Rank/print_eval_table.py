@@ -1,4 +1,4 @@
-"""A table over the results of eval_vllm.py and eval.py: one row per model and prompt template, and per baseline.
+"""A table of the results of eval_vllm.py and eval.py: one row per model and prompt template, and per baseline.
 
 python print_eval_table.py --results_dir results --output_file results_summary.txt --output_format txt [--print_std]
 
@@ -6,70 +6,37 @@ Means over items; with --print_std ± their standard deviation over items. LaTeX
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from rank_metrics import METRICS, mean_and_std
+import numpy as np
+from consistency_rank import METRICS
 
 from paco_eval.errors import BenchError
-from paco_eval.tables import as_latex, as_text
-
-HEADINGS = {
-    "accuracy": "accuracy",
-    "kendalltau": "tau-b",
-    "spearmanr": "rho",
-    "footrule": "footrule",
-    "top1": "top-1",
-    "bottom1": "bottom-1",
-    "top_bottom_mean": "top/bottom",
-    "kendalltau_published": "tau (published)",
-    "spearmanr_published": "rho (published)",
-}
+from paco_eval.results import Row, Table, as_latex, as_text, read_results
 
 
-def summarise(results_dir: Path) -> list[dict]:
-    """One summary per results file: name, items, ties, and (mean, std) of each metric.
-
-    Raises:
-        BenchError: the folder holds no results, or a line is not a result.
-    """
-    summaries = []
-    for file in sorted(results_dir.glob("*.jsonl")):
-        lines = file.read_text(encoding="utf-8").split("\n")
-        rows = [_metrics(line, f"{file} line {number}") for number, line in enumerate(lines, start=1) if line]
-        if rows:
-            summary = {"name": file.stem, "items": len(rows), "ties": sum(row["ties"] for row in rows)}
-            summaries.append(summary | {m: mean_and_std([row[m] for row in rows]) for m in METRICS})
-    if not summaries:
-        raise BenchError(f"no results (<model>-v<template>.jsonl) in {results_dir}; run eval_vllm.py first")
-    return summaries
-
-
-def _metrics(line: str, place: str) -> dict[str, float]:
-    try:
-        metrics = json.loads(line)["metrics"]
-        return {name: float(metrics[name]) for name in (*METRICS, "ties")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{place} is no result of eval_vllm.py or eval.py: {error!r}") from error
-
-
-def cells(summaries: list[dict], print_std: bool) -> list[list[str]]:
-    """The table as text, headings first."""
-    table = [["model", "items", *(HEADINGS[metric] for metric in METRICS), "ties"]]
-    for summary in summaries:
-        numbers = []
+def make_table(results: dict[str, list[Row]], print_std: bool) -> Table:
+    """Headings, then a row of means (± standard deviations, without Bessel's correction) per results file."""
+    table = [["model", "items", *METRICS.values(), "ties"]]
+    for name, rows in results.items():
+        cells = []
         for metric in METRICS:
-            mean, std = summary[metric]
-            numbers.append(f"{mean:.4f} ± {std:.4f}" if print_std else f"{mean:.4f}")
-        table.append([summary["name"], str(summary["items"]), *numbers, f"{summary['ties']:.0f}"])
+            values = [row[metric] for row in rows]
+            cells.append(f"{np.mean(values):.4f}" + (f" ± {np.std(values):.4f}" if print_std else ""))
+        table.append([name, str(len(rows)), *cells, f"{sum(row['ties'] for row in rows):.0f}"])
     return table
 
 
+def parse_row(row: Row) -> Row:
+    """The metrics of a row of a results file."""
+    return {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
+    """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results_dir", default="results")
     parser.add_argument("--output_file", default="results_summary.txt")
@@ -77,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print_std", action="store_true", help="mean and standard deviation over items")
     args = parser.parse_args(arguments)
     try:
-        table = cells(summarise(Path(args.results_dir)), args.print_std)
+        table = make_table(read_results(Path(args.results_dir), parse_row, "eval_vllm.py"), args.print_std)
         text = as_latex(table) if args.output_format == "latex" else as_text(table)
         Path(args.output_file).write_text(text, encoding="utf-8")
     except (OSError, BenchError) as error:

@@ -7,102 +7,132 @@ pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`
 """
 
 import argparse
-import json
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from edit_metrics import GROUPS, OTHER, Summary, group_of, summarise
-
 from paco_eval.errors import BenchError
-from paco_eval.tables import as_latex, as_text
+from paco_eval.results import Row, Table, as_latex, as_text, read_results
 from paco_judge.questions import EDIT_DIMENSIONS
 
+GROUPS = {
+    "object": ("subject-add", "subject-remove", "subject-replace"),
+    "appearance": ("color_alter", "material_alter", "style_change", "tone_transfer"),
+    "scene": ("background_change", "extract"),
+    "advanced": ("ps_human", "text_change", "motion_change", "compose"),
+}
+OTHER = "other"  # task types of the user's own data set
 KINDS = ("strict", "lenient")
-Table = list[list[str]]
 
 
-def read_results(results_dir: Path) -> dict[str, dict[str, Summary]]:
-    """The summaries of every results file by model (the file's name).
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares in [0, 1] of ``pairs`` in which the better edit scores higher (strict), or not lower (lenient)."""
 
-    Raises:
-        BenchError: no results there, or a line that is no result of evaluation.py.
-    """
-    models = {}
-    for file in sorted(results_dir.glob("*.jsonl")):
-        lines = file.read_text(encoding="utf-8").split("\n")
-        rows = [_row(line, f"{file} line {number}") for number, line in enumerate(lines, start=1) if line]
-        if rows:
-            models[file.stem] = summarise(rows)
-    if not models:
-        raise BenchError(f"no results (<model>.jsonl) in {results_dir}; run evaluate_vllm_PaCoReward.sh first")
-    return models
+    pairs: int
+    strict: float
+    lenient: float
+    ties: int
 
 
-def _row(line: str, place: str) -> dict:
-    try:
-        row = json.loads(line)
-        better, worse = row["scores"]
-        if row["dimension"] not in EDIT_DIMENSIONS or not all(isinstance(x, float) for x in (better, worse)):
-            raise ValueError(f"dimension {row['dimension']!r} with scores {row['scores']}")
-        return {"task_type": str(row["task_type"]), "dimension": row["dimension"], "scores": (better, worse)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{place} is no result of evaluation.py: {error!r}") from error
+def pairwise_accuracy(rows: Sequence[Row]) -> Accuracy:
+    """Accuracy of rows with ``scores`` (2,), the better edit's first. Raises ValueError for no rows."""
+    if not rows:
+        raise ValueError("there are no pairs to compute an accuracy of")
+    strict = sum(better > worse for better, worse in (row["scores"] for row in rows))
+    lenient = sum(better >= worse for better, worse in (row["scores"] for row in rows))
+    return Accuracy(len(rows), strict / len(rows), lenient / len(rows), lenient - strict)
 
 
-def group_table(models: dict[str, dict[str, Summary]]) -> Table:
+def accuracies(rows: Sequence[Row], name_of: Callable[[str], str] = str) -> dict[str, Accuracy]:
+    """Accuracy for each task type, or for each name that ``name_of`` gives to a task type."""
+    named: dict[str, list[Row]] = {}
+    for row in rows:
+        named.setdefault(name_of(row["task_type"]), []).append(row)
+    return {name: pairwise_accuracy(found) for name, found in named.items()}
+
+
+def group_of(task_type: str) -> str:
+    """The group of a task type; ``other`` for one that EditReward-Bench does not have."""
+    return next((group for group, tasks in GROUPS.items() if task_type in tasks), OTHER)
+
+
+def task_order(tasks: Iterable[str]) -> list[str]:
+    """All task types of EditReward-Bench, then the others by name."""
+    known = [task for group in GROUPS.values() for task in group]
+    return [*known, *sorted(set(tasks) - set(known))]
+
+
+def group_table(models: dict[str, list[Row]]) -> Table:
     """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
-    every = [summary for summaries in models.values() for summary in summaries.values()]
-    groups = [group for group in (*GROUPS, OTHER) if group in GROUPS or any(group in one.groups for one in every)]
+    found = {group_of(row["task_type"]) for rows in models.values() for row in rows}
+    groups = [*GROUPS, *([OTHER] if OTHER in found else [])]
     table = [["model", "dimension", "right when", "pairs", *groups, "average", "task mean", "ties"]]
-    for model, summaries in models.items():
-        for dimension, summary in summaries.items():
-            for position, kind in enumerate(KINDS):
-                shares = [_share(summary.groups.get(group), kind) for group in groups]
-                means = [_share(summary.average, kind), f"{summary.task_mean[position]:.4f}"]
-                whole = summary.average
-                table.append([model, dimension, kind, str(whole.pairs), *shares, *means, str(whole.ties)])
+    for model, rows in models.items():
+        for dimension in EDIT_DIMENSIONS:
+            selected = [row for row in rows if row["dimension"] == dimension]
+            if not selected:
+                continue
+            average, by_group, by_task = (
+                pairwise_accuracy(selected),
+                accuracies(selected, group_of),
+                accuracies(selected),
+            )
+            tasks = [by_task[task] for task in task_order(by_task) if task in by_task]
+            for kind in KINDS:
+                shares = [_share(accuracy, kind) for accuracy in (*map(by_group.get, groups), average)]
+                task_mean = f"{sum(getattr(task, kind) for task in tasks) / len(tasks):.4f}"
+                table.append([model, dimension, kind, str(average.pairs), *shares, task_mean, str(average.ties)])
     return table
 
 
-def task_table(models: dict[str, dict[str, Summary]]) -> Table:
+def task_table(models: dict[str, list[Row]]) -> Table:
     """A row for each model and task type; for each dimension pairs, strict and lenient accuracy."""
     headings = [heading for name in EDIT_DIMENSIONS for heading in (f"{name}: pairs", *KINDS)]
     table = [["model", "group", "task type", *headings]]
-    for model, summaries in models.items():
-        found = {task for summary in summaries.values() for task in summary.tasks}
-        known = [task for tasks in GROUPS.values() for task in tasks]
-        for task in [*known, *sorted(found - set(known))]:
+    for model, rows in models.items():
+        found = [accuracies([row for row in rows if row["dimension"] == name]) for name in EDIT_DIMENSIONS]
+        for task in task_order(row["task_type"] for row in rows):
             cells = []
-            for dimension in EDIT_DIMENSIONS:
-                one = summaries[dimension].tasks.get(task) if dimension in summaries else None
-                cells += [str(one.pairs) if one else "0", *(_share(one, kind) for kind in KINDS)]
+            for accuracy in (tasks.get(task) for tasks in found):
+                cells += [str(accuracy.pairs if accuracy else 0), *(_share(accuracy, kind) for kind in KINDS)]
             table.append([model, group_of(task), task, *cells])
     return table
 
 
-def _share(accuracy, kind: str) -> str:
+def _share(accuracy: Accuracy | None, kind: str) -> str:
     return f"{getattr(accuracy, kind):.4f}" if accuracy else "-"
 
 
+def parse_row(row: Row) -> Row:
+    """The parts of a row of a results file that the tables need. Raises ValueError."""
+    better, worse = row["scores"]
+    if row["dimension"] not in EDIT_DIMENSIONS or not isinstance(better, float) or not isinstance(worse, float):
+        raise ValueError(f"dimension {row['dimension']!r} with scores {row['scores']}")
+    return {"task_type": str(row["task_type"]), "dimension": row["dimension"], "scores": (better, worse)}
+
+
 def save_tables(results_dir: Path, output: Path) -> str:
-    """Write `output`.txt and `output`.tex from all results in the folder; returns the text.
+    """Write ``<output>.txt`` and ``<output>.tex`` from all results in the folder; returns the text.
 
     Raises:
-        BenchError: as read_results. OSError: a file that cannot be read or written.
+        BenchError: No results, or an invalid line.
+        OSError: A file cannot be read or written.
     """
-    models = read_results(results_dir)
-    tables = [(group_table(models), 3), (task_table(models), 3)]
-    text = "\n".join(as_text(table) for table, _ in tables)
-    # Names are appended: with_suffix would cut a name such as v1.5 short.
+    models = read_results(results_dir, parse_row, "evaluate_vllm_PaCoReward.sh")
+    tables = [group_table(models), task_table(models)]
+    text = "\n".join(map(as_text, tables))
+    # Suffixes are appended because with_suffix would cut a name like v1.5.
     Path(f"{output}.txt").write_text(text, encoding="utf-8")
-    Path(f"{output}.tex").write_text("\n".join(as_latex(table, names) for table, names in tables), encoding="utf-8")
+    Path(f"{output}.tex").write_text("\n".join(as_latex(table, names=3) for table in tables), encoding="utf-8")
     return text
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
+    """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results_dir", default="results")
     parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")

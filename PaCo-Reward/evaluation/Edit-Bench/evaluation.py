@@ -1,22 +1,22 @@
 """EditReward-Bench: does the judge give the better of two edits the higher score?
 
   bash evaluate_vllm_PaCoReward.sh                                  PaCo-Reward-7B, vLLM in this process
-  bash evaluate_vllm_PaCoReward.sh --model ../../saves/judge        a judge of your own
+  bash evaluate_vllm_PaCoReward.sh --model ../../saves/judge        your own judge
   bash evaluate_vllm_PaCoReward.sh --server http://127.0.0.1:8000   a running server (bash vllm_server/launch.sh)
   bash evaluate_vllm_PaCoReward.sh --engine transformers            without vLLM
 
 For each row the judge sees the input image with each of the two edits. Dimension prompt_following asks whether the
-edit follows the instruction, consistency whether all else stayed as it was, overall asks both and takes
+edit follows the instruction, consistency whether everything else stayed the same, overall asks both and takes
 sqrt(prompt_following * consistency). Scores are P(Yes).
 
 The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder written by save_to_disk, a folder of
-parquet files (as `hf download` leaves it), or a .jsonl file whose image paths are relative to it. Columns: key [2],
+parquet files (as `hf download` stores it), or a .jsonl file whose image paths are relative to it. Columns: key [2],
 instruction, input_image, output_images [2, the better first], task_type, dimension.
 
 Every row is written to <results_dir>/<model>.jsonl at once; the same command continues a run that was stopped. A row
-that cannot be scored is named and left out, the others go on. At the end come the tables of all models in the folder
-(again with: python calculate_statistics.py). Exit status: 0 all rows have a result, 1 some have none, 2 the run could
-not go on, 130 stopped by Ctrl-C.
+that cannot be scored is reported and left out. At the end the tables of all models in the folder are printed (again
+with: python calculate_statistics.py). Exit status: 0 all rows have a result, 1 some have none, 2 the run could not
+continue, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -26,12 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from calculate_statistics import save_tables
-from edit_data import load_bench, prepare
-from edit_source import HUB_NAME, LOCAL_NAME
+from edit_reward_bench import HUB_NAME, LOCAL_NAME, load_bench
 
-from paco_eval.engines import Engine, add_engine_arguments, asking_once, make_engine, model_names
-from paco_eval.results import ResultsFile
-from paco_eval.running import exit_status, score_missing
+from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, model_names
+from paco_eval.runner import exit_status, run_benchmark
 from paco_judge.client import DEFAULT_MODEL
 
 HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
@@ -63,57 +61,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> int:
-    """Score what is not yet in the results file and print the tables; returns the number of rows without result.
+def evaluate(args: argparse.Namespace) -> int:
+    """Score the rows without a result and print the tables; returns the number of rows left without.
 
     Raises:
-        BenchError: the run cannot go on.
+        BenchError: The run cannot continue.
     """
-    bench = load_bench(args.dataset, args.split)
+
+    def make() -> tuple[str, ScorePairs]:
+        name, engine = make_engine(args)
+        return name, ask_once(engine)  # the same edit occurs in several rows
+
     exact, short = model_names(args.model, args.adapter)
     file = Path(args.results_dir) / f"{short}.jsonl"
-    with ResultsFile(file, exact, {row.identity for row in bench.rows}, row_identity) as results:
-        print(f"{len(bench.source.rows)} rows, {len(results.done)} already in {file}", flush=True)
-        failed = len(bench.broken)
-        for name, reason in bench.broken:
-            print(f"{name}: {reason}", file=sys.stderr)
-        failed += len(
-            score_missing(
-                bench.rows,
-                results,
-                lambda row: row.identity,
-                lambda row: prepare(bench, row),
-                lambda: remembering(make_engine(args)),
-                args.batch_size,
-            )
-        )
-        some = bool(results.done)
-    if some:
+    failed = run_benchmark(load_bench(args.dataset, args.split), file, exact, make, args.batch_size)
+    if file.exists():
         print(save_tables(Path(args.results_dir), Path(args.output)))
         print(f"tables: {args.output}.txt, {args.output}.tex")
-    if failed:
-        print(
-            f"rows without a result: {failed}, named above, not in the tables; run again to retry them", file=sys.stderr
-        )
     return failed
 
 
-def row_identity(row: dict) -> tuple[int, str, str, str]:
-    """The identity of the benchmark's row that a row of the results is about."""
-    first, second = row["key"]
-    return row["index"], first, second, row["dimension"]
-
-
-def remembering(named: tuple[str, Engine]) -> tuple[str, Engine]:
-    """The same edit stands in several rows: it is asked about once."""
-    name, engine = named
-    return name, asking_once(engine)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is in the module's text."""
+    """Entry point; returns the exit status."""
     args = parse(arguments)
-    return exit_status(lambda: run(args))
+    return exit_status(lambda: evaluate(args))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the benchmarks in this folder share: engines, batches, results files, tables."""
+"""What the two benchmarks share: running, engines, baselines, results files and tables."""

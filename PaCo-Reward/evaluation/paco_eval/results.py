@@ -1,4 +1,4 @@
-"""The file that a run appends to: JSON lines, one item each."""
+"""Results files (JSON lines, one item each) and the tables made from them."""
 
 import fcntl
 import json
@@ -8,26 +8,29 @@ from typing import Any, Self
 
 from paco_eval.errors import BenchError
 
+Row = dict[str, Any]
+Table = list[list[str]]  # headings in the first row
+
 
 class ResultsFile:
-    """The results of one model on one benchmark; `done` holds the keys of the items that it has.
+    """The results of one model on one benchmark; ``done`` holds the keys of its rows.
 
-    A context manager: entering reads what an earlier run wrote, removes a line that a kill cut off, and keeps other
-    processes out, so that no row is lost and none is written twice.
+    A context manager. Entering it reads what an earlier run wrote, removes a line that a kill cut off, and locks the
+    file, so that no row is lost or written twice.
     """
 
-    def __init__(self, file: Path, model: str, known: Collection[tuple], key_of: Callable[[dict[str, Any]], tuple]):
-        """`known`: the keys of the benchmark's items; `key_of`: a row's key."""
+    def __init__(self, file: Path, model: str, known: Collection[tuple], key_of: Callable[[Row], tuple]):
+        """``known``: the keys of the benchmark's items; ``key_of``: the key of a row."""
         self.file, self.model, self.known, self.key_of = file, model, frozenset(known), key_of
         self.done: set[tuple] = set()
 
     def __enter__(self) -> Self:
-        """Raises BenchError: not writable, in use, not JSON lines, or of another model or benchmark."""
+        """Raises BenchError if the file is not writable, in use, or holds rows of another model or benchmark."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self._out = open(self.file, "a+b")
         except OSError as error:
-            raise BenchError(f"{self.file} cannot be written ({error}); name another --results_dir") from error
+            raise BenchError(f"{self.file} cannot be written ({error}); pass another --results_dir") from error
         try:
             self._lock()
             self._read()
@@ -37,12 +40,12 @@ class ResultsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._out.seek(0, 2) == 0:  # nothing came of it
+        if self._out.seek(0, 2) == 0:  # no row was written
             self.file.unlink(missing_ok=True)
         self._out.close()
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row, in one write, and hand it to the system."""
+    def append(self, row: Row) -> None:
+        """Add a row in one write and flush it."""
         self._out.write(json.dumps({"model": self.model, **row}).encode("ascii") + b"\n")
         self._out.flush()
         self.done.add(self.key_of(row))
@@ -51,9 +54,9 @@ class ResultsFile:
         try:
             fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BenchError(f"another run is writing {self.file}; wait for it or name another --results_dir") from None
+            raise BenchError(f"another run is writing {self.file}; wait for it or pass another --results_dir") from None
         except OSError:
-            pass  # a file system without locks: nothing more can be done there
+            pass  # the file system has no locks
 
     def _read(self) -> None:
         self._out.seek(0)
@@ -61,19 +64,64 @@ class ResultsFile:
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) != len(raw):
             self._out.truncate(len(whole))
+        remedy = "move the file away or pass another --results_dir"
         for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-            self.done.add(self._checked(line, f"{self.file} line {number}"))
+            place = f"{self.file} line {number}"
+            try:
+                row = json.loads(line)
+                key, model = self.key_of(row), row["model"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {remedy}") from error
+            if model != self.model:
+                raise BenchError(f"{place} is a result of model {model}; {remedy}")
+            if key not in self.known:
+                raise BenchError(f"{place} is about item {' '.join(map(str, key))} of another benchmark; {remedy}")
+            self.done.add(key)
 
-    def _checked(self, line: bytes, place: str) -> tuple:
-        """The key of a line that belongs here."""
-        remedy = "move the file away or name another --results_dir"
-        try:
-            row = json.loads(line)
-            key, model = self.key_of(row), row["model"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {remedy}") from error
-        if model != self.model:
-            raise BenchError(f"{place} is of model {model}; {remedy}")
-        if key not in self.known:
-            raise BenchError(f"{place} is of item {' '.join(map(str, key))} of another benchmark; {remedy}")
-        return key
+
+def read_results(results_dir: Path, parse: Callable[[Row], Row], script: str) -> dict[str, list[Row]]:
+    """The rows of every results file of a folder, by file name without ``.jsonl``.
+
+    Args:
+        results_dir: Folder of results files.
+        parse: What a table needs of a row; ValueError, KeyError or TypeError mark a row as invalid.
+        script: The command that writes results files, for error messages.
+
+    Raises:
+        BenchError: No results, or an invalid line.
+    """
+    found: dict[str, list[Row]] = {}
+    for file in sorted(results_dir.glob("*.jsonl")):
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line:
+                continue
+            try:
+                found.setdefault(file.stem, []).append(parse(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise BenchError(f"{file} line {number} is not a result of {script}: {error!r}") from error
+    if not found:
+        raise BenchError(f"no results (*.jsonl) in {results_dir}; run {script} first")
+    return found
+
+
+def as_text(table: Table) -> str:
+    """Columns aligned by spaces."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]]) + "\n"
+
+
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "_%&#${}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"[": "{[}", "*": "{*}"}  # at the start of a row LaTeX reads them as an option of the previous row's \\
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$"}
+)
+
+
+def as_latex(table: Table, names: int = 1) -> str:
+    """A booktabs tabular; the first ``names`` columns are left-aligned, the others right-aligned."""
+    rows = [" & ".join(cell.translate(LATEX) for cell in row) + r" \\" for row in table]
+    columns = "l" * names + "r" * (len(table[0]) - names)
+    head = [r"\begin{tabular}{" + columns + "}", r"\toprule", rows[0], r"\midrule"]
+    return "\n".join([*head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"

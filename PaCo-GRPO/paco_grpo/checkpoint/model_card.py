@@ -1,0 +1,91 @@
+"""The README.md of a saved adapter: its base model, how to use it, how it was trained, what it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from paco_grpo.options import RunOptions
+from paco_grpo.options.parse import options_to_yaml
+
+_USE_DIFFUSERS = """```python
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to("cuda")
+pipe.load_lora_weights({folder!r})
+```"""
+_USE_PEFT = """```python
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+
+pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to("cuda")
+pipe.transformer = PeftModel.from_pretrained(pipe.transformer, {folder!r})
+```"""
+
+
+def write_model_card(
+    folder: Path, options: RunOptions, *, epoch: int, step: int, edits_images: bool, evaluation: Mapping | None
+) -> None:
+    """Write ``folder/README.md``.
+
+    Args:
+        folder: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint.
+        options: The run's.
+        epoch: Finished epochs.
+        step: Optimizer steps.
+        edits_images: Whether the model edits images.
+        evaluation: The latest row of an evaluation in metrics.jsonl, None if there is none yet.
+    """
+    peft = folder.name == "adapter"
+    head = {
+        "base_model": options.pretrained.model,
+        "library_name": "peft" if peft else "diffusers",
+        "pipeline_tag": "image-to-image" if edits_images else "text-to-image",
+        "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
+    }
+    rewards = [f"| `{name}` | {weight:g} |" for name, weight in options.train.reward_fn.items()]
+    use = (_USE_PEFT if peft else _USE_DIFFUSERS).format(model=options.pretrained.model, folder="FOLDER OF THIS FILE")
+    origin = (
+        f"A LoRA for `{options.pretrained.model}`, trained with PaCo-GRPO (arXiv 2512.04784), objective "
+        f"`{options.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
+        + (" The weights are the run's moving average." if options.train.ema else "")
+    )
+    sizes = (
+        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, guidance "
+        f"{options.sample.guidance_scale:g}; it was trained at {options.train.resolution} px."
+    )
+    data = (
+        f"Prompt set `{options.dataset}` (`{options.prompt_fn}`): {options.sample.unique_sample_num_per_epoch} prompts x "
+        f"{options.sample.num_images_per_prompt} images an epoch."
+    )
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {options.run_name}",
+        origin,
+        f"## Use\n\n{use}\n\n{sizes}",
+        f"## Data\n\n{data}",
+        "## Rewards\n\n| reward | weight |\n|---|---|\n" + "\n".join(rewards),
+        "## Evaluation\n\n" + _evaluation(evaluation),
+        f"## Configuration\n\n```yaml\n{options_to_yaml(options)}```",
+    ]
+    text = "\n\n".join(parts) + "\n"
+    replacement = folder / ".README.md.tmp"
+    replacement.write_text(text, encoding="utf-8")
+    replacement.replace(folder / "README.md")
+
+
+def _evaluation(row: Mapping | None) -> str:
+    if row is None:
+        return "Not evaluated yet when this was saved."
+    head = f"After epoch {row['epoch']}, {row['eval/num_images']:.0f} images of the test set."
+    lines = [head, "", "| reward | mean |", "|---|---|"]
+    for key, value in row.items():
+        if key.startswith("eval/") and key.endswith("_mean"):
+            name = key[len("eval/") : -len("_mean")]
+            error = row.get(f"eval/{name}_stderr")
+            lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
+    return "\n".join(lines)

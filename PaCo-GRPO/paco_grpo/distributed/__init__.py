@@ -1,0 +1,1 @@
+"""How weights, gradients and optimizer states are spread over processes."""

@@ -1,0 +1,1 @@
+"""Sampling and scoring the test set, during a run and without one."""

@@ -1,0 +1,248 @@
+"""Evaluation: fixed prompts and noise at test resolution, plain Euler sampling, every image kept with its scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+from PIL import Image
+
+from paco_grpo.distributed.collectives import Stopped, rounds
+from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
+from paco_grpo.options import RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.registry import Reward
+from paco_grpo.sampling.images import Batch, plan_batches, sample_images
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_SHEET_IMAGES = 36
+_ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
+
+
+def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
+    """The images of an evaluation: items in order, again from the start if more images than items are wanted.
+
+    Returns:
+        (item, noise seed) for each image; the seed depends only on ``seed``, the item and how often it came before.
+    """
+    count = len(items) if num_images is None else num_images
+    chosen = []
+    for index in range(count):
+        repeat, position = divmod(index, len(items))
+        item = items[position]
+        word = np.random.SeedSequence([21, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
+        chosen.append((item, int(word >> np.uint64(1))))
+    return chosen
+
+
+def evaluate(
+    policy: Policy,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    options: RunOptions,
+    strategy: Replicated,
+    folder: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    merge_lora: bool = False,
+) -> dict[str, float] | None:
+    """Sample and score the evaluation set with the policy's current weights.
+
+    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``; for an editor also a small copy of each
+    reference image, ``references/00000.png …``), ``eval_data.jsonl``, ``sheet.png`` and ``categories.md``.
+
+    Args:
+        policy: The caller has put the averaged weights in place.
+        items: Test items.
+        rewards: Short name → reward of the test.
+        options: Mostly ``options.test``.
+        strategy: Process r of P samples images r, r + P, …
+        folder: Shared by all processes.
+        should_stop: Whether this process was asked to stop; asked before each batch.
+        merge_lora: Merge the LoRA into the base weights while sampling.
+
+    Returns:
+        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
+        ``eval/missing_share`` and ``category/<category>/<name>_mean``; None when a process was asked to stop.
+
+    Raises:
+        ScoringError: On every process, when a reward raised.
+    """
+    accelerator = strategy.accelerator
+    seed = options.seed if options.test.seed is None else options.test.seed
+    chosen = evaluation_set(items, options.test.num_images, seed)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    queue = ScoringQueue(rewards, options.sample.reward_batch_size)
+    try:
+        _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora)
+        local = len(range(accelerator.process_index, len(chosen), accelerator.num_processes))
+        scores = queue.gathered(accelerator, local, len(chosen), should_stop)
+    except Stopped:
+        return None
+    finally:
+        queue.close()
+    missing = int(np.isnan(scores).any(axis=1).sum())
+    if missing:
+        logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
+    names, metrics = list(rewards), summarize(scores, list(rewards))
+    by_category = summarize_categories(scores, [item.metadata.get("category") for item, _ in chosen], names)
+    if accelerator.is_main_process:
+        _write_rows(folder / "eval_data.jsonl", chosen, scores, names, options.test.save_eval_images)
+        table = category_table({**by_category, "all": metrics}, names)
+        (folder / "categories.md").write_text(table, encoding="utf-8")
+    accelerator.wait_for_everyone()
+    for category, values in by_category.items():
+        known = [name for name in names if f"eval/{name}_mean" in values]
+        metrics |= {f"category/{category}/{name}_mean": values[f"eval/{name}_mean"] for name in known}
+    return metrics
+
+
+def _sample(
+    policy: Policy,
+    chosen: Sequence[tuple[Item, int]],
+    options: RunOptions,
+    strategy: Replicated,
+    folder: Path,
+    queue: ScoringQueue,
+    should_stop: Callable[[], bool],
+    merge_lora: bool,
+) -> None:
+    accelerator, test = strategy.accelerator, options.test
+    mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
+    batches = test_batches(policy, [chosen[i][0] for i in mine], options)
+    batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
+    filler = test_batches(policy, [chosen[0][0]], options)[0] if strategy.collective_forwards else None
+    position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
+    thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
+
+    def inputs(batch: Batch) -> dict[str, Any]:
+        place = position.get(batch.numbers[0])  # None for the filler
+        if policy.offloads_text_encoders and place is not None and place % _ENCODED_AHEAD == 0:
+            ahead = batches[place : place + _ENCODED_AHEAD]
+            policy.encode([_sized(chosen[i][0], each) for each in ahead for i in each.numbers])  # the policy caches it
+        return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
+
+    def deliver(images: list[Image.Image], batch: Batch) -> None:
+        queue.submit(images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers])
+        for number, image in zip(batch.numbers, images, strict=True):
+            item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
+            reference = item.image if test.save_eval_images or in_sheet else None
+            if test.save_eval_images:
+                image.save(folder / f"{number:05d}.png")
+                _save_reference(folder / reference_file(number), reference)
+            if in_sheet:
+                small = None if reference is None else thumbnail(reference)
+                thumbnails.append((number, thumbnail(image), small, item.prompt))
+
+    together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
+    for _ in sample_images(policy, together, inputs, deliver, num_steps=test.num_steps, merge_lora=merge_lora):
+        pass
+    everyone = gather_object(thumbnails)
+    if accelerator.is_main_process:
+        _sheet(everyone).save(folder / "sheet.png")
+
+
+def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
+    """Batches of ``items`` at test resolution."""
+    return plan_batches(policy, items, options.test.resolution, options.item_size, options.test.batch_size)
+
+
+def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
+    """What ``sample_images`` needs of the (item, seed) pairs of a batch."""
+    return {
+        "conditioning": policy.encode([_sized(item, batch) for item, _ in images]),
+        "item_ids": [item.item_id for item, _ in images],
+        "seeds": [seed for _, seed in images],
+    }
+
+
+def _sized(item: Item, batch: Batch) -> Item:
+    return dataclasses.replace(item, height=batch.height, width=batch.width)
+
+
+def _save_reference(path: Path, reference: Image.Image | None) -> None:
+    if reference is not None:
+        path.parent.mkdir(exist_ok=True)
+        small = min(1.0, REFERENCE_SIDE / max(reference.size))
+        reference.resize([max(1, round(side * small)) for side in reference.size]).save(path)
+
+
+def _sheet(thumbnails: Sequence[tuple[int, Image.Image, Image.Image | None, str]]) -> Image.Image:
+    """The contact sheet of (number, image, reference, prompt); with instructions where images are edited."""
+    ordered = sorted(thumbnails, key=lambda entry: entry[0])
+    images, references = [entry[1] for entry in ordered], [entry[2] for entry in ordered if entry[2] is not None]
+    if len(references) < len(images):
+        return contact_sheet(images)
+    return contact_sheet(images, [entry[3] for entry in ordered], references)
+
+
+def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Means and standard errors over images; ``scores`` (n, len(names)), NaN = missing and left out."""
+    metrics: dict[str, float] = {
+        "eval/num_images": len(scores),
+        "eval/missing_share": float(np.isnan(scores).any(axis=1).mean()),
+    }
+    for column, name in enumerate(names):
+        values = scores[:, column]
+        values = values[~np.isnan(values)]
+        if len(values):
+            metrics[f"eval/{name}_mean"] = float(values.mean())
+        if len(values) > 1:
+            metrics[f"eval/{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+    return metrics
+
+
+def summarize_categories(
+    scores: np.ndarray, categories: Sequence[str | None], names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Category → ``summarize`` of its images, in alphabetical order; items without a category are in none of them."""
+    return {
+        str(category): summarize(scores[[other == category for other in categories]], names)
+        for category in sorted({category for category in categories if category is not None}, key=str)
+    }
+
+
+def category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
+    """A Markdown table with a row for each category: images, and mean ± standard error of each reward."""
+    lines = [f"| category | images | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for category, values in summaries.items():
+        cells = []
+        for name in names:
+            mean, error = values.get(f"eval/{name}_mean"), values.get(f"eval/{name}_stderr")
+            cells.append("–" if mean is None else f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+        lines.append(f"| {category} | {values['eval/num_images']:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _write_rows(
+    path: Path, chosen: Sequence[tuple[Item, int]], scores: np.ndarray, names: Sequence[str], saved: bool
+) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, (item, seed) in enumerate(chosen):
+            reference = reference_file(number)
+            row: dict[str, Any] = {
+                "file": f"{number:05d}.png" if saved else None,
+                "reference": reference if (path.parent / reference).is_file() else None,
+                "prompt": item.prompt,
+                "item_id": item.item_id,
+                "seed": seed,
+                "idx": item.metadata.get("idx"),
+                "category": item.metadata.get("category"),
+                "rewards": {
+                    name: None if math.isnan(score) else float(score)
+                    for name, score in zip(names, scores[number], strict=True)
+                },
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,91 @@
+"""Pictures of evaluations: contact sheets, and images with captions for a tracker."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from paco_grpo.monitoring.trackers import Tracker
+
+SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
+REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images that are kept
+_LINE, _GAP = 14, 4
+_TRACKED_IMAGES = 8
+
+
+def thumbnail(image: Image.Image, side: int = SHEET_CELL) -> Image.Image:
+    """``image`` with its longer side at ``side`` pixels; enlarged without smoothing."""
+    scale = side / max(image.size)
+    filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
+
+
+def side_by_side(left: Image.Image, right: Image.Image) -> Image.Image:
+    """Both images in one, at the height of the right one."""
+    width = max(1, round(left.width * right.height / left.height))
+    joined = Image.new("RGB", (width + _GAP + right.width, right.height), "white")
+    joined.paste(left.convert("RGB").resize((width, right.height), Image.Resampling.LANCZOS), (0, 0))
+    joined.paste(right, (width + _GAP, 0))
+    return joined
+
+
+def contact_sheet(
+    images: Sequence[Image.Image], captions: Sequence[str] = (), references: Sequence[Image.Image] = ()
+) -> Image.Image:
+    """Small copies of ``images`` in rows, numbered as their files, each with its line of ``captions`` if there are any.
+
+    An edited image has its reference on the left.
+    """
+    pictures = 2 if references else 1
+    columns = max(1, math.ceil(math.sqrt(len(images) / pictures)))
+    rows = max(1, math.ceil(len(images) / columns))
+    step, line = SHEET_CELL + _GAP, _LINE if captions else 0
+    width = pictures * step + (2 * _GAP if references else 0)  # a gap between pairs
+    sheet = Image.new("RGB", (columns * width, rows * (step + line)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for index, image in enumerate(images):
+        left, top = index % columns * width, index // columns * (step + line)
+        shown = [references[index], image] if references else [image]
+        for place, picture in enumerate(shown):
+            small = picture if max(picture.size) == SHEET_CELL else thumbnail(picture)
+            sheet.paste(small, (left + place * step, top))
+        pen.text((left + 2, top + 2), str(index), fill="black")
+        if captions:
+            # longer text would run into the next cell
+            pen.text((left + 2, top + step), captions[index][: (width - 4) // 6], fill="black")
+    return sheet
+
+
+def reference_file(number: int) -> str:
+    """Where in an evaluation's folder the reference image of image ``number`` is."""
+    return f"references/{number:05d}.png"
+
+
+def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
+    """The first ``count`` images of the evaluation in ``folder``, each with its prompt and scores.
+
+    An edited image has its reference on the left.
+    """
+    shown = []
+    for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(line)
+        scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+        with Image.open(folder / row["file"]) as image:
+            picture = image.convert("RGB")
+        if row.get("reference"):
+            with Image.open(folder / row["reference"]) as reference:
+                picture = side_by_side(reference, picture)
+        shown.append((picture, f"{row['prompt']} ({scores})"))
+    return shown
+
+
+def log_pictures(tracker: Tracker, folder: Path, epoch: int, images: bool) -> None:
+    """Send an evaluation's contact sheet, and its first ``images`` with prompts and scores, to the tracker."""
+    with Image.open(folder / "sheet.png") as sheet:
+        tracker.log_images("eval/sheet", [(sheet.convert("RGB"), f"first test items after epoch {epoch}")], epoch)
+    if images:
+        tracker.log_images("eval/images", captioned(folder, _TRACKED_IMAGES), epoch)

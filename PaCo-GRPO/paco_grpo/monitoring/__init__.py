@@ -1,0 +1,1 @@
+"""What a run reports: metrics file, trackers, console lines, signs of collapse."""

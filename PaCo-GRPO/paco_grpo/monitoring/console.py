@@ -1,0 +1,78 @@
+"""What a run logs: rows of metrics, and one line for each epoch and evaluation."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+
+def epoch_metrics(
+    rewards: Mapping[str, np.ndarray],
+    advantage_stats: Mapping[str, float],
+    losses: Mapping[str, float],
+    times: Mapping[str, float],
+    health: Mapping[str, float],
+    memory: bool,
+) -> dict[str, float]:
+    """The numbers of one training epoch by ``group/name``; values that are missing or not finite are left out.
+
+    Of each reward: mean, std (without Bessel's correction) and cv, the coefficient of variation std / |mean|.
+
+    Args:
+        rewards: Name → (n,) over all processes, NaN = missing.
+        advantage_stats: From ``compute_advantages``.
+        losses: From ``Updater.run``.
+        times: Phase → seconds.
+        health: ``health/<name>`` → value.
+        memory: Also report peak memory (``config.enable_mem_log``).
+    """
+    metrics = {f"train/{name}": value for name, value in losses.items()}
+    for name, values in rewards.items():
+        present = values[~np.isnan(values)]
+        if len(present):
+            metrics[f"reward/{name}_mean"] = float(present.mean())
+            metrics[f"reward/{name}_std"] = float(present.std())
+            metrics[f"reward/{name}_cv"] = float(present.std() / abs(present.mean())) if present.mean() else math.inf
+    for name, value in advantage_stats.items():
+        metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
+    metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)
+    if memory:
+        metrics["memory/peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if torch.cuda.is_available():
+            metrics["memory/peak_cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def epoch_line(metrics: Mapping[str, float]) -> str:
+    """The log line of an epoch."""
+    rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
+    hidden = metrics.get("time/reward_hidden_share")
+    share = "" if hidden is None else f", {hidden:.0%} of their time hidden"
+    return (
+        f"{rewards}; loss {metrics.get('train/loss', math.nan):.2e}, gradient norm "
+        f"{metrics.get('train/grad_norm', math.nan):.3g}; {metrics['time/epoch_s']:.1f} s (sampling "
+        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}{share}, training "
+        f"{metrics['time/train_s']:.1f})"
+    )
+
+
+def evaluation_line(metrics: Mapping[str, float]) -> str:
+    """The log line of an evaluation."""
+    parts = [
+        f"{name} {value:.4f} ± {metrics.get(f'eval/{name}_stderr', math.nan):.4f}"
+        for name, value in means(metrics, "eval/").items()
+    ]
+    return f"{metrics['eval/num_images']:.0f} images in {metrics['time/eval_s']:.0f} s: {', '.join(parts)}"
+
+
+def means(metrics: Mapping[str, float], group: str) -> dict[str, float]:
+    """Name → value of the entries ``<group><name>_mean``."""
+    return {
+        key.removeprefix(group).removesuffix("_mean"): value
+        for key, value in metrics.items()
+        if key.startswith(group) and key.endswith("_mean")
+    }

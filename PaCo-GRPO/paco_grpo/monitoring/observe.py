@@ -1,0 +1,165 @@
+"""What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a fixed probe set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from paco_grpo.distributed.collectives import gather_rows
+from paco_grpo.options import RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.images import at_size
+from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
+from paco_grpo.types import Conditioning, Item
+
+_THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
+_PROBE_STREAM = 31  # first word of the probe's seeds
+
+
+def image_statistics(image: Image.Image) -> tuple[float, float, float]:
+    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighbouring pixels
+    over the contrast), of pixels in [0, 1]."""
+    gray = np.asarray(image.convert("L"), dtype=np.float64) / 255
+    steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])
+    contrast = float(gray.std())
+    return float(gray.mean()), contrast, float(steps.mean()) / max(contrast, 1 / 255)
+
+
+def thumbnail(image: Image.Image) -> np.ndarray:
+    """(16·16·3,) float64 in [0, 1]."""
+    small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float64).ravel() / 255
+
+
+def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
+    """How much images of one prompt differ: standard deviation of a pixel within a group, over pixels and groups.
+
+    Args:
+        thumbnails: (n, d) in [0, 1].
+        item_ids: (n,), the groups; groups of one image do not count.
+
+    Returns:
+        NaN when no group has two images.
+    """
+    groups = [thumbnails[item_ids == item] for item in np.unique(item_ids)]
+    variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
+    return math.sqrt(np.mean(variances)) if variances else math.nan
+
+
+class SampleObserver:
+    """Collects the statistics of one process's samples while they are sampled; images themselves are not kept."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+
+    def add(self, images: Sequence[Image.Image]) -> None:
+        """The images of the next batch, in the order of sampling."""
+        self._rows += [[*image_statistics(image), *thumbnail(image)] for image in images]
+
+    def metrics(
+        self, clean_latents: Sequence[torch.Tensor], samples: np.ndarray, item_ids: np.ndarray, accelerator: Accelerator
+    ) -> dict[str, float]:
+        """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes.
+
+        Args:
+            clean_latents: Per batch (B, N, C), in the order of ``add``; sizes may differ.
+            samples: (n,) local sample number of each row.
+            item_ids: (N,) of the samples of all processes, by global position.
+            accelerator: The processes; a collective operation.
+        """
+        latents = [x.flatten(1).float() for x in clean_latents]
+        spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
+        rows = np.concatenate([spread.astype(np.float64), np.array(self._rows)], axis=1)
+        by_sample = rows[np.argsort(samples)]
+        everyone = gather_rows(accelerator, by_sample, len(item_ids))
+        names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
+        values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
+        values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)
+        return {f"health/{name}": value for name, value in values.items()}
+
+
+@dataclass
+class _State:
+    """One state of the base model's own sampling, on the CPU."""
+
+    latents: torch.Tensor  # x_t (1, N, C) float32
+    base: torch.Tensor  # the base model's velocity there (1, N, C) float32
+    sigmas: torch.Tensor  # (T+1,) float32
+    conditioning: Conditioning
+    size: tuple[int, int]
+
+
+class BaseProbe:
+    """How far the trained generator is from its base model, on a few test items with fixed noise.
+
+    The base model denoises once up to the first noise step; its velocity there is stored, and each ``measure`` costs one
+    forward per item. Nothing is stored in checkpoints: a resumed run computes the same states again.
+
+    Args:
+        policy: With a LoRA.
+        items: The probe set.
+        options: The run's; the size is the training resolution.
+    """
+
+    def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
+        self.policy, self.items, self.options = policy, list(items), options
+        self.step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
+        self._states: list[_State] | None = None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compute the base model's states, unless they are known; otherwise ``measure`` does it."""
+        if self._states is None:
+            with self.policy.reference():
+                self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Means over the probe set.
+
+        Returns:
+            ``health/velocity_change``: ‖v − v_base‖/‖v_base‖; ``health/kl_base``: mean((μ − μ_base)²)/(2s² + 1e-7) of the
+            noise step (Flow-GRPO, arXiv 2505.05470, eq. 13), left out where sampling has no noise.
+        """
+        self.prepare()
+        changes, divergences = [], []
+        for state in self._states:
+            base = state.base.to(self.policy.device)
+            latents = state.latents.to(self.policy.device)
+            velocity = self._velocity(latents, self.step, state.sigmas, state.conditioning, state.size)
+            changes.append(float((velocity - base).norm() / base.norm()))
+            if self.options.sample.noise_level > 0 and self.options.sample.noise_steps:
+                divergences.append(self._divergence(latents, velocity, base, state.sigmas))
+        metrics = {"health/velocity_change": float(np.mean(changes))}
+        return metrics | ({"health/kl_base": float(np.mean(divergences))} if divergences else {})
+
+    def _prepare(self, item: Item, number: int) -> _State:
+        sized = at_size(item, self.options.train.resolution, self.options.item_size, self.policy)
+        size = sized.height, sized.width
+        conditioning = self.policy.encode([sized])
+        sigmas = self.policy.sigmas(self.options.sample.num_steps, *size)
+        word = np.random.SeedSequence([_PROBE_STREAM, self.options.seed, number]).generate_state(1, np.uint64)[0]
+        latents = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
+        for step in range(self.step):
+            velocity = self._velocity(latents, step, sigmas, conditioning, size)
+            latents = euler_step(latents, velocity, *(s.to(latents.device).expand(1) for s in sigmas[step : step + 2]))
+        base = self._velocity(latents, self.step, sigmas, conditioning, size)
+        return _State(latents.cpu(), base.cpu(), sigmas, conditioning, size)
+
+    def _velocity(self, latents, step, sigmas, conditioning, size) -> torch.Tensor:
+        return self.policy.velocity(latents, sigmas[step].to(latents.device).expand(1), conditioning, *size)
+
+    def _divergence(self, latents, velocity, base, sigmas) -> float:
+        sigma, sigma_next = (s.to(latents.device).expand(1) for s in sigmas[self.step : self.step + 2])
+        function = cps_step if self.options.sample.cps else sde_step
+        now, then = (
+            function(latents, v, sigma, sigma_next, float(sigmas[1]), self.options.sample.noise_level)
+            for v in (velocity, base)
+        )
+        return float((now.mean - then.mean).square().mean() / (2 * now.s.square() + 1e-7))

@@ -1,0 +1,158 @@
+"""What an objective is: a function of one training step, and what it needs from the training loop.
+
+    @objective(needs_noise_steps=False, gradient_steps=1)
+    def my_objective(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+        ...
+        return Terms(loss, {"my_metric": value})      # per sample, (B,) each
+
+The trainer calls it once per step of a micro-batch and backpropagates at once, so the activations of one step exist at a
+time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
+processes changes the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import current_transition
+from paco_grpo.sampling.sde import Transition
+from paco_grpo.types import NoiseStep, Rollout
+
+
+@dataclass
+class Terms:
+    """What an objective returns: everything per sample."""
+
+    loss: torch.Tensor  # (B,) float32
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name → (B,)
+
+
+@dataclass
+class Step:
+    """One step of the schedule for one micro-batch."""
+
+    rollout: Rollout  # len B
+    index: int | float  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
+    advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
+    group_weights: torch.Tensor | None = None  # (B,) float32, from ``Objective.group_weights``
+
+    @property
+    def sigma(self) -> torch.Tensor:
+        """σ of this step, (B,) float32."""
+        clean = self.rollout.clean_latents
+        if isinstance(self.index, float):
+            return torch.full((len(self.rollout),), self.index, device=clean.device)
+        return self.rollout.sigmas[self.index].to(clean.device).expand(len(self.rollout))
+
+    @property
+    def minus_dt(self) -> float:
+        """σ_i − σ_{i+1}, positive."""
+        return float(self.rollout.sigmas[self.index] - self.rollout.sigmas[self.index + 1])
+
+    @property
+    def noise(self) -> NoiseStep:
+        """What the rollout recorded at this step.
+
+        Raises:
+            KeyError: No noise was injected there.
+        """
+        return self.rollout.noise_step(self.index)
+
+    def transition(self, policy: Policy) -> Transition:
+        """Distribution of x' at this noise step under the current weights."""
+        return current_transition(policy, self.rollout, self.noise)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained, once per epoch.
+
+    Attributes:
+        name: Of the adapter (``policy.snapshot(name)``) and of its file in checkpoints.
+        decay: (optimizer steps so far, train options) → decay in [0, 1].
+        samples: Whether rollouts are sampled from it.
+    """
+
+    name: str
+    decay: Callable[[int, Any], float]
+    samples: bool = False
+
+
+def recorded_steps(train: Any, rollout: Rollout, rng: np.random.Generator) -> list[int]:
+    """The noise steps that are trained on: those in ``config.train.timesteps``, or all of them."""
+    recorded = [step.index for step in rollout.noise_steps]
+    return recorded if train.timesteps is None else [index for index in recorded if index in train.timesteps]
+
+
+def check_recorded_steps(options: Any) -> Iterable[str]:
+    """Problems of an objective that trains on noise steps, each beginning with the name of the option to change."""
+    sample, train = options.sample, options.train
+    if not sample.noise_steps:
+        yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on noise steps"
+    if sample.noise_level == 0:
+        yield f"sample.noise_level=0 leaves nothing to train on with train.loss_type={train.loss_type!r}"
+    for index in train.timesteps or ():
+        if index not in sample.noise_steps:
+            yield f"train.timesteps has step {index}, which is not among sample.noise_steps"
+    if train.timesteps is not None and sample.num_noise_steps is not None:
+        yield "train.timesteps cannot be combined with sample.num_noise_steps: trained steps are those sampled"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and what it needs.
+
+    Attributes:
+        function: (step, policy, ``options.train``) → ``Terms``.
+        needs_noise_steps: It recomputes recorded noise steps (log-probabilities). False: clean latents suffice, and
+            sampling without noise is allowed.
+        steps: (``options.train``, rollout, generator) → ``Step.index`` of each step, one call of ``function`` each. The
+            generator is seeded by run and epoch alone, so all processes and a resumed run sample the same steps.
+        snapshots: Adapters that the trainer keeps for it.
+        gradient_steps: Optimizer steps an epoch where ``train.gradient_step_per_epoch`` is None.
+        check: Options → problems, each beginning with the name of the option to change.
+        first_pass: (step, policy, ``options.train``) → (B,) values without gradient, computed for all samples of an
+            optimizer step before its first backward; ``group_weights`` turns them into ``Step.group_weights``.
+        group_weights: (values (n, steps), item_ids (n,), advantages (n,), ``options.train``) → (n, steps), over the
+            samples of all processes. Groups are then never split over optimizer steps.
+    """
+
+    function: Callable[[Step, Policy, Any], Terms]
+    needs_noise_steps: bool = True
+    steps: Callable[[Any, Rollout, np.random.Generator], Sequence[int | float]] = recorded_steps
+    snapshots: tuple[Snapshot, ...] = ()
+    gradient_steps: int = 2
+    check: Callable[[Any], Iterable[str]] = check_recorded_steps
+    first_pass: Callable[[Step, Policy, Any], torch.Tensor] | None = None
+    group_weights: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], np.ndarray] | None = None
+
+    def __call__(self, step: Step, policy: Policy, train: Any) -> Terms:
+        return self.function(step, policy, train)
+
+    @property
+    def sampling_snapshot(self) -> str | None:
+        """Name of the snapshot that rollouts use; None = the trained weights."""
+        return next((snapshot.name for snapshot in self.snapshots if snapshot.samples), None)
+
+
+def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], Terms]], Objective]:
+    """Decorator that makes an ``Objective`` of a function; ``needs`` are the attributes of ``Objective``."""
+    return lambda function: Objective(function, **needs)
+
+
+def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Tensor:
+    """KL (B,) to the reference policy at a noise step: mean((μ − μ_ref)²)/(2s² + 1e-7) (Flow-GRPO, eq. 13)."""
+    with torch.no_grad(), policy.reference():
+        reference = step.transition(policy)
+    return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
+
+
+def mean_square(values: torch.Tensor) -> torch.Tensor:
+    """Mean square (B,) over all but the batch dimension."""
+    return values.square().flatten(1).mean(1)

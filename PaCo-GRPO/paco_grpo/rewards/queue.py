@@ -1,0 +1,252 @@
+"""Rewards in the background: one thread per reward scores a batch while the next one is sampled; and their journal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from accelerate import Accelerator
+
+from paco_grpo.distributed.collectives import Stopped, any_process, gather_rows
+from paco_grpo.rewards.registry import Reward
+from paco_grpo.types import Item
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+
+
+class ScoringError(RuntimeError):
+    """A reward raised an exception; the message names the reward."""
+
+
+class ScoringQueue:
+    """Collects the scores of images that are submitted batch by batch.
+
+    A reward gets its batches one after the other and in order (so it need not be thread-safe); different rewards run
+    concurrently with each other and with the sampling.
+
+    Args:
+        rewards: Short name → callable(images, items).
+        batch_size: Images per call; None = as submitted.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
+        self.rewards, self.batch_size = dict(rewards), batch_size
+        self.wait_seconds = 0.0
+        self._busy_seconds = dict.fromkeys(self.rewards, 0.0)
+        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}") for name in self.rewards}
+        self._pending: list[tuple[np.ndarray, dict[str, Future]]] = []
+
+    def submit(self, images: Sequence[Image.Image], items: Sequence[Item], rows: Sequence[int]) -> None:
+        """Start scoring ``images``; their scores go to ``rows`` of the result."""
+        size = self.batch_size or max(1, len(images))
+        for start in range(0, len(images), size):
+            part = slice(start, start + size)
+            futures = {
+                name: self._threads[name].submit(self._score, name, images[part], items[part]) for name in self.rewards
+            }
+            self._pending.append((np.asarray(rows[part]), futures))
+
+    def _score(self, name: str, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        started = time.perf_counter()
+        try:
+            return self.rewards[name](images, items)
+        finally:
+            self._busy_seconds[name] += time.perf_counter() - started
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the slowest reward's time during which the caller did not wait for it, in [0, 1]; NaN where rewards
+        took no time. Call it after ``results``."""
+        busy = max(self._busy_seconds.values(), default=0.0)
+        return max(0.0, 1.0 - self.wait_seconds / busy) if busy > 0 else math.nan
+
+    def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
+        """Wait for everything submitted.
+
+        Args:
+            count: Rows of the result.
+            should_stop: Asked twice a second while waiting.
+
+        Returns:
+            (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
+
+        Raises:
+            Stopped: ``should_stop`` answered True.
+            ScoringError: A reward raised; its exception is the cause.
+        """
+        started = time.perf_counter()
+        scores = np.full((count, len(self.rewards)), math.nan)
+        for rows, futures in self._pending:
+            for column, name in enumerate(self.rewards):
+                while not futures[name].done():
+                    if should_stop():
+                        raise Stopped
+                    wait([futures[name]], timeout=_POLL_SECONDS)
+                problem = futures[name].exception()
+                if problem is not None:
+                    raise ScoringError(f"{name}: {type(problem).__name__}: {problem}") from problem
+                scores[rows, column] = futures[name].result()
+        self._pending.clear()
+        self.wait_seconds = time.perf_counter() - started
+        return scores
+
+    def gathered(
+        self, accelerator: Accelerator, local: int, total: int, should_stop: Callable[[], bool]
+    ) -> np.ndarray:
+        """Scores of all processes; a collective operation with the same outcome everywhere.
+
+        Args:
+            accelerator: Process r of P submitted the images r, r + P, … of ``total``.
+            local: Images of this process.
+            total: Images of all.
+            should_stop: Whether this process was asked to stop.
+
+        Returns:
+            (total, number of rewards) float64, NaN = missing.
+
+        Raises:
+            Stopped: A process was asked to stop.
+            ScoringError: A reward raised on at least one process.
+        """
+        scores, problem, stopped = None, None, False
+        try:
+            scores = self.results(local, should_stop)
+        except ScoringError as error:
+            problem = error
+        except Stopped:
+            stopped = True
+        if any_process(accelerator, stopped):
+            raise Stopped
+        if any_process(accelerator, problem is not None):
+            raise problem or ScoringError("a reward failed on another process, see its message")
+        return gather_rows(accelerator, scores, total)
+
+    def failed(self) -> bool:
+        """Whether a reward has already raised (then waiting for more images is pointless)."""
+        return any(f.done() and f.exception() is not None for _, futures in self._pending for f in futures.values())
+
+    def close(self) -> None:
+        """End the threads without waiting; batches not yet begun are never scored."""
+        self._pending.clear()
+        for pool in self._threads.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ScoreJournal:
+    """Scores received since the last checkpoint, on disk: a run that is killed and resumed does not request them again.
+
+    Keys are the reward and the content of image and prompt. Each process appends to its own file and reads all of them
+    when a run resumes, so the number of processes may change. A resumed epoch that samples the same images (bit for bit)
+    finds their scores; any other image is scored.
+
+    Args:
+        folder: ``scores`` of the run's folder.
+        process: Number of this process.
+    """
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self.folder, self.path = folder, folder / f"process_{process}.jsonl"
+        self.epoch = 0  # finished epochs; scores that arrive now belong to the next one
+        self._known: dict[str, float] = {}
+        self._own: list[tuple[int, str]] = []  # (epoch, line) in this process's file
+        self._lock = threading.Lock()  # each reward has its own thread
+
+    def load(self) -> None:
+        """Read what all processes had received; a line truncated by a kill is skipped."""
+        for path in sorted(self.folder.glob("process_*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                self._known |= entry["scores"]
+                if path == self.path:
+                    self._own.append((entry["epoch"], line))
+        if self._own:
+            self._rewrite()  # without the truncated line
+        if self._known:
+            logger.info("reusing %d scores from %s", len(self._known), self.folder)
+
+    def find(self, key: str) -> float:
+        """The score under ``key``; NaN if it has not been received."""
+        return self._known.get(key, math.nan)
+
+    def add(self, scores: Mapping[str, float]) -> None:
+        """Append scores; one call is one line, so a batch is either recorded or not."""
+        line = json.dumps({"epoch": self.epoch, "scores": dict(scores)})
+        with self._lock:
+            self._known |= scores
+            self._own.append((self.epoch, line))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def forget_before(self, epoch: int) -> None:
+        """Drop what a run resumed after ``epoch`` finished epochs does not need (a checkpoint was saved)."""
+        with self._lock:
+            kept = [(number, line) for number, line in self._own if number >= epoch]
+            if len(kept) == len(self._own):
+                return
+            self._own = kept
+            self._known = {}
+            for _, line in kept:
+                self._known |= json.loads(line)["scores"]
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        replacement = self.path.with_suffix(".tmp")
+        replacement.write_text("".join(line + "\n" for _, line in self._own), encoding="utf-8")
+        replacement.replace(self.path)
+
+
+class JournaledReward:
+    """``reward``, called only for images whose score is not in the journal.
+
+    Args:
+        reward: callable(images, items) -> scores (n,), NaN = missing (and requested again).
+        identity: Name and arguments: scores of one reward are not those of another, nor of another judge.
+        journal: Where scores are looked up and recorded.
+    """
+
+    def __init__(self, reward: Reward, identity: str, journal: ScoreJournal) -> None:
+        self.reward, self.journal = reward, journal
+        self._identity = hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+    def check(self) -> None:
+        """Raise if the reward cannot work."""
+        self.reward.check()
+
+    def check_items(self, items: Sequence[Item]) -> None:
+        """Raise if the reward cannot score one of ``items``."""
+        self.reward.check_items(items)
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64, NaN = missing."""
+        keys = [self._key(image, item) for image, item in zip(images, items, strict=True)]
+        scores = np.array([self.journal.find(key) for key in keys], dtype=np.float64)
+        asked = np.flatnonzero(np.isnan(scores))
+        if len(asked):
+            scores[asked] = self.reward([images[i] for i in asked], [items[i] for i in asked])
+            received = {keys[i]: float(scores[i]) for i in asked if not math.isnan(scores[i])}
+            if received:
+                self.journal.add(received)
+        return scores
+
+    def _key(self, image: Image.Image, item: Item) -> str:
+        content = hashlib.sha256(f"{item.item_id} {item.prompt} {image.mode} {image.size}".encode())
+        content.update(image.tobytes())
+        return f"{self._identity}-{content.hexdigest()[:32]}"

@@ -1,0 +1,145 @@
+"""From items to images: the one loop that training, evaluation and generation sample with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from paco_grpo.data.prompts import item_size, round_to_multiple
+from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import rollout
+from paco_grpo.types import Item, Rollout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that share a forward."""
+
+    numbers: list[int]  # which of the caller's images
+    height: int  # pixels
+    width: int  # pixels
+
+
+def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
+    """``item`` with its sampled size in pixels, as ``Policy.encode`` and ``batch_key`` need it, and its image loaded.
+
+    Args:
+        item: Its own height and width count if it has them; an edit without a size takes its image's shape.
+        resolution: Side of a square of the wanted area.
+        mode: ``config.item_size``.
+        policy: The size is rounded to what it can produce.
+    """
+    item = dataclasses.replace(item)  # loads a lazy image once
+    if policy.edits_images and (mode == "aspect" or item.height is None):
+        height, width = policy.size_like(item, resolution)
+    elif mode == "exact":
+        height, width = policy.round_size(*item_size(item, resolution, mode))
+    else:
+        height, width = round_to_multiple(item_size(item, resolution, mode), policy.size_multiple)
+    return dataclasses.replace(item, height=height, width=width)
+
+
+def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Indices into ``keys`` in batches of equal key, keys in order of first appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
+
+
+def plan_batches(
+    policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int
+) -> list[Batch]:
+    """Batches of ``items`` that share a forward; ``numbers`` are indices into ``items``."""
+    sizes, keys = [], []
+    for item in items:  # one reference image in memory at a time
+        sized = at_size(item, resolution, item_size_mode, policy)
+        sizes.append((sized.height, sized.width))
+        keys.append(policy.batch_key(sized))
+    return [Batch(numbers, *sizes[numbers[0]]) for numbers in batches_by_key(keys, batch_size)]
+
+
+def sample_images(
+    policy: Policy,
+    rounds: Iterable[tuple[Batch, bool]],
+    inputs: Callable[[Batch], dict[str, Any]],
+    deliver: Callable[[list, Batch], None],
+    *,
+    overlap_decode: bool = False,
+    **sampling: Any,
+) -> Iterator[tuple[Batch, Rollout]]:
+    """Denoise, decode and deliver batch by batch.
+
+    Args:
+        policy: With the weights to sample from.
+        rounds: (batch, idle); the result of an idle batch is dropped (``distributed.collectives.rounds``).
+        inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and other arguments of ``rollout`` for it.
+        deliver: Gets the PIL images of each batch, in order; in another thread where decoding overlaps.
+        overlap_decode: Decode a batch while the next one is denoised.
+        sampling: Arguments of ``rollout`` that all batches share.
+
+    Yields:
+        Each batch with its rollout, after its decoding has begun.
+    """
+    with Decoder(policy, deliver, overlap_decode) as decoder:
+        for batch, idle in rounds:
+            result = rollout(policy, height=batch.height, width=batch.width, **inputs(batch), **sampling)
+            if not idle:
+                decoder.submit(result.clean_latents, batch)
+                yield batch, result
+        decoder.wait()
+
+
+class Decoder:
+    """Decodes batches in order and passes their images on.
+
+    In the background this is one thread, on CUDA with its own stream: the next batch is denoised while the VAE runs,
+    pixels cross to the CPU, and statistics and rewards begin. On a CPU both would compete for the same cores. The images
+    are the same either way. At most one batch waits, so that latents and pixels do not pile up.
+
+    Args:
+        policy: Decodes.
+        deliver: Called as ``deliver(images, batch)``, in the thread that decoded the batch.
+        background: Whether to use the thread.
+    """
+
+    def __init__(self, policy: Policy, deliver: Callable[[list, Batch], None], background: bool) -> None:
+        self.policy, self.deliver = policy, deliver
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="decode") if background else None
+        self._stream = torch.cuda.Stream(policy.device) if background and policy.device.type == "cuda" else None
+        self._last: Future | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    def submit(self, latents: torch.Tensor, batch: Batch) -> None:
+        """Decode ``latents`` (B, N, C); an exception of the previous batch is raised here."""
+        self.wait()
+        if self._pool is None:
+            self._work(latents, batch)
+            return
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(latents.device))
+            latents.record_stream(self._stream)
+        self._last = self._pool.submit(self._work, latents, batch)
+
+    def wait(self) -> None:
+        """Wait until everything submitted is delivered; an exception on the way is raised here."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def _work(self, latents: torch.Tensor, batch: Batch) -> None:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            images = self.policy.decode(latents, batch.height, batch.width)
+        self.deliver(images, batch)

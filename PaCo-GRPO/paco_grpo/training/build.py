@@ -1,0 +1,350 @@
+"""Everything a run is made of, built in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from paco_grpo.advantages import aggregation
+from paco_grpo.checkpoint import files
+from paco_grpo.checkpoint.ema import EMA
+from paco_grpo.checkpoint.state import Checkpoints, TrainState
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.distributed.launch import build_accelerator, build_strategy, set_threads
+from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.monitoring.observe import BaseProbe
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, build_tracker
+from paco_grpo.objectives import Objective
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.options.parse import options_to_dict, options_to_yaml
+from paco_grpo.policies import Policy, PolicyLoadError, load_policy
+from paco_grpo.policies.acceleration import AccelerationError, compile_blocks, set_attention
+from paco_grpo.policies.adapters import add_lora, add_snapshot
+from paco_grpo.rewards.queue import JournaledReward, ScoreJournal
+from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
+from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
+from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
+from paco_grpo.training.update import Updater
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
+
+
+@dataclass(frozen=True)
+class RewardSets:
+    """Short name → reward; one that several sets share is built once."""
+
+    train: Mapping[str, Reward]
+    test: Mapping[str, Reward]
+    evaluation_only: Mapping[str, Reward]  # those of the test alone, on training samples (train.watch_test_rewards)
+    weights: Mapping[str, float]  # of the training rewards
+    aggregate_fn: Callable | None
+    journal: ScoreJournal
+
+
+@dataclass
+class Run:
+    """The parts of a run."""
+
+    options: RunOptions
+    plan: Plan
+    folder: Path
+    objective: Objective
+    train_items: list[Item]
+    test_items: list[Item]
+    rewards: RewardSets
+    state: TrainState
+    updater: Updater
+    checkpoints: Checkpoints
+    probe: BaseProbe | None
+    metrics: MetricsFile
+    tracker: Tracker | None  # on the main process
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The processes."""
+        return self.state.strategy.accelerator
+
+    def close(self) -> None:
+        """Close the tracker and the process group."""
+        if self.tracker is not None:
+            self.tracker.close()
+        if self.accelerator.num_processes > 1:
+            self.accelerator.end_training()
+
+
+def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
+    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model.
+
+    Raises:
+        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
+    """
+    objective = check_run(options)
+    accelerator = build_accelerator()
+    strategy = build_strategy(options, accelerator)
+    threads = set_threads(options.num_threads, accelerator.num_processes)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
+    folder = _run_folder(options, configuration_name, accelerator)
+    items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
+    check_images(options, items)
+    length = text_length(options, [*items["train"], *items["test"]])
+    # What is saved: with the folder's name and the length that apply.
+    options = dataclasses.replace(options, run_name=folder.name, max_sequence_length=length)
+    check_device(options, accelerator.device)
+    rewards = build_reward_sets(options, accelerator, folder / "scores", items["train"], items["test"])
+    metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
+    if accelerator.is_main_process:
+        values = options_to_dict(options)
+        tracker = build_tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
+    policy = load_generator(options, strategy.loading_device)
+    parameters, snapshots = _make_trainable(policy, options, objective, strategy)
+    apply_speed(options, policy)
+    batch_size = choose_batch_size(options, policy, items["train"], accelerator, folder)
+    plan = make_plan(options, accelerator.num_processes, objective.gradient_steps, batch_size)
+    # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
+    check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
+    train = options.train
+    state = TrainState(
+        policy=policy,
+        parameters=parameters,
+        snapshots=snapshots,
+        ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
+        optimizer=strategy.prepare(policy, list(parameters.values()), lambda these: _optimizer(options, these)),
+        strategy=strategy,
+        sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed),
+    )
+    # Without LoRA there is no base model left to compare with.
+    probe_items = items["test"][: options.health.probe_images] if options.use_lora else []
+    run = Run(
+        options=options,
+        plan=plan,
+        folder=folder,
+        objective=objective,
+        train_items=items["train"],
+        test_items=items["test"],
+        rewards=rewards,
+        state=state,
+        updater=Updater(state, objective, options, plan.gradient_steps),
+        checkpoints=Checkpoints(folder, options, state),
+        probe=BaseProbe(policy, probe_items, options) if probe_items else None,
+        metrics=metrics,
+        tracker=tracker,
+    )
+    if accelerator.is_main_process:
+        _log_start(run, threads)
+    return run
+
+
+def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accelerator) -> Path:
+    name = [options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+    if not options.run_name:
+        name = broadcast_object_list(name)
+    folder = (Path(options.save_dir).expanduser() / name[0]).absolute()
+    occupied = (folder / "metrics.jsonl").is_file() and not options.resume_from
+    accelerator.wait_for_everyone()
+    if occupied:
+        raise ConfigError(
+            f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
+            "--config.run_name"
+        )
+    check_writable(folder, _FIRST_DISK_CHECK)
+    return folder
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
+    """Name → arguments of the test rewards; those that are not given there are as in training."""
+    train, test = options.train, options.test
+    names = test.reward_fn or train.reward_fn
+    return {name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {})) for name in names}
+
+
+def build_reward_sets(
+    options: RunOptions,
+    accelerator: Accelerator,
+    journal_folder: Path,
+    train_items: Sequence[Item] = (),
+    test_items: Sequence[Item] = (),
+) -> RewardSets:
+    """Build all rewards and check each: does the judge answer, can every item be scored?
+
+    Raises:
+        ConfigError: The aggregation is unknown.
+        RewardError, JudgeError: One message that names the reward or the item.
+    """
+    weights = reward_weights(options.train.reward_fn)
+    aggregate_fn = _aggregate_fn(options, weights)
+    journal = ScoreJournal(journal_folder, accelerator.process_index)
+    built: dict[str, JournaledReward] = {}
+
+    def build(name: str, kwargs: Mapping) -> JournaledReward:
+        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
+        if identity not in built:  # the same scorer for training and test is loaded once
+            (reward,) = build_rewards({name: 1.0}, {name: kwargs}, accelerator.device).values()
+            built[identity] = JournaledReward(reward, identity, journal)
+        return built[identity]
+
+    kwargs = options.train.reward_fn_kwargs
+    train = {short_name(name): build(name, kwargs.get(name, {})) for name in options.train.reward_fn}
+    test = {short_name(name): build(name, its) for name, its in test_reward_kwargs(options).items()}
+    for reward in built.values():
+        reward.check()
+    for rewards, items in ((train, train_items), (test, test_items)):
+        for reward in rewards.values():
+            reward.check_items(items)
+    only_test = {name: reward for name, reward in test.items() if name not in train}
+    return RewardSets(train, test, only_test if options.train.watch_test_rewards else {}, weights, aggregate_fn, journal)
+
+
+def _aggregate_fn(options: RunOptions, weights: Mapping[str, float]) -> Callable | None:
+    spec, kwargs = options.train.aggregate_fn, dict(options.train.aggregate_fn_kwargs)
+    if not kwargs:
+        try:
+            return aggregation.get_aggregate_fn(spec, weights, options.sample.global_std)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    builder = getattr(aggregation, spec or "", None)
+    parameters = inspect.signature(builder).parameters if callable(builder) else {}
+    unknown = [name for name in kwargs if name not in parameters]
+    if unknown:
+        raise ConfigError(
+            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={spec!r} takes "
+            f"{', '.join(parameters) or 'nothing'}"
+        )
+    if "reward_weights" in parameters:
+        kwargs.setdefault("reward_weights", weights)
+    return builder(**kwargs)
+
+
+# --- the generator ------------------------------------------------------------------------------------------------------
+
+
+def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
+    """``config.pretrained.model`` in the precision and with the guidance of ``options``.
+
+    Raises:
+        PolicyLoadError: It cannot be loaded.
+    """
+    return load_policy(
+        options.pretrained.model,
+        dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
+        device=device,
+        max_sequence_length=options.max_sequence_length,
+        guidance_scale=options.sample.guidance_scale,
+        negative_prompt=options.sample.negative_prompt,
+        quantize=options.pretrained.quantize,
+    )
+
+
+def load_adapter(policy: Policy, place: str) -> None:
+    """Attach the adapter at ``place`` to ``policy``.
+
+    Args:
+        policy: The base model.
+        place: A checkpoint of ours, a folder in PEFT or diffusers format, or a hub name.
+
+    Raises:
+        PolicyLoadError: It is none of these, or belongs to another model.
+    """
+    folder = Path(place).expanduser()
+    if (folder / "transformer").is_dir() and not (folder / "adapter").is_dir():
+        raise PolicyLoadError(
+            f"--adapter {place} is a checkpoint of a run without LoRA, whose whole transformer was trained: put "
+            "transformer/ in place of the base model's and leave out --adapter"
+        )
+    add_lora(policy, lora_path=folder / "adapter" if (folder / "adapter").is_dir() else place)
+
+
+def apply_speed(options: RunOptions, policy: Policy) -> None:
+    """Set attention back end, compilation and offloading on ``policy``, which has its adapters and is placed.
+
+    Raises:
+        ConfigError: Its transformer cannot be compiled block by block.
+    """
+    speed = options.speed
+    if speed.attention is not None:
+        set_attention(policy, speed.attention)
+    if speed.compile:
+        try:
+            compile_blocks(policy)
+        except AccelerationError as error:
+            raise ConfigError(f"config.speed.compile=True: {error}; set it to False") from error
+        logger.info("transformer blocks are compiled at their first forward of each kind, which takes minutes")
+    policy.offload(text_encoders=on_cuda(speed.offload_text_encoders, policy.device), vae=speed.offload_vae)
+
+
+def _make_trainable(
+    policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
+    """Attach the LoRA and the objective's snapshots, and place the policy; returns the parameters of both by name."""
+    _seed_everything(options.seed)  # the adapter's gaussian init is the same on every process
+    if options.use_lora:
+        add_lora(policy, options.train.lora_rank, options.train.lora_alpha, lora_path=options.train.lora_path)
+    else:
+        policy.transformer.float().requires_grad_(True)
+    if options.enable_gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    for snapshot in objective.snapshots:
+        add_snapshot(policy, snapshot.name)
+    strategy.place(policy)
+    _seed_everything(options.seed + 1 + strategy.accelerator.process_index)
+    named = list(policy.transformer.named_parameters())
+    snapshots = {s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots}
+    return {n: p for n, p in named if p.requires_grad}, snapshots
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    train = options.train
+    kwargs: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
+    if train.use_8bit_adam:
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
+    return torch.optim.AdamW(parameters, fused=on_cuda(options.speed.fused_adam, parameters[0].device), **kwargs)
+
+
+def _log_start(run: Run, threads: int) -> None:
+    """Write config.yaml and plan.json, and log what will be done (main process)."""
+    options, plan, strategy = run.options, run.plan, run.state.strategy
+    text = options_to_yaml(options)
+    (run.folder / "config.yaml").write_text(text, encoding="utf-8")
+    files.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": strategy.name})
+    logger.info("configuration:\n%s", text)
+    for note in plan.notes:
+        logger.warning("%s", note)
+    logger.info(
+        "%d process(es), weights %s, on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images "
+        "an epoch in batches of %d; %d optimizer step(s) an epoch; %.2f M trainable parameters; run folder %s",
+        plan.num_processes, strategy.name, run.accelerator.device.type, threads, len(run.train_items), len(run.test_items),
+        plan.prompts, plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
+        sum(p.numel() for p in run.state.parameters.values()) / 1e6, run.folder,
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""ConsistencyRank-Bench (arXiv 2512.04784): its items, the pairs to score, metrics, and a run over all items."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.stats import kendalltau, spearmanr
+
+from paco_eval.engines import ScorePairs, make_engine, model_names
+from paco_eval.errors import BenchError, ItemError
+from paco_eval.runner import Benchmark, Prepared, read_image, run_benchmark
+from paco_judge.client import Pair
+from paco_judge.questions import criteria_questions, pair_question
+from paco_judge.verdict import mean_over_dimensions
+
+BENCH = "ConsistencyRank-Bench"
+RANKS = "consistency_full_rank.jsonl"
+PROMPTS = "prompt_data.jsonl"
+DEFAULT_TEMPLATE = 3
+METRICS = {  # name in results files -> heading in tables
+    "accuracy": "accuracy",
+    "kendalltau": "tau-b",
+    "spearmanr": "rho",
+    "footrule": "footrule",
+    "top1": "top-1",
+    "bottom1": "bottom-1",
+    "top_bottom_mean": "top/bottom",
+    "kendalltau_published": "tau (published)",
+    "spearmanr_published": "rho (published)",
+}
+
+
+@dataclass(frozen=True)
+class RankItem:
+    """One reference and its candidates; ``true_order`` holds candidate indices, best first."""
+
+    index: int
+    folder: str
+    ref_image: str
+    comp_images: tuple[str, ...]
+    true_order: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Identifies the item in a results file."""
+        return self.index, self.folder, self.ref_image
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return f"item {self.folder}"
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the benchmark and the question."""
+    parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
+    parser.add_argument(
+        "--prompt_template",
+        type=int,
+        choices=(1, 2, 3),
+        help=f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}",
+    )
+
+
+def run(args: argparse.Namespace, exact: str, short: str, engine: Callable[[], tuple[str, ScorePairs]]) -> int:
+    """Score the items that are not yet in ``<results_dir>/<short>.jsonl``; returns the number of items left without.
+
+    Args:
+        args: dataset_dir, prompt_template, results_dir and batch_size.
+        exact: What gives the scores, recorded in every row.
+        short: Stem of the results file.
+        engine: Returns the engine's name and the engine.
+
+    Raises:
+        BenchError: The run cannot continue.
+    """
+    bench = load_bench(find_bench(args.dataset_dir), args.prompt_template or DEFAULT_TEMPLATE)
+    return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size)
+
+
+def run_judge(args: argparse.Namespace) -> int:
+    """``run`` with the judge ``args.model`` and the options of ``add_engine_arguments``."""
+    exact, short = model_names(args.model, args.adapter)
+    return run(args, exact, f"{short}-v{args.prompt_template or DEFAULT_TEMPLATE}", lambda: make_engine(args))
+
+
+def find_bench(dataset_dir: str | None) -> Path:
+    """The benchmark folder: ``dataset_dir`` or the one in it; default: the first in ., .. or ../... Raises BenchError."""
+    places = [Path(dataset_dir)] if dataset_dir else [Path("."), Path(".."), Path("../..")]
+    for place in places:
+        for folder in (place / BENCH, place):
+            if (folder / RANKS).is_file():
+                return folder
+    searched = ", ".join(str(place.resolve()) for place in places)
+    raise BenchError(
+        f"no {BENCH} with {RANKS} in {searched}; download it with "
+        f"`hf download X-GenGroup/{BENCH} --repo-type dataset --local-dir {BENCH}` or pass --dataset_dir"
+    )
+
+
+def load_bench(root: Path, template: int) -> Benchmark:
+    """Read the rankings. Broken rows are listed, not raised.
+
+    Args:
+        root: The benchmark folder.
+        template: 1: one question per criterion; 2: Yes or No only; 3: Yes or No, then reasons.
+
+    Raises:
+        BenchError: A file is missing or not JSON lines.
+    """
+    criteria = None
+    if template == 1:
+        criteria = {str(row.get("idx")): row.get("criteria") or {} for row in _read_jsonl(root / PROMPTS)}
+    bench = Benchmark(
+        prepare=partial(prepare, root, criteria, template),
+        row_key=lambda row: (row["index"], row["folder"], row["ref_image"]),
+    )
+    for index, row in enumerate(_read_jsonl(root / RANKS)):
+        try:
+            bench.items.append(_item(index, row))
+        except (KeyError, TypeError, ValueError) as error:
+            folder = row.get("folder", f"line {index + 1}") if isinstance(row, dict) else f"line {index + 1}"
+            bench.broken.append((f"item {folder}", f"broken row: {error}"))
+    return bench
+
+
+def _read_jsonl(file: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{file} cannot be read: {error}") from error
+
+
+def _item(index: int, row: dict[str, Any]) -> RankItem:
+    listed, ranked = list(row["comp_images"]), list(row["rank_images"])
+    if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed):
+        raise ValueError(f"rank_images {ranked} are not a permutation of comp_images {listed}")
+    if len(listed) < 2:
+        raise ValueError(f"a ranking needs at least two candidates, not {len(listed)}")
+    order = tuple(listed.index(name) for name in ranked)
+    return RankItem(index, str(row["folder"]), str(row["ref_image"]), tuple(listed), order)
+
+
+def prepare(root: Path, criteria: dict[str, dict] | None, template: int, item: RankItem) -> Prepared:
+    """An item's pairs, candidate after candidate, and the function that makes its row from their scores.
+
+    Raises:
+        ItemError: An unreadable image, or no criteria for template 1.
+    """
+    if template == 1:
+        questions = _criteria_questions(criteria, item.folder)
+    else:
+        questions = [("", pair_question(reasons=template == 3))]
+    reference, *candidates = (_open(root, item.folder, name) for name in (item.ref_image, *item.comp_images))
+    pairs = [Pair(reference, candidate, text) for candidate in candidates for _, text in questions]
+
+    def to_row(values: list[float]) -> dict[str, Any]:
+        scores = []
+        for start in range(0, len(values), len(questions)):
+            by_dimension: dict[str, list[float]] = {}
+            for (dimension, _), value in zip(questions, values[start:]):
+                by_dimension.setdefault(dimension, []).append(value)
+            scores.append(mean_over_dimensions(by_dimension))
+        return {
+            "index": item.index,
+            "folder": item.folder,
+            "ref_image": item.ref_image,
+            "comp_images": list(item.comp_images),
+            "rank_images": [item.comp_images[i] for i in item.true_order],
+            "scores": scores,
+            "predicted_images": [item.comp_images[i] for i in predicted_order(scores)],
+            "metrics": rank_metrics(scores, item.true_order),
+        }
+
+    return pairs, to_row
+
+
+def _criteria_questions(criteria: dict[str, dict], folder: str) -> list[tuple[str, str]]:
+    """(dimension, question) for each criterion of an item; folder ``0012`` may be idx 12."""
+    idx = str(int(folder)) if folder.isdigit() and folder not in criteria else folder
+    if idx not in criteria:
+        raise ItemError(f"{PROMPTS} has no row with idx {folder}")
+    try:
+        asked = criteria_questions(criteria[idx])
+    except ValueError as error:
+        raise ItemError(str(error)) from error
+    return [(dimension, text) for dimension, texts in asked.items() for text in texts]
+
+
+def _open(root: Path, folder: str, name: str) -> Image.Image:
+    file = root / "images" / folder / name
+    if not file.is_file() and (root / name).is_file():
+        file = root / name
+    return read_image(file, str(file))
+
+
+def predicted_order(scores: Sequence[float]) -> list[int]:
+    """Candidate indices, highest score first; ties in listed order."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+
+
+def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str, float]:
+    """All metrics of one item.
+
+    Args:
+        scores: (n,) P(Yes) of each candidate against the reference, n >= 2, as listed in the item.
+        true_order: (n,) the candidates' indices, best first (a permutation of 0 .. n-1).
+
+    Returns:
+        accuracy: share of positions that hold the right candidate. kendalltau (tau-b), spearmanr: between scores and
+        true ranks, in [-1, 1]; 0 if all scores are equal. footrule: sum over candidates of |predicted - true
+        position|. top1, bottom1: whether the best and the worst are found (0/1), and top_bottom_mean.
+        kendalltau_published, spearmanr_published: between the lists of candidate indices in predicted and in true
+        order, as the paper's script computes them. ties: pairs of candidates with equal scores.
+
+    Raises:
+        ValueError: Fewer than two candidates, or ``true_order`` is not a permutation.
+    """
+    n = len(scores)
+    if n < 2:
+        raise ValueError(f"a ranking needs at least two candidates, not {n}")
+    if sorted(true_order) != list(range(n)):
+        raise ValueError(f"the true order {list(true_order)} is not a permutation of {n} candidates")
+    order = predicted_order(scores)
+    true_rank, predicted_rank = np.argsort(true_order), np.argsort(order)
+    top1, bottom1 = float(order[0] == true_order[0]), float(order[-1] == true_order[-1])
+    return {
+        "accuracy": float(np.mean(np.array(order) == np.array(true_order))),
+        "kendalltau": _correlation(kendalltau, scores, -true_rank),
+        "spearmanr": _correlation(spearmanr, scores, -true_rank),
+        "footrule": float(np.abs(predicted_rank - true_rank).sum()),
+        "top1": top1,
+        "bottom1": bottom1,
+        "top_bottom_mean": (top1 + bottom1) / 2,
+        "kendalltau_published": _correlation(kendalltau, order, true_order),
+        "spearmanr_published": _correlation(spearmanr, order, true_order),
+        "ties": float(sum(scores[i] == scores[j] for i, j in combinations(range(n), 2))),
+    }
+
+
+def _correlation(function: Callable, first: Sequence[float], second: Sequence[float]) -> float:
+    if np.ptp(first) == 0:  # undefined; scipy would warn and return NaN
+        return 0.0
+    return float(function(first, second).statistic)

@@ -1,0 +1,209 @@
+"""Small versions of the two benchmarks, a judge that compares brightness, and the commands as users type them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import ImageStat
+
+from paco_judge.client import Pair
+from paco_judge.questions import EDIT_DIMENSIONS, editing_questions
+from paco_judge.verdict import Verdict
+
+HERE = Path(__file__).parent
+EVALUATION = HERE.parent / "evaluation"
+RANK_FOLDER, EDIT_FOLDER = EVALUATION / "Consistency_Rank", EVALUATION / "Edit-Bench"
+TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
+sys.path += [str(RANK_FOLDER), str(EDIT_FOLDER)]  # the scripts run from their own folders
+
+import consistency_rank
+import eval_vllm
+import evaluation
+from calculate_statistics import GROUPS
+
+TASKS = [task for tasks in GROUPS.values() for task in tasks]
+
+
+class BrightnessJudge:
+    """An engine that scores how similar two images' brightness is (its square for the instruction question)."""
+
+    def __init__(self, stop_after=None):
+        self.batches, self.questions, self.stop_after = [], [], stop_after
+
+    def __call__(self, pairs):
+        if len(self.batches) == self.stop_after:
+            raise KeyboardInterrupt
+        self.batches.append(len(pairs))
+        self.questions += [pair.question for pair in pairs]
+        return [Verdict(self.score(pair)) for pair in pairs]
+
+    def score(self, pair):
+        a, b = (ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in pair.images)
+        return (1 - abs(a - b)) ** (2 if "follow the instruction" in pair.question else 1)
+
+
+class BenchCommand:
+    """A benchmark command in this process: ``command(judge, "--flag", …)`` -> exit status."""
+
+    def __init__(self, script, engine_module, data, out, arguments):
+        self.script, self.engine_module, self.data, self.out, self.arguments = (
+            script,
+            engine_module,
+            data,
+            out,
+            arguments,
+        )
+        self.file = out / "results" / "judge-v3.jsonl"
+
+    def __call__(self, judge, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine_module, "make_engine", lambda args: ("brightness", judge))
+            return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
+
+    def main(self, *arguments):
+        return self.script.main([str(argument) for argument in (*self.arguments, *arguments)])
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(tiny, tmp_path):
+    """A ConsistencyRank-Bench of five items with three candidates, listed in another order than ranked."""
+    root = tmp_path / "data" / consistency_rank.BENCH
+    ranks, prompts = [], []
+    for index in range(5):
+        folder = root / "images" / f"{index:04d}"
+        folder.mkdir(parents=True)
+        names = ["c0.png", "c1.png", "c2.png"]
+        for seed, name in enumerate(["ref.png", *names]):
+            tiny.picture(100 * index + seed).save(folder / name)
+        ranked = names[index % 3 :] + names[: index % 3]
+        ranks.append({"folder": f"{index:04d}", "ref_image": "ref.png", "comp_images": names, "rank_images": ranked})
+        criteria = {"style": {"a": "Same colours.", "b": ""}, "identity": {"c": "Same shape.", "d": "Same size?"}}
+        prompts.append({"idx": index, "prompt": "p", "criteria": criteria})
+    (root / "consistency_full_rank.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranks))
+    (root / "prompt_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return root
+
+
+@pytest.fixture
+def rank(bench, tmp_path):
+    """``eval_vllm.py`` on ``bench``."""
+    arguments = ["--dataset_dir", bench.parent, "--results_dir", tmp_path / "results"]
+    return BenchCommand(eval_vllm, consistency_rank, bench, tmp_path, arguments)
+
+
+@pytest.fixture(scope="session")
+def examples(tiny):
+    """20 rows of EditReward-Bench with images in memory; rows 3n, 3n+1, 3n+2 have the same edits."""
+    rows = []
+    for index in range(20):
+        seed = 10 * (index // 3)
+        rows.append(
+            {
+                "key": [f"edit{seed}a", f"edit{seed}b"],
+                "instruction": f'make the "left" shape {["red", "blue", "green"][seed // 10 % 3]}',
+                "input_image": tiny.picture(seed),
+                "output_images": [tiny.picture(seed + 1), tiny.picture(seed + 2)],
+                "task_type": TASKS[index % 13],
+                "dimension": EDIT_DIMENSIONS[index % 3],
+            }
+        )
+    return rows
+
+
+def save_jsonl(rows, folder: Path) -> Path:
+    """The rows as JSON lines, with their images as files in the same folder."""
+    (folder / "images").mkdir(parents=True)
+    lines = []
+    for index, row in enumerate(rows):
+        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
+        for file, image in zip(files, [row["input_image"], *row["output_images"]]):
+            image.save(folder / file)
+        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}, ensure_ascii=False))
+    file = folder / "bench.jsonl"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def edit_lines(file, changes):
+    """Change lines of a JSON lines file: {index: function of the row, or text of the line}."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for index, change in changes.items():
+        lines[index] = change if isinstance(change, str) else json.dumps(change(json.loads(lines[index])))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def edits(examples, tmp_path):
+    """``evaluation.py`` on ``examples`` as JSON lines."""
+    data = save_jsonl(examples, tmp_path / "data")
+    arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
+    command = BenchCommand(evaluation, evaluation, data, tmp_path, arguments)
+    command.file = tmp_path / "results" / "judge.jsonl"
+    return command
+
+
+@pytest.fixture(scope="session")
+def answering_judge(tmp_path_factory, tiny):
+    """The quickstart's base judge as a folder, changed so that Yes and No are its most probable tokens.
+
+    Without the change a pair has no score, because neither is among the top 20 tokens. A multiple of the mean last
+    hidden state is added to both rows of the head, which keeps the difference of the two logits.
+    """
+    import torch
+
+    from paco_reward.scorer import JudgeScorer
+
+    judge = JudgeScorer.from_pretrained(TOY_JUDGE)
+    states = []
+    hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
+    judge.score([Pair(tiny.picture(i), tiny.picture(i + 1), editing_questions("make it red")[i % 2]) for i in range(8)])
+    hook.remove()
+    states = torch.cat(states)
+    towards = states.mean(0)
+    head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
+    head.data[[judge.yes_id, judge.no_id]] += towards * 40 / (states @ towards).min()
+    judge.model.lm_head.weight = head
+    judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
+    folder = tmp_path_factory.mktemp("answering") / "judge"
+    judge.model.save_pretrained(folder)
+    judge.processor.save_pretrained(folder)
+    return folder
+
+
+def start_script(script, *arguments, python=sys.executable, folder=RANK_FOLDER):
+    """A command as users type it, started in its folder: ``bash`` for a .sh file, else ``python``."""
+    return subprocess.Popen(
+        ["bash" if str(script).endswith(".sh") else str(python), *map(str, (script, *arguments))],
+        cwd=folder,
+        env={**os.environ, "PYTHON": str(python)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outcome(process, timeout=280):
+    """(exit status, stdout and stderr together) of a command that ends."""
+    try:
+        output = process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+@pytest.fixture(scope="session")
+def fake_judge():
+    """The HTTP judge of the judge package's tests, as a module."""
+    file = HERE.parent / "judge" / "tests" / "fake_judge.py"
+    spec = importlib.util.spec_from_file_location("bench_fake_judge", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

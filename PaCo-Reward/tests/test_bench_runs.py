@@ -1,0 +1,260 @@
+"""What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge, outcome, start_script
+from PIL import Image
+
+from paco_eval.engines import ask_once, make_engine, server_engine
+from paco_eval.errors import BenchError, ItemError
+from paco_eval.results import ResultsFile
+from paco_eval.runner import GIVE_UP_AFTER, Progress, score_items
+from paco_judge.client import Pair
+from paco_judge.verdict import Verdict
+
+COMMANDS = pytest.mark.parametrize("name", ["rank", "edits"])
+IMAGE = Image.new("RGB", (8, 8))
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@COMMANDS
+def test_a_stopped_run_continues(name, request, capsys):
+    command = request.getfixturevalue(name)
+    assert command(BrightnessJudge(stop_after=1)) == 130
+    early, judge, whole = command.rows, BrightnessJudge(), BrightnessJudge()
+    assert 0 < len(early) < 5
+    command.file.write_bytes(command.file.read_bytes() + b'{"model": "some/judge", "index": 1')  # killed while writing
+    assert command(judge) == 0
+    rows = command.rows
+    assert rows[: len(early)] == early
+    assert [row["index"] for row in rows] == list(range(5 if name == "rank" else 20))
+    again = BrightnessJudge()
+    assert command(again) == 0 and again.batches == [] and command.rows == rows
+    command.file.unlink()
+    assert command(whole) == 0 and command.rows == rows
+    assert 0 < sum(judge.batches) < sum(whole.batches)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("rank", {"model": "other/judge"}),
+        ("rank", {"folder": "12"}),
+        ("rank", {"index": 77}),
+        ("edits", {"key": ["x", "y"]}),
+        ("edits", {"dimension": "overall"}),
+        ("edits", None),
+    ],
+)
+def test_results_of_something_else_are_not_mixed(name, change, request, capsys):
+    command = request.getfixturevalue(name)
+    assert command(BrightnessJudge(stop_after=1)) == 130
+    first, *others = command.rows
+    first = {**first, **change} if change else {"model": first["model"]}
+    before = "".join(json.dumps(row) + "\n" for row in [first, *others])
+    command.file.write_text(before)
+    assert command(BrightnessJudge()) == 2
+    assert "line 1" in capsys.readouterr().err and command.file.read_text() == before
+
+
+def test_two_runs_do_not_write_one_file(rank, capsys):
+    assert rank(BrightnessJudge(stop_after=1)) == 130
+    keys = {(row["index"], row["folder"]) for row in rank.rows}
+    with ResultsFile(rank.file, "some/judge", keys, lambda row: (row["index"], row["folder"])):
+        assert rank(BrightnessJudge()) == 2
+    assert str(rank.file) in capsys.readouterr().err
+    assert rank(BrightnessJudge(), "--results_dir", rank.file / "below") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank", pytest.param("edits", marks=pytest.mark.long)])
+def test_a_killed_command_continues(name, answering_judge, request, tmp_path):
+    """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
+    command = request.getfixturevalue(name)
+    script, folder = {
+        "rank": ("eval_vllm.py", RANK_FOLDER),
+        "edits": ("evaluate_vllm_PaCoReward.sh", EDIT_FOLDER),
+    }[name]
+    arguments = [*command.arguments, "--model", answering_judge, "--engine", "transformers", "--batch_size", "1"]
+    file = command.file
+    first = start_script(script, *arguments, folder=folder)
+    deadline = time.monotonic() + 280
+    while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
+        time.sleep(0.002)
+    first.send_signal(signal.SIGKILL)
+    assert outcome(first)[0] == -signal.SIGKILL
+    kept = file.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    count = 5 if name == "rank" else 20
+    assert kept.count(b"\n") < count
+    status, output = outcome(start_script(script, *arguments, folder=folder))
+    assert status == 0 and f"{count}/{count} items" in output, output[-2000:]
+    assert file.read_bytes().startswith(kept) and [row["index"] for row in command.rows] == list(range(count))
+    if name == "rank":
+        table = ["--results_dir", file.parent, "--output_file", tmp_path / "s.txt", "--output_format", "txt"]
+        status, output = outcome(start_script("print_eval_table.py", *table))
+        assert status == 0 and "judge-v3" in output and (tmp_path / "s.txt").read_text() == output
+    else:
+        assert (tmp_path / "summary.txt").read_text() in output
+
+
+# ---------------------------------------------------------------- batches and failing engines
+
+
+def test_items_are_batched_and_keep_their_own_verdicts():
+    """Items of 0 to 3 pairs, some without a score, in batches of any size: each gets the answers to its questions."""
+    sizes = [3, 0, 1, 2, 2, 1, 3, 1]
+
+    def prepare(item):
+        if item in (5, 7):
+            raise ItemError("broken")
+        return [Pair(IMAGE, IMAGE, f"{item}.{i}") for i in range(sizes[item])], lambda values: {"values": values}
+
+    def engine(pairs):
+        asked.append(len(pairs))
+        texts = [pair.question for pair in pairs]
+        return [Verdict(None, "no score") if text == "3.1" else Verdict(float(text) / 10) for text in texts]
+
+    for batch_size in range(1, 9):
+        asked = []
+        found = dict(score_items(range(8), prepare, engine, batch_size))
+        assert sorted(found) == list(range(8))
+        assert str(found[5]) == str(found[7]) == "broken" and str(found[3]) == "no score"
+        for item in (0, 1, 2, 4, 6):
+            assert found[item] == {"values": [float(f"{item}.{i}") / 10 for i in range(sizes[item])]}
+        assert all(size >= batch_size for size in asked[:-1]) and max(asked) < batch_size + 3
+
+
+def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):
+    class Refusing(BrightnessJudge):
+        def __call__(self, pairs):
+            if any(pair.image_b.width == 300 for pair in pairs):
+                raise ValueError("absolute aspect ratio\nmust be smaller")
+            return super().__call__(pairs)
+
+    Image.new("RGB", (300, 1)).save(rank.data / "images" / "0002" / "c1.png")
+    assert rank(Refusing(), "--batch_size", "16") == 1
+    assert "item 0002: the engine failed: ValueError: absolute aspect ratio\n" in capsys.readouterr().err
+    assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
+
+
+def test_an_engine_that_always_fails_ends_the_run():
+    def engine(pairs):
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            return [Verdict(0.5)] * len(pairs)
+        raise RuntimeError("CUDA error: device-side assert\nlong explanation")
+
+    calls, found = 0, []
+    with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
+        found.extend(score_items(range(99), lambda item: ([Pair(IMAGE, IMAGE, "?")], lambda v: {}), engine, 1))
+    assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
+    with pytest.raises(ValueError, match="row"):  # an error in our own code is not an engine failure
+        list(score_items([1], lambda item: ([Pair(IMAGE, IMAGE, "")], lambda v: int("row")), lambda p: [Verdict(1)], 4))
+
+
+def test_ask_once_repeats_only_pairs_without_a_score():
+    asked = []
+
+    def engine(pairs):
+        asked.extend(pair.question for pair in pairs)
+        return [Verdict(None, "busy") if pair.question == "b" else Verdict(0.25) for pair in pairs]
+
+    same, other = IMAGE.copy(), Image.new("RGB", (8, 8), "red")
+    score = ask_once(engine)
+    pairs = [Pair(IMAGE, other, "a"), Pair(same, other, "a"), Pair(other, IMAGE, "a"), Pair(IMAGE, other, "b")]
+    assert [verdict.ok for verdict in score(pairs)] == [True, True, True, False] and asked == ["a", "a", "b"]
+    assert [verdict.ok for verdict in score(pairs)] == [True, True, True, False] and asked == ["a", "a", "b", "b"]
+
+
+# ---------------------------------------------------------------- engines
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ((), "--engine transformers"),
+        (("--server", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
+        (("--server", "nowhere"), "--server"),
+        (("--model", "./none", "--engine", "transformers"), "./none"),
+        (("--adapter", "a"), "--adapter"),
+        (("--adapter", "a", "--server", "http://127.0.0.1:9"), "--adapter"),
+    ],
+)
+def test_unavailable_engines(name, arguments, named, request, capsys, monkeypatch):
+    command = request.getfixturevalue(name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert command.main("--model", "some/judge", *arguments) == 2
+    reported = capsys.readouterr().err
+    assert named in reported and reported.startswith("error: ") and reported.count("\n") == 1
+    assert list(command.file.parent.iterdir()) == []
+
+
+def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
+    from argparse import Namespace
+
+    from paco_reward.scorer import JudgeScorer
+
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
+    for model, judge in ((judge_dir, scorer), (answering_judge, JudgeScorer.from_pretrained(answering_judge))):
+        args = Namespace(engine="transformers", server=None, adapter=None, model=str(model), batch_size=2)
+        name, engine = make_engine(args)
+        found, expected = engine(pairs), judge.score(pairs, top=20)
+        assert name == "transformers" and [verdict.ok for verdict in found] == [verdict.ok for verdict in expected]
+        for verdict, other in zip(found, expected):
+            assert verdict.p_yes == pytest.approx(other.p_yes, abs=1e-5)
+    assert all(verdict.ok for verdict in found)
+
+
+def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys):
+    judge = fake_judge.FakeJudge(models=["PaCo-Reward-7B"])
+    with judge:
+        assert edits.main("--server", judge.url) == 0
+        engine = server_engine(judge.url, "PaCo-Reward-7B", deadline_s=0.5)
+    edits.file = edits.file.with_name("PaCo-Reward-7B.jsonl")
+    rows = edits.rows
+    assert len(rows) == 20 and {row["engine"] for row in rows} == {"server"}
+    assert all(row["scores"] == pytest.approx([0.75, 0.75]) for row in rows)
+    with pytest.raises(BenchError, match=judge.url):
+        engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys):
+    progress = Progress(3, 1)
+    progress.step()
+    progress.step(scored=False)
+    assert "items" not in capsys.readouterr().err
+    progress.step()
+    assert "3/3 items  elapsed 0:00:00  left 0:00:00" in capsys.readouterr().err
+    monkeypatch.setattr("paco_eval.runner.LINE_EVERY_S", 0.0)
+    progress = Progress(8, 4)
+    monkeypatch.setattr(progress, "_started", time.monotonic() - 100)
+    progress.step()
+    assert "5/8 items  elapsed 0:01:40  left 0:05:00" in capsys.readouterr().err
+
+    main, other = os.openpty()
+    with open(other, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = Progress(2, 0)
+        progress.step()
+        progress.write("row 1: broken")
+        progress.step()
+        progress.close()
+        shown = ""
+        while "2/2" not in shown:  # a terminal delivers its text in pieces
+            shown += os.read(main, 65536).decode()
+    os.close(main)
+    assert "row 1: broken" in shown and "100%" in shown
