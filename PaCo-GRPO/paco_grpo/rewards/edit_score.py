@@ -64,9 +64,7 @@ class EditScore:
         from editscore.json_parser import parse_vlm_output_to_dict
 
         self.client, self._parse = JudgeClient(base_url, model, api_key=api_key), parse_vlm_output_to_dict
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = transport.json_headers(api_key)
         self.score_range, self.num_pass, self.temperature, self.seed = score_range, num_pass, temperature, seed
         self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
         context, rules = vie_prompts._context_no_delimit_reasoning_first, vie_prompts._prompts_0shot_two_image_edit_rule

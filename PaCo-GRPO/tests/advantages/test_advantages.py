@@ -310,7 +310,7 @@ def test_what_could_not_be_found_again_is_refused(function):
 @pytest.mark.parametrize(
     ("description", "named"),
     [
-        ("harmonic_mean", "did you mean 'harmonic_mean_aggregate_fn'"),
+        ("harmonic_mean", "Did you mean 'harmonic_mean_aggregate_fn'"),
         ("numpy:no_such_function", "no_such_function"),
         ("no.such.module:mean", "no.such.module:mean"),
         ("/no/such/file.py:worst", "/no/such/file.py:worst"),

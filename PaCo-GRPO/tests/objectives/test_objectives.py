@@ -49,7 +49,7 @@ def record_of(policy, advantages=(1.5, -0.5, 7.0), noise_steps=(0, 2), cps=False
 
 
 def numpy_loss(name, policy, record, train):
-    """Method §6 for each sample in float64, with transitions recomputed from plain velocities."""
+    """docs/method.md §6 for each sample in float64, with transitions recomputed from plain velocities."""
 
     def velocity(parameters, x, sigma, b):
         p = parameters.detach().double().numpy()

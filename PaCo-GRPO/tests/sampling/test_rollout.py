@@ -20,7 +20,7 @@ def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), **kwargs):
 
 
 def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
-    """Method §4 for one sample in float64."""
+    """docs/method.md §4 for one sample in float64."""
     p = policy.transformer.current.detach().double().numpy()
     x = policy.initial_latents([seed], 8, 12)[0].double().numpy()
     sigmas = policy.sigmas(steps, 8, 12).double().numpy()

@@ -47,20 +47,26 @@ def judge_folder(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def judge(judge_folder):
+    from vllm_server.transformers_engine.model import JudgeModel
+
+    return JudgeModel.load(str(judge_folder), max_model_len=1024)
+
+
+@pytest.fixture(scope="session")
 def engine_url(judge_folder):
     """The transformers engine as a process of its own, serving the tiny judge as ``Tiny-Judge``."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm_server.transformers_engine", "--model", str(judge_folder)]
-    command += [
-        "--served-model-name",
-        "Tiny-Judge",
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_server.transformers_engine",
+        "--model",
+        str(judge_folder),
         "--port",
         str(port),
-        "--max-model-len",
-        "1024",
-        "--max-body-mb",
-        "4",
     ]
+    command += ["--served-model-name", "Tiny-Judge", "--max-model-len", "1024", "--max-body-mb", "4"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -1,52 +1,29 @@
-"""What the engine's two threads do beside each other."""
+"""The engine's batches: what overlaps, what is bounded, and what a failure costs."""
 
-import asyncio
 import threading
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from engine_tools import ids, pair_requests, parse, request, run
 from PIL import Image
 
-from paco_judge.images import png_data_url
 from paco_judge.questions import build_messages
+from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine import model as model_module
 from vllm_server.transformers_engine.batching import Batcher, Job
 from vllm_server.transformers_engine.model import JudgeModel
-from vllm_server.transformers_engine.protocol import RequestError, parse_request
 
 
 @pytest.fixture
-def judge(judge_folder):
-    return JudgeModel.load(str(judge_folder), max_model_len=1024)
+def scores(tiny):
+    return [row[2] for row in pair_requests(tiny, 12, max_tokens=1)]
 
 
-def photograph(seed: int) -> Image.Image:
-    """Noise: a PNG of about 300 kB."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (320, 320, 3), dtype=np.uint8))
-
-
-def request(*images: Image.Image, **more):
-    messages = build_messages(*map(png_data_url, images), "same?")
-    return parse_request({"model": "m", "messages": messages, "max_tokens": 1, **more}, ("m",))
-
-
-async def run(judge, jobs, **settings) -> list[list]:
-    batcher = Batcher(judge, **settings)
-    batcher.start(asyncio.get_running_loop())
-    try:
-        for job in jobs:
-            batcher.submit(job)
-        return [await asyncio.wait_for(job.tokens.get(), 120) for job in jobs]
-    finally:
-        await asyncio.to_thread(batcher.stop)
-
-
-async def test_the_next_batch_is_prepared_while_the_model_runs(judge, tiny):
+async def test_the_next_batch_is_prepared_while_the_model_runs(judge, scores):
     forward, prepare = judge.first_token_logprobs, judge.prepare
-    second_prepared = threading.Event()
-    prepared = []
+    second_prepared, prepared = threading.Event(), []
 
     def counting(requests):
         rows = prepare(requests)
@@ -56,81 +33,129 @@ async def test_the_next_batch_is_prepared_while_the_model_runs(judge, tiny):
         return rows
 
     def waiting(batch):
-        assert second_prepared.wait(60), "the forward held up the preparation"
+        assert second_prepared.wait(60), "the forward blocked the preparation"
         return forward(batch)
 
-    jobs = [Job(request(tiny.picture(seed), tiny.picture(seed + 1))) for seed in range(4)]
     with mock.patch.object(judge, "prepare", counting), mock.patch.object(judge, "first_token_logprobs", waiting):
-        answers = await run(judge, jobs, max_batch=2)
-    assert all(len(tokens) == 1 for tokens in answers)
+        answers = await run(judge, scores[:4], max_batch=2)
+    assert all(len(tokens) == 1 for tokens, _ in answers)
 
 
-async def test_no_more_is_prepared_ahead_than_a_batch(judge, tiny):
-    """What is prepared holds image features: a long queue must not fill the memory with them."""
-    forward = judge.first_token_logprobs
-    ahead = []
-    jobs = [Job(request(tiny.picture(seed), tiny.picture(seed + 1))) for seed in range(12)]
-    batcher = Batcher(judge, max_batch=2)
+async def test_few_requests_are_prepared_ahead(judge, scores):
+    """Prepared requests hold image features: a long queue must not fill the memory with them."""
+    forward, prepare, ahead = judge.first_token_logprobs, judge.prepare, []
+    count = {"prepared": 0, "run": 0}
+
+    def counting(requests):
+        count["prepared"] += len(requests)
+        return prepare(requests)
 
     def watching(batch):
-        ahead.append(len(batcher._scores.ready))
+        count["run"] += len(batch)
+        ahead.append(count["prepared"] - count["run"])
         return forward(batch)
 
-    with mock.patch.object(judge, "first_token_logprobs", watching):
-        batcher.start(asyncio.get_running_loop())
-        for job in jobs:
-            batcher.submit(job)
-        for job in jobs:
-            assert len(await asyncio.wait_for(job.tokens.get(), 120)) == 1
-        await asyncio.to_thread(batcher.stop)
-    assert max(ahead) < 4
+    with mock.patch.object(judge, "prepare", counting), mock.patch.object(judge, "first_token_logprobs", watching):
+        await run(judge, scores, max_batch=2)
+    assert max(ahead) <= 6
 
 
-async def test_a_preparation_that_fails_is_an_error_of_its_requests_only(judge, tiny):
-    jobs = [Job(request(tiny.picture(1), tiny.picture(2)))]
-    with mock.patch.object(judge, "prepare", side_effect=RuntimeError("no memory for images")):
-        (error,) = await run(judge, jobs)
-    assert isinstance(error, RuntimeError)
-    (tokens,) = await run(judge, [Job(jobs[0].request)])
-    assert len(tokens) == 1
+async def test_batches_respect_their_limits(judge, scores):
+    forward, sizes = judge.first_token_logprobs, []
+    length = max(map(len, judge.prepare(scores)))
+    watched = mock.patch.object(judge, "first_token_logprobs", lambda batch: sizes.append(len(batch)) or forward(batch))
+    with watched:
+        expected = [ids(answer) for answer in await run(judge, scores)]
+        assert max(sizes) > 3
+        for limits in ({"max_batch": 3}, {"max_batch_tokens": 3 * length}):
+            sizes.clear()
+            assert [ids(answer) for answer in await run(judge, scores, **limits)] == expected
+            assert max(sizes) == 3
+        sizes.clear()
+        await run(judge, scores, max_batch_tokens=1)
+        assert sizes == [1] * len(scores), "a request larger than the limit runs alone"
 
 
-async def test_a_cancelled_request_costs_no_forward(judge, tiny):
-    jobs = [Job(request(tiny.picture(seed), tiny.picture(seed + 1))) for seed in range(2)]
-    jobs[0].cancelled = True
-    rows = []
-    forward = judge.first_token_logprobs
-    batcher = Batcher(judge)
+async def test_scores_run_between_the_tokens_of_long_answers(judge, tiny, scores):
+    decode, forward, calls = judge.decode, judge.first_token_logprobs, []
+    decoding = mock.patch.object(judge, "decode", lambda *given: calls.append("step") or decode(*given))
+    scoring = mock.patch.object(judge, "first_token_logprobs", lambda batch: calls.append("score") or forward(batch))
+    long = pair_requests(tiny, 1, max_tokens=9)[0][2]
+    with decoding, scoring, mock.patch.object(judge, "eos_ids", frozenset()):
+        await run(judge, [long, *scores], max_batch=2)
+    assert calls.count("step") == 8
+    assert "step score" in " ".join(calls) and "score step" in " ".join(calls)
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens"), [("prepare", 1), ("first_token_logprobs", 1), ("prefill", 3), ("decode", 3)]
+)
+async def test_a_failure_is_an_error_of_its_requests_only(judge, tiny, method, tokens):
+    requests = [row[2] for row in pair_requests(tiny, 2, max_tokens=tokens)]
+    good, failed = getattr(judge, method), []
+
+    def failing(*given):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        return good(*given)
+
+    with mock.patch.object(judge, "eos_ids", frozenset()), mock.patch.object(judge, method, failing):
+        batcher = Batcher(judge)
+        batcher.start()
+        for attempt in range(2):
+            jobs = [Job(each) for each in requests]
+            for job in jobs:
+                batcher.submit(job)
+            for job in jobs:
+                if attempt:
+                    assert len([token async for token in job]) == tokens
+                else:
+                    with pytest.raises(ApiError, match="out of memory") as error:
+                        [token async for token in job]
+                    assert error.value.status == 500
+            assert batcher.alive()
+        await batcher.stop()
+    assert not batcher.alive()
+
+
+async def test_a_cancelled_request_costs_no_forward(judge, scores):
+    forward, rows = judge.first_token_logprobs, []
     with mock.patch.object(judge, "first_token_logprobs", lambda batch: rows.append(len(batch)) or forward(batch)):
-        for job in jobs:
-            batcher.submit(job)
-        batcher.start(asyncio.get_running_loop())
-        assert len(await asyncio.wait_for(jobs[1].tokens.get(), 120)) == 1
-        await asyncio.to_thread(batcher.stop)
+        await run(judge, scores[:2], cancelled=[0])
     assert rows == [1]
+
+
+async def test_a_full_queue_refuses(judge, scores):
+    batcher = Batcher(judge, max_waiting=1)
+    batcher.submit(Job(scores[0]))
+    with pytest.raises(ApiError) as refused:
+        batcher.submit(Job(scores[1]))
+    assert refused.value.status == 429 and refused.value.retry_after_s == 1
+
+
+def photograph(seed: int) -> Image.Image:
+    """Noise: a PNG of about 300 kB."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (320, 320, 3), dtype=np.uint8))
 
 
 def test_large_images_are_decoded_on_threads_with_the_same_result(judge_folder, monkeypatch):
     images = [photograph(seed) for seed in range(3)]
     requests = [request(images[0], images[1]), request(images[1], images[2])]
     url = requests[0].images[0]
-    broken = parse_request({"model": "m", "messages": build_messages(url, url[: len(url) // 8 * 4], "same?")}, ("m",))
+    broken = parse(messages=build_messages(url, url[: len(url) // 8 * 4], "same?"))
     names: set[str] = set()
     open_url = model_module._open_url
-
-    def noting(url):
-        names.add(threading.current_thread().name)
-        return open_url(url)
-
-    monkeypatch.setattr(model_module, "_open_url", noting)
+    monkeypatch.setattr(
+        model_module, "_open_url", lambda url: names.add(threading.current_thread().name) or open_url(url)
+    )
     found = []
     for limit in (model_module._INLINE_BYTES, 1 << 40):
         monkeypatch.setattr(model_module, "_INLINE_BYTES", limit)
-        with torch.inference_mode():
-            found.append(JudgeModel.load(str(judge_folder), 1024).prepare([*requests, broken]))
+        found.append(JudgeModel.load(str(judge_folder), 1024).prepare([*requests, broken]))
     threaded, inline = found
     assert any(name.startswith("engine-decode") for name in names) and "MainThread" in names
     for a, b in zip(threaded[:2], inline[:2], strict=True):
         for one, other in zip(a.features, b.features, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert isinstance(threaded[2], RequestError) and isinstance(inline[2], RequestError)
+    assert isinstance(threaded[2], ApiError) and isinstance(inline[2], ApiError)

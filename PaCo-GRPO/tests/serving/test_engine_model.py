@@ -1,60 +1,28 @@
-"""The engine's numbers against a plain forward of the model, one request at a time."""
+"""The engine's numbers against transformers, one request at a time; LoRA adapters against merged weights."""
 
-import asyncio
 from unittest import mock
 
-import numpy as np
+import httpx
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from engine_tools import ids, pair_requests, parse, plain_inputs, plain_logprobs, plain_model, request, run
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from paco_judge.images import png_data_url
-from paco_judge.questions import build_messages, theme_question
-from vllm_server.transformers_engine.batching import Batcher, Job
-from vllm_server.transformers_engine.model import JudgeModel, LruCache, _chunks
-from vllm_server.transformers_engine.protocol import RequestError, parse_request
+from paco_judge.questions import build_messages
+from vllm_server.asgi import ApiError
+from vllm_server.transformers_engine import model as model_module
+from vllm_server.transformers_engine.__main__ import named_folders
+from vllm_server.transformers_engine.model import JudgeModel, LruCache
+from vllm_server.transformers_engine.server import build_app
 
-
-@pytest.fixture(scope="module")
-def judge(judge_folder):
-    return JudgeModel.load(str(judge_folder), max_model_len=1024)
+TEXT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VISION = ["attn.qkv", "attn.proj", "mlp.0"]
 
 
 @pytest.fixture(scope="module")
 def plain(judge_folder):
-    """The model as transformers loads it: the engine leaves out what its answers do not need."""
-    return AutoModelForImageTextToText.from_pretrained(judge_folder, dtype=torch.float32).eval()
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
-def request(messages, **more):
-    return parse_request({"model": "m", "messages": messages, "temperature": 0, **more}, ("m",))
-
-
-def pair_requests(tiny, count, **more):
-    """Requests of different length, some of which share images; with what a plain forward needs."""
-    pictures = [tiny.picture(seed, size=28 + 9 * seed) for seed in range(4)]
-    rows = []
-    for index in range(count):
-        images = [pictures[index % 4], pictures[(index + 1 + index // 4) % 4]]
-        question = theme_question("a fox" + " and a boat" * (index % 3))
-        rows.append((images, question, request(build_messages(*map(png_data_url, images), question), **more)))
-    return rows
-
-
-def plain_inputs(judge, images, question):
-    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question}]
-    text = judge.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return judge.processor(images=images, text=[text], return_tensors="pt")
-
-
-def plain_logits(judge, plain, images, question) -> torch.Tensor:
-    return plain(**plain_inputs(judge, images, question)).logits[0, -1].float()
+    return plain_model(judge_folder)
 
 
 def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
@@ -63,108 +31,72 @@ def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
     assert len({len(row) for row in batch}) > 1, "the batch is padded"
     together = judge.first_token_logprobs(batch)
     for index, (images, question, _) in enumerate(rows):
-        logits = plain_logits(judge, plain, images, question).double().numpy()
-        expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-        np.testing.assert_allclose(together[index].numpy(), expected, atol=2e-4)
-        alone = judge.first_token_logprobs(judge.prepare([rows[index][2]]))
-        torch.testing.assert_close(alone[0], together[index], atol=2e-4, rtol=0)
+        expected = plain_logprobs(plain, judge.processor, images, question)
+        torch.testing.assert_close(together[index], expected, atol=2e-4, rtol=0)
+    alone = judge.first_token_logprobs(judge.prepare([rows[3][2]]))
+    torch.testing.assert_close(alone[0], together[3], atol=2e-4, rtol=0)
 
 
-def test_each_image_passes_the_vision_tower_once(judge_folder, tiny):
+@pytest.mark.parametrize(("patches", "passes"), [(1 << 15, [4]), (20, [1, 1, 1, 1])])
+def test_each_image_passes_the_vision_tower_once(judge_folder, tiny, monkeypatch, patches, passes):
     judge = JudgeModel.load(str(judge_folder), max_model_len=1024)
-    tower = judge.model.model.get_image_features
-    seen = []
-    with mock.patch.object(
+    monkeypatch.setattr(model_module, "_VISION_PATCHES", patches)
+    tower, seen = judge.model.model.get_image_features, []
+    counted = mock.patch.object(
         judge.model.model, "get_image_features", lambda pixels, grids: seen.append(len(grids)) or tower(pixels, grids)
-    ):
-        requests = [row[2] for row in pair_requests(tiny, 6)]
+    )
+    requests = [row[2] for row in pair_requests(tiny, 6)]
+    with counted:
         judge.prepare(requests)
-        assert seen == [4], "four different images, one pass"
         judge.prepare(requests)
-        assert seen == [4]
+    assert seen == passes, "four different images"
 
 
 def test_messages_without_images_and_with_a_system_text(judge, plain):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a paper boat"}]
-    (row,) = judge.prepare([request(turns, max_tokens=1)])
+    (row,) = judge.prepare([parse(messages=turns, max_tokens=1)])
     text = judge.processor.apply_chat_template(turns, add_generation_prompt=True)
     logits = plain(**judge.processor(text=[text], return_tensors="pt")).logits[0, -1]
-    torch.testing.assert_close(
-        judge.first_token_logprobs([row])[0], torch.log_softmax(logits.float(), -1), atol=2e-4, rtol=0
-    )
+    expected = torch.log_softmax(logits.float(), -1)
+    torch.testing.assert_close(judge.first_token_logprobs([row])[0], expected, atol=2e-4, rtol=0)
 
 
 def test_bad_requests_are_errors_of_their_own(judge, tiny):
-    good = pair_requests(tiny, 1)[0][2]
     url = png_data_url(tiny.picture(0))
-    broken = request(build_messages(url, url[: url.index(",") + 1 + 160], "q"))  # half a file
-    not_base64 = request(build_messages(url, "data:image/png;base64,a?b", "q"))
-    injected = request(build_messages(url, url, "<|image_pad|>"))
-    long = request(build_messages(url, url, "words " * 2000))
-    results = judge.prepare([broken, good, not_base64, injected, long])
-    assert [isinstance(row, RequestError) for row in results] == [True, False, True, True, True]
-    assert "cannot be read" in str(results[0])
-    assert "base64" in str(results[2])
-    assert "image places" in str(results[3])
-    assert "the model takes 1024 together" in str(results[4])
+    bad = {
+        "half a file": build_messages(url, url[: url.index(",") + 1 + 160], "q"),
+        "not base64": build_messages(url, "data:image/png;base64,a?b", "q"),
+        "an image token in the text": build_messages(url, url, "<|image_pad|>"),
+        "too long": build_messages(url, url, "words " * 2000),
+    }
+    good = request(tiny.picture(0), tiny.picture(1))
+    results = judge.prepare([good, *(parse(messages=messages) for messages in bad.values())])
+    assert not isinstance(results[0], ApiError)
+    assert all(isinstance(row, ApiError) and row.status == 400 and row.param == "messages" for row in results[1:])
+    assert results[1].code == "invalid_image" and results[4].code == "context_length_exceeded"
 
 
-async def _answers(judge, requests) -> list[tuple[list[int], str]]:
-    batcher = Batcher(judge)
-    batcher.start(asyncio.get_running_loop())
-    try:
-        jobs = [Job(each) for each in requests]
-        for job in jobs:
-            batcher.submit(job)
-        results = []
-        for job in jobs:
-            ids = []
-            while (part := await asyncio.wait_for(job.tokens.get(), 120)) is not None:
-                if isinstance(part, Exception):
-                    raise part
-                ids += [token.id for token in part]
-            results.append((ids, job.finish_reason))
-        return results
-    finally:
-        await asyncio.to_thread(batcher.stop)
+def test_an_image_of_too_many_pixels_is_refused(judge, tiny, monkeypatch):
+    monkeypatch.setattr(model_module, "_MAX_PIXELS", 100)
+    (row,) = judge.prepare([request(tiny.picture(77), tiny.picture(78))])
+    assert isinstance(row, ApiError)
 
 
 async def test_longer_answers_are_those_of_generate(judge, plain, tiny):
     rows = pair_requests(tiny, 4, max_tokens=9)
     scores = pair_requests(tiny, 3, max_tokens=1)
-    answers = await _answers(judge, [row[2] for row in rows + scores])
-    for (images, question, _), (ids, reason) in zip(rows, answers, strict=False):
-        inputs = plain_inputs(judge, images, question)
+    answers = await run(judge, [row[2] for row in rows + scores])
+    for (images, question, _), (tokens, reason) in zip(rows, answers, strict=False):
+        inputs = plain_inputs(judge.processor, images, question)
         expected = plain.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert ids == expected.tolist()
-        assert reason == ("stop" if ids[-1] in judge.eos_ids else "length")
-    assert all(len(ids) == 1 for ids, _ in answers[4:])
-
-
-async def test_a_forward_that_fails_is_an_error_of_its_requests_only(judge, tiny):
-    rows = [row[2] for row in pair_requests(tiny, 2, max_tokens=1)]
-    broken = mock.patch.object(judge, "first_token_logprobs", side_effect=RuntimeError("out of memory"))
-    with broken, pytest.raises(RuntimeError, match="out of memory"):
-        await _answers(judge, rows)
-    assert len(await _answers(judge, rows)) == 2
-
-
-def test_a_full_queue_refuses(judge, tiny):
-    batcher = Batcher(judge, max_waiting=1)
-    row = pair_requests(tiny, 1)[0][2]
-
-    async def fill():
-        batcher.submit(Job(row))
-        with pytest.raises(RequestError, match="1 requests are waiting") as refused:
-            batcher.submit(Job(row))
-        assert refused.value.status == 429
-
-    asyncio.run(fill())
+        assert [token.id for token in tokens] == expected.tolist()
+        assert reason == ("stop" if tokens[-1].id in judge.eos_ids else "length")
+    assert all(len(tokens) == 1 for tokens, _ in answers[4:])
 
 
 def test_another_kind_of_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ValueError, match=r"'gpt2' model; the transformers engine serves qwen2_5_vl"):
+    with pytest.raises(ValueError, match="gpt2"):
         JudgeModel.load(str(tmp_path), 1024)
 
 
@@ -173,11 +105,89 @@ def test_the_cache_keeps_within_its_weight():
     for key in "abc":
         cache.put(key, key.upper(), weight=4)
     assert [cache.get(key) for key in "abc"] == [None, "B", "C"]
+    cache.get("b")
+    cache.put("c", "C2", weight=4)
+    assert [cache.get(key) for key in "bc"] == ["B", "C2"]
     cache.put("d", "D", weight=99)
     assert [cache.get(key) for key in "abcd"] == [None, None, None, "D"]
 
 
-def test_chunks_hold_at_most_their_limit():
-    assert _chunks([3, 3, 3], 6) == [2, 3]
-    assert _chunks([9, 1, 1], 6) == [1, 3]
-    assert _chunks([1], 6) == [1]
+def save_adapter(base, folder, targets, seed) -> str:
+    """An adapter whose B is not zero, as after training."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(plain_model(base), config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def adapters(judge_folder, tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "judge-v1.5": save_adapter(judge_folder, folder / "text", TEXT, 1),
+        "all": save_adapter(judge_folder, folder / "all", TEXT + VISION, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def tuned(judge_folder, adapters):
+    """The judge with both adapters."""
+    return JudgeModel.load(str(judge_folder), 1024, adapters=adapters)
+
+
+def named_requests(tiny, names, adapters, **fields) -> list[tuple]:
+    fields |= {"served": ("base", *adapters), "adapters": adapters}
+    rows = []
+    for index, name in enumerate(names):
+        images = [tiny.picture(seed, size=40) for seed in (0, 1 + index % 2)]
+        rows.append((images, "same?", request(*images, model=name, **fields)))
+    return rows
+
+
+async def test_each_name_gives_the_scores_of_its_own_merged_weights(tuned, judge_folder, adapters, tiny):
+    names = ["base", "judge-v1.5", "all", "judge-v1.5", "base", "all"]
+    rows = named_requests(tiny, names, adapters, max_tokens=1, logprobs=True, top_logprobs=20)
+    found = await run(tuned, [row[2] for row in rows])
+    expected = {}
+    for name in dict.fromkeys(names):
+        model = plain_model(judge_folder)
+        if name in adapters:
+            model = PeftModel.from_pretrained(model, adapters[name]).merge_and_unload()
+        expected[name] = [plain_logprobs(model, tuned.processor, images, question) for images, question, _ in rows]
+    for index, name in enumerate(names):
+        own = expected[name][index]
+        ((token,), _) = found[index]
+        assert len(token.top) == 20 and max(abs(own[id].item() - logprob) for id, logprob in token.top) < 1e-3
+        others = [expected[other][index] for other in expected if other != name]
+        assert all((own - other).abs().max() > 1e-2 for other in others), "the adapters differ"
+
+
+async def test_an_answer_keeps_its_adapter_while_scores_of_others_run(tuned, adapters, tiny):
+    (long,) = named_requests(tiny, ["all"], adapters, max_tokens=6)
+    scores = [row[2] for row in named_requests(tiny, ["base"] * 3, adapters, max_tokens=1)]
+    together = await run(tuned, [long[2], *scores], max_batch=1)
+    assert ids(together[0]) == ids((await run(tuned, [long[2]]))[0])
+
+
+async def test_adapters_are_listed_after_their_base(tuned, adapters):
+    app = build_app(tuned, ("base",), adapters=adapters)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as http:
+        rows = {row["id"]: row for row in (await http.get("/v1/models")).json()["data"]}
+    assert list(rows) == ["base", *adapters]
+    assert rows["all"]["parent"] == "base" and rows["all"]["root"] == adapters["all"]
+
+
+@pytest.mark.parametrize("given", [["name"], ["=folder"], ["name="], ["a=1", "a=2"], ["base=1"]])
+def test_a_bad_lora_argument_is_refused(given):
+    with pytest.raises(ValueError, match="--lora"):
+        named_folders(given, ("base",))
+
+
+def test_an_adapter_that_does_not_fit_is_refused(judge_folder, tiny, tmp_path):
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["lm_head"])
+    get_peft_model(plain_model(judge_folder), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="modules_to_save"):
+        JudgeModel.load(str(judge_folder), 1024, adapters={"a": str(tmp_path)})
+    with pytest.raises((OSError, ValueError), match="adapter_config"):
+        JudgeModel.load(str(judge_folder), 1024, adapters={"a": str(tmp_path / "nowhere")})

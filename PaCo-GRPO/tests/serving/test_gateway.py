@@ -37,8 +37,8 @@ def test_requests_go_to_the_model_they_name(gateway, client, servers):
     ("body", "status", "message", "param"),
     [
         (b'{"model": "solo"}', 404, "model 'solo' is not served here; served: Solo, Adapter, Pair", "model"),
-        (b'{"messages": []}', 400, "model must be a text", "model"),
-        (b'{"model": 7}', 400, "model must be a text", "model"),
+        (b'{"messages": []}', 400, "model must be a string", "model"),
+        (b'{"model": 7}', 400, "model must be a string", "model"),
         (b"[]", 400, "must be a JSON object", None),
         (b"", 400, "not JSON", None),
         (b'{"model": "Solo"', 400, "not JSON", None),

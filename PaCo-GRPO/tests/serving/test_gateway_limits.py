@@ -181,7 +181,7 @@ def test_sigterm_does_not_wait_forever(server):
     wait_for(lambda: server.counts()["in_hand"] == 1)
     assert gateway.stop() == 0
     answer = asking.communicate()[0]
-    assert answer.startswith(b"HTTP/1.1 503") and b"the gateway is ending" in answer and b"retry-after" in answer
+    assert answer.startswith(b"HTTP/1.1 503") and b"shutting down" in answer and b"retry-after" in answer
 
 
 def refuses(port: int) -> bool:

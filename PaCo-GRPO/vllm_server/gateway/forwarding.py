@@ -1,257 +1,254 @@
-"""A chat request passed on to a replica and its answer passed back, as plain ASGI.
+"""Passes a chat request to a replica and its answer back, as a plain ASGI application.
 
-A whole answer is collected before it is sent on, so that a replica that dies in the middle costs nothing but a second
-try elsewhere; an event stream is sent on part by part as it comes. The body is passed on as it was read: it is parsed
-once, for ``model``.
+A whole answer is collected before it is sent, so that a replica that dies in the middle costs only a second try on
+another; an event stream is passed on as it comes. The body is passed on as it was read; it is parsed for ``model``.
 """
 
 import asyncio
 import contextlib
-import logging
 import time
 from dataclasses import dataclass
 
 import aiohttp
 import orjson
 
-from vllm_server.gateway.errors import ApiError
-from vllm_server.gateway.guard import read_body
+from vllm_server.asgi import ApiError, read_body
 from vllm_server.gateway.metrics import UNKNOWN, Metrics
 from vllm_server.gateway.replicas import Replica, Replicas
-from vllm_server.gateway.settings import GatewaySettings
 
-logger = logging.getLogger(__name__)
-
-_PASSED_ON = {b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate"}
-_PASSED_BACK = ("content-type", "retry-after", "x-request-id")
+_REQUEST_HEADERS = {b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate"}
+_ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id")
 _FAILED = (500, 502, 503, 504)
 _TRIES = 2
-_MAX_ANSWER = 64 << 20
-
-
-class ReplicaFailed(Exception):
-    """No answer of use came, through the replica's fault, and nothing was sent on."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer of a replica."""
+    """A replica's whole answer."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
 
-@dataclass
-class Exchange:
-    """One request under way: where its answer goes, and what of it has gone."""
+class ReplicaFailed(Exception):
+    """A replica gave no useful answer, and nothing was sent to the caller. ``answer``: its error, if it gave one."""
 
-    send: object
-    started: float
-    model: str = UNKNOWN
-    status: int = 0  # of the answer that was begun; 0: nothing was sent on
-    answered: bool = False  # its last part is given to the server: a caller who is gone now has it
+    def __init__(self, cause: str, answer: Answer | None = None):
+        super().__init__(cause)
+        self.answer = answer
+
+
+class Exchange:
+    """One request in progress: where its answer goes, and how much of it was sent."""
+
+    def __init__(self, send, metrics: Metrics):
+        self._send, self._metrics = send, metrics
+        self._began = time.perf_counter()
+        self.model = UNKNOWN
+        self.status = 0  # of the answer; 0: nothing was sent
+        self.complete = False  # all of the answer was sent: a caller who leaves now has it
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self._metrics.first_byte.labels(self.model).observe(self.seconds)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def part(self, body: bytes, last: bool = False) -> None:
+        self.complete = last
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def answer(self, answer: Answer) -> None:
+        await self.start(answer.status, [*answer.headers, (b"content-length", str(len(answer.body)).encode())])
+        await self.part(answer.body, last=True)
+
+    async def refuse(self, error: ApiError) -> None:
+        self._metrics.errors.labels(error.kind).inc()
+        if self.status:  # of a stream: its reader gets an event, as from vLLM itself
+            await self.part(b"data: " + orjson.dumps(error.body()) + b"\n\n", last=True)
+        else:
+            self.status = error.status
+            await error(None, None, self._send)
 
 
 class ChatForwarder:
-    """The ASGI application behind /v1/chat/completions."""
+    """The application behind ``/v1/chat/completions``. ``session`` is set before it is called.
 
-    def __init__(
-        self, settings: GatewaySettings, replicas: Replicas, session: aiohttp.ClientSession, metrics: Metrics
-    ):
-        self._settings, self._replicas, self._session, self._metrics = settings, replicas, session, metrics
-        self._limit = settings.concurrent_per_worker
+    Args:
+        max_in_flight: Requests in progress beyond which new ones are refused with 429.
+        timeout_s: Until a body has arrived, until an answer begins, and between its parts.
+    """
+
+    session: aiohttp.ClientSession
+
+    def __init__(self, replicas: Replicas, metrics: Metrics, max_in_flight: int, max_body_bytes: int, timeout_s: float):
+        self._replicas, self._metrics = replicas, metrics
+        self._limit, self._max_body_bytes, self._timeout_s = max_in_flight, max_body_bytes, timeout_s
         self._in_flight = 0
 
     async def __call__(self, scope, receive, send) -> None:
-        exchange = Exchange(send, time.perf_counter())
+        exchange = Exchange(send, self._metrics)
         self._in_flight += 1
-        self._metrics.in_flight(self._in_flight)
+        self._metrics.in_flight.set(self._in_flight)
         try:
             if self._in_flight > self._limit:
-                message = f"{self._limit} requests are in hand already; ask again later"
-                raise ApiError(message, 429, "too_many_requests", code="rate_limit_exceeded", retry_after_s=1)
-            limit, timeout_s = self._settings.max_body_bytes, self._settings.request_timeout_s
-            body = await read_body(scope, receive, limit, timeout_s)
+                raise ApiError(
+                    f"{self._limit} requests are in progress; try again later",
+                    429, code="rate_limit_exceeded", kind="too_many_requests", retry_after_s=1,
+                )  # fmt: skip
+            body = await read_body(scope, receive, self._max_body_bytes, self._timeout_s)
             exchange.model = self._model(body)
-            await self._until_caller_leaves(exchange, receive, self._serve(exchange, scope, body))
+            headers = {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name in _REQUEST_HEADERS
+            }
+            headers.setdefault("content-type", "application/json")
+            await _until_caller_leaves(exchange, receive, self._serve(exchange, headers, body))
         except ApiError as error:
-            await self._refuse(exchange, error)
-        except asyncio.CancelledError:  # the server ends, and the time for requests in hand is over
-            message = "the gateway is ending; ask again when it is back"
-            await self._refuse(exchange, ApiError(message, 503, "shutting_down", retry_after_s=1))
+            await exchange.refuse(error)
+        except asyncio.CancelledError:  # the server is ending, and the time for requests in progress is over
+            message = "the gateway is shutting down; try again when it is back"
+            await exchange.refuse(ApiError(message, 503, kind="shutting_down", retry_after_s=1))
         finally:
             self._in_flight -= 1
-            self._metrics.in_flight(self._in_flight)
-            self._metrics.answered(exchange.model, exchange.status, time.perf_counter() - exchange.started)
-
-    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
-        self._metrics.error(error.kind)
-        if not exchange.status:
-            exchange.status = error.status
-            await error.send(exchange.send)
-        else:  # of a stream: its reader learns it from an event, as from vLLM itself
-            await _send_part(exchange.send, b"data: " + error.body() + b"\n\n", last=True)
+            self._metrics.in_flight.set(self._in_flight)
+            self._metrics.requests.labels(exchange.model, exchange.status).inc()
+            self._metrics.seconds.labels(exchange.model).observe(exchange.seconds)
 
     def _model(self, body: bytes) -> str:
-        """The served model that is asked for. Raises ApiError."""
+        """The served model that a request names. Raises ApiError."""
         try:
             request = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise ApiError(f"the body is not JSON: {error}", 400, "bad_request") from error
+            raise ApiError(f"the body is not JSON: {error}") from error
         if not isinstance(request, dict):
-            raise ApiError("the body must be a JSON object", 400, "bad_request")
-        model = request.get("model")
+            raise ApiError("the body must be a JSON object")
+        model, served = request.get("model"), ", ".join(self._replicas.of_model)
         if not isinstance(model, str):
-            raise ApiError(f"model must be a text, one of {self._served()}", 400, "bad_request", param="model")
+            raise ApiError(f"model must be a string, one of {served}", param="model")
         if model not in self._replicas.of_model:
-            message = f"model {model!r} is not served here; served: {self._served()}"
-            raise ApiError(message, 404, "model_not_found", code="model_not_found", param="model")
+            message = f"model {model!r} is not served here; served: {served}"
+            raise ApiError(message, 404, param="model", code="model_not_found", kind="model_not_found")
         return model
 
-    def _served(self) -> str:
-        return ", ".join(self._replicas.of_model)
-
-    async def _until_caller_leaves(self, exchange: Exchange, receive, serving) -> None:
-        """Run ``serving``; end it when the caller leaves, so that no engine works for nobody."""
-        task = asyncio.current_task()
-        left = False
-
-        def leave(watcher: asyncio.Task) -> None:
-            nonlocal left
-            if not watcher.cancelled() and not exchange.answered:
-                left = True
-                task.cancel()
-
-        watcher = asyncio.create_task(_disconnected(receive))
-        watcher.add_done_callback(leave)
-        try:
-            await serving
-        except asyncio.CancelledError:
-            if not left or task.uncancel() > 0:
-                raise
-            raise ApiError("the caller left", 499, "client_closed") from None
-        finally:
-            exchange.answered = True
-            watcher.cancel()
-
-    async def _serve(self, exchange: Exchange, scope, body: bytes) -> None:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _PASSED_ON
-        }
-        headers.setdefault("content-type", "application/json")
+    async def _serve(self, exchange: Exchange, headers: dict, body: bytes) -> None:
+        """Asks one replica, and after its failure another one."""
+        model, failure = exchange.model, None
         tried: list[Replica] = []
-        failure: Answer | ReplicaFailed | None = None
-        while len(tried) < _TRIES and (replica := self._replicas.pick(exchange.model, tried)):
+        while len(tried) < _TRIES and (replica := self._replicas.pick(model, tried)):
             if tried:
-                self._metrics.retried(exchange.model)
+                self._metrics.retries.labels(model).inc()
             tried.append(replica)
             try:
                 answer = await self._ask(exchange, replica, headers, body)
             except ReplicaFailed as error:
-                self._failed(replica, str(error), "replica_failed")
                 failure = error
+                self._metrics.errors.labels("replica_error" if error.answer else "replica_failed").inc()
+                replica.failed(str(error))
+                if exchange.status:
+                    message = f"the answer broke off: {error}"
+                    raise ApiError(message, 502, code="bad_gateway", kind="broken_stream") from error
                 continue
-            if answer is None:  # streamed
-                return
-            if answer.status not in _FAILED:
-                replica.worked()
-                return await self._give(exchange, answer)
-            self._failed(replica, f"answers {answer.status}", "replica_error")
-            failure = answer
-        if isinstance(failure, Answer):
-            return await self._give(exchange, failure)
-        if failure is not None:
-            message = f"no replica of {exchange.model!r} gave an answer: {failure}"
-            raise ApiError(message, 502, "bad_gateway", code="bad_gateway", retry_after_s=1)
-        message = f"no replica of {exchange.model!r} is up; see /health"
-        raise ApiError(message, 503, "no_replica", code="no_replica", retry_after_s=1)
-
-    def _failed(self, replica: Replica, cause: str, kind: str) -> None:
-        self._metrics.error(kind)
-        replica.failed(cause)
+            replica.succeeded()
+            return await exchange.answer(answer) if answer else await exchange.part(b"", last=True)
+        if failure is None:
+            message = f"no replica of {model!r} is up; see /health"
+            raise ApiError(message, 503, code="no_replica", kind="no_replica", retry_after_s=1)
+        if failure.answer:
+            return await exchange.answer(failure.answer)
+        message = f"no replica of {model!r} gave an answer: {failure}"
+        raise ApiError(message, 502, code="bad_gateway", kind="bad_gateway", retry_after_s=1)
 
     async def _ask(self, exchange: Exchange, replica: Replica, headers: dict, body: bytes) -> Answer | None:
-        """One try: a whole answer; None when it was streamed. Raises ReplicaFailed, and ApiError when time is over."""
-        timeout_s = self._settings.request_timeout_s
+        """One try: the whole answer, or None for an event stream, which was passed on.
+
+        Raises:
+            ReplicaFailed: Through the replica's fault; another one may answer unless a stream has begun.
+            ApiError: When the time is over.
+        """
+        url = f"{replica.url}/v1/chat/completions"
         try:
             async with (
-                replica.serving(timeout_s) as scope,
-                self._session.post(replica.chat_url, data=body, headers=headers) as response,
+                replica.request(self._timeout_s) as scope,
+                self.session.post(url, data=body, headers=headers) as response,
             ):
-                if response.status == 200 and response.content_type == "text/event-stream":
-                    return await self._stream(exchange, replica, response, scope)
-                return await _whole(response)
+                if response.status != 200 or response.content_type != "text/event-stream":
+                    return await _whole(response)
+                part = await response.content.readany()  # until then, a failure costs only a second try
+                if not part:
+                    raise aiohttp.ClientPayloadError("an empty stream")
+                await exchange.start(200, _headers(response))
+                while part:
+                    await exchange.part(part)
+                    scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+                    part = await response.content.readany()
+                return None
         except TimeoutError as error:
             if replica.state == "down":
-                cause = f"{replica.name} hangs"
-            elif isinstance(error, aiohttp.ServerTimeoutError):
-                cause = f"{replica.name} accepts no connection"
-            else:
-                message = f"{replica.name} did not answer within {timeout_s:g} s (VLLM_REQUEST_TIMEOUT)"
-                raise ApiError(message, 504, "timeout", code="timeout") from error
+                raise ReplicaFailed(f"{replica.name} hangs") from error
+            if isinstance(error, aiohttp.ServerTimeoutError):
+                raise ReplicaFailed(f"{replica.name} accepts no connection") from error
+            message = f"{replica.name} did not answer within {self._timeout_s:g} s (VLLM_REQUEST_TIMEOUT)"
+            raise ApiError(message, 504, code="timeout", kind="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
-            cause = f"{replica.name}: {type(error).__name__}: {error}"
-        if exchange.status:
-            self._failed(replica, cause, "replica_failed")
-            raise ApiError(f"the answer broke off: {cause}", 502, "broken_stream", code="bad_gateway")
-        raise ReplicaFailed(cause)
+            raise ReplicaFailed(f"{replica.name}: {type(error).__name__}: {error}") from error
 
-    async def _stream(self, exchange: Exchange, replica: Replica, response, scope: asyncio.Timeout) -> None:
-        loop, timeout_s = asyncio.get_running_loop(), self._settings.request_timeout_s
-        part = await response.content.readany()  # before that, a failure can still be made good elsewhere
-        if not part:
-            raise aiohttp.ClientPayloadError("an empty stream")
-        await self._begin(exchange, 200, _headers(response))
-        while part:
-            await _send_part(exchange.send, part)
-            scope.reschedule(loop.time() + timeout_s)
-            part = await response.content.readany()
-        replica.worked()
-        exchange.answered = True
-        await _send_part(exchange.send, b"", last=True)
 
-    async def _give(self, exchange: Exchange, answer: Answer) -> None:
-        headers = [*answer.headers, (b"content-length", str(len(answer.body)).encode())]
-        await self._begin(exchange, answer.status, headers)
-        exchange.answered = True
-        await _send_part(exchange.send, answer.body, last=True)
+async def _until_caller_leaves(exchange: Exchange, receive, serving) -> None:
+    """Runs ``serving``; ends it when the caller leaves, so that no engine works for nobody."""
 
-    async def _begin(self, exchange: Exchange, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        exchange.status = status
-        self._metrics.first_byte(exchange.model, time.perf_counter() - exchange.started)
-        await exchange.send({"type": "http.response.start", "status": status, "headers": headers})
+    task, left = asyncio.current_task(), False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not exchange.complete:
+            left = True
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not left or task.uncancel() > 0:
+            raise
+        raise ApiError("the caller left", 499, kind="client_closed") from None
+    finally:
+        watcher.cancel()
 
 
 async def _whole(response: aiohttp.ClientResponse) -> Answer:
-    """The whole answer; one that is not what an engine says becomes an error. Raises aiohttp.ClientError."""
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > _MAX_ANSWER:
-            raise aiohttp.ClientPayloadError(f"an answer of more than {_MAX_ANSWER} bytes")
-    body = b"".join(parts)
+    """The whole answer.
+
+    Raises:
+        ReplicaFailed: For a server error, with an answer in OpenAI's format.
+        aiohttp.ClientError: For an answer that no engine gives.
+    """
+    body, headers = await response.read(), _headers(response)
+    is_object = False
     with contextlib.suppress(orjson.JSONDecodeError):
-        if isinstance(orjson.loads(body), dict):
-            return Answer(response.status, _headers(response), body)
-    if response.status < 400:
-        raise aiohttp.ClientPayloadError(f"an answer that is not a JSON object: {body[:80]!r}")
-    message = f"the server answered {response.status}: {body[:200].decode(errors='replace')}"
-    error = ApiError(message, response.status, "replica_error")
-    headers = [(name, value) for name, value in _headers(response) if name != b"content-type"]
-    return Answer(response.status, [*headers, (b"content-type", b"application/json")], error.body())
+        is_object = isinstance(orjson.loads(body), dict)
+    if not is_object:
+        if response.status < 400:
+            raise aiohttp.ClientPayloadError(f"an answer that is not a JSON object: {body[:80]!r}")
+        error = ApiError(
+            f"the server answered {response.status}: {body[:200].decode(errors='replace')}", response.status
+        )
+        body = orjson.dumps(error.body())
+        headers = [(name, value) for name, value in headers if name != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+    answer = Answer(response.status, headers, body)
+    if response.status in _FAILED:
+        raise ReplicaFailed(f"answers {response.status}", answer)
+    return answer
 
 
 def _headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
     given = response.headers
-    return [(name.encode(), given[name].encode("latin-1", "replace")) for name in _PASSED_BACK if name in given]
-
-
-async def _disconnected(receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_part(send, part: bytes, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": part, "more_body": not last})
+    return [(name.encode(), given[name].encode("latin-1", "replace")) for name in _ANSWER_HEADERS if name in given]

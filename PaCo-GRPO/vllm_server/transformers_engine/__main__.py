@@ -5,36 +5,34 @@ import logging
 import os
 import sys
 
-# What GNU OpenMP itself takes where threads outnumber cores. Its threads otherwise spin for milliseconds after each
-# piece of work, on the cores that the HTTP side and the trainer's processes need (measured: benchmarks/README.md).
+# GNU OpenMP's own value where threads outnumber cores. Its threads otherwise spin for milliseconds after each piece of
+# work, on cores that the HTTP side and the trainer's processes need (measured: benchmarks/README.md).
 SPIN_COUNT = "1000"
 
 
 def named_folders(given: list[str], taken: tuple[str, ...]) -> dict[str, str]:
-    """``NAME=FOLDER`` by name. Raises ValueError for another form, a name given twice or one that is taken."""
+    """``NAME=FOLDER`` entries by name. Raises ValueError for another form or a name that is already served."""
     folders: dict[str, str] = {}
     for text in given:
-        name, separator, folder = text.partition("=")
-        if not (separator and name and folder):
+        name, _, folder = text.partition("=")
+        if not (name and folder):
             raise ValueError(f"--lora {text!r} is not of the form NAME=FOLDER")
         if name in folders or name in taken:
-            raise ValueError(f"--lora {text!r}: the name {name!r} is already served; each model needs its own")
+            raise ValueError(f"--lora {text!r}: the name {name!r} is already served")
         folders[name] = folder
     return folders
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Serve a judge from transformers (OpenAI API subset)")
+    parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
     parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL")
-    parser.add_argument("--served-model-name", nargs="+", help="name(s) under which it is asked for")
-    parser.add_argument(
-        "--lora", nargs="+", default=[], metavar="NAME=FOLDER", help="adapters served beside the base, unmerged"
-    )
+    parser.add_argument("--served-model-name", nargs="+", help="name(s) to serve it under")
+    parser.add_argument("--lora", nargs="+", default=[], metavar="NAME=FOLDER", help="adapters, served unmerged")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward")
-    parser.add_argument("--image-cache-mb", type=int, default=512, help="encoded images kept")
+    parser.add_argument("--image-cache-mb", type=int, default=512, help="encoded images to keep")
     parser.add_argument("--max-body-mb", type=int, default=32)
     arguments = parser.parse_args()
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded, hence the imports here
@@ -45,7 +43,7 @@ def main() -> int:
     from vllm_server.transformers_engine.server import build_app
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # One thread fewer than cores would starve the HTTP side and the trainer on small machines.
+    # More threads would starve the HTTP side and the trainer on small machines.
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // 2))
     names = tuple(arguments.served_model_name or [arguments.model])
@@ -68,7 +66,7 @@ def main() -> int:
         host=arguments.host,
         port=arguments.port,
         access_log=False,
-        proxy_headers=False,  # nothing here asks for the caller's address
+        proxy_headers=False,
         timeout_keep_alive=75,  # callers keep their connections between two batches of questions
         timeout_graceful_shutdown=10,
     )

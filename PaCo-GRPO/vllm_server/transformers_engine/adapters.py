@@ -1,4 +1,4 @@
-"""LoRA adapters that stay beside their base: the base and each adapter are models of their own name, loaded once."""
+"""LoRA adapters that stay unmerged: the base and each adapter are served under their own names, loaded once."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,24 +8,27 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def load_adapters(model: torch.nn.Module, folders: Mapping[str, str]) -> dict[str, str]:
-    """Put adapters into a model in place; returns peft's key of each name (a name may hold dots, a key may not).
+    """Adds adapters to a model in place.
 
-    Raises ValueError for one that is no LoRA, trains whole modules or does not fit the model; OSError or ValueError
-    with peft's message where there is none.
+    Returns:
+        peft's key of each name (a name may contain dots, a key may not).
+
+    Raises:
+        ValueError: For an adapter that is not LoRA, trains whole modules, or does not fit the model.
+        OSError: With peft's message, for a folder without an adapter.
     """
     keys = {name: f"adapter_{number}" for number, name in enumerate(folders)}
     wrapped: PeftModel | None = None
     for name, folder in folders.items():
         config = PeftConfig.from_pretrained(folder)
-        if config.peft_type != "LORA" or getattr(config, "modules_to_save", None):
+        whole_modules = getattr(config, "modules_to_save", None)
+        if config.peft_type != "LORA" or whole_modules:
             raise ValueError(
-                f"adapter {name} in {folder} is {config.peft_type} with modules_to_save="
-                f"{getattr(config, 'modules_to_save', None)}; the transformers engine serves plain LoRA. Merge it with "
-                "`paco-reward export` and serve the result"
+                f"adapter {name} in {folder} is {config.peft_type} with modules_to_save={whole_modules}; the "
+                "transformers engine serves plain LoRA. Merge it with `paco-reward export` and serve the result"
             )
         config.inference_mode = True
-        if wrapped is None:
-            wrapped = PeftModel(model, config, keys[name])
+        wrapped = wrapped or PeftModel(model, config, keys[name])
         result = wrapped.load_adapter(folder, keys[name], is_trainable=False)
         wrong = [*result.missing_keys, *result.unexpected_keys]
         if wrong:
@@ -36,21 +39,21 @@ def load_adapters(model: torch.nn.Module, folders: Mapping[str, str]) -> dict[st
 
 
 class Adapters:
-    """Which adapter is active in some modules. Used on one thread; other modules of the model may differ."""
+    """Selects the active adapter of some modules; the rest of the model may use another. For one thread."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], keys: Mapping[str, str]):
         self._layers = [layer for root in modules for layer in root.modules() if isinstance(layer, BaseTunerLayer)]
-        self._keys = dict(keys)
+        self._keys = keys
         self._active: str | None = None
         for layer in self._layers:
             layer.enable_adapters(False)
 
     def __bool__(self) -> bool:
-        """Whether an adapter changes these modules at all."""
+        """Whether any adapter changes these modules."""
         return bool(self._layers)
 
     def use(self, name: str | None) -> None:
-        """Activate the adapter of that name; None: the base alone."""
+        """Activates an adapter; None: the base alone."""
         if name == self._active:
             return
         for layer in self._layers:

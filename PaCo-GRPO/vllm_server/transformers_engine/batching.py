@@ -1,15 +1,17 @@
-"""Two threads serve the requests: one prepares them, one runs the model; what is queued becomes the next batch."""
+"""Batching across requests: whatever waits while one batch runs becomes the next batch."""
 
 import asyncio
+import contextlib
 import logging
-import threading
-from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine.model import JudgeModel, Prepared
-from vllm_server.transformers_engine.protocol import ChatRequest, RequestError
+from vllm_server.transformers_engine.protocol import ChatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -25,34 +27,37 @@ class Token:
 
 @dataclass
 class Job:
-    """A request in the engine. Tokens arrive on ``tokens``: a list each time, then None; or an exception."""
+    """A request in the engine. ``tokens`` receives each token, then None; or an exception."""
 
     request: ChatRequest
     tokens: asyncio.Queue = field(default_factory=asyncio.Queue)
-    prompt_tokens: int = 0
+    prepared: Prepared | None = None
     finish_reason: str = "length"
     cancelled: bool = False
 
-
-@dataclass
-class Lane:
-    """Jobs of one kind: as they came, and prepared for the forward."""
-
-    incoming: deque[Job] = field(default_factory=deque)
-    ready: deque[tuple[Job, Prepared]] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        return len(self.incoming) + len(self.ready)
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """Yields the tokens as they come. Raises ApiError."""
+        while (item := await self.tokens.get()) is not None:
+            if isinstance(item, ApiError):
+                raise item
+            if isinstance(item, Exception):
+                raise ApiError(f"the model's forward failed: {type(item).__name__}: {item}", 500) from item
+            yield item
 
 
 class Batcher:
-    """Collects jobs from one event loop and runs them in batches on threads of its own.
+    """Runs requests in batches on two threads.
 
-    The next batch is prepared (images decoded and passed through the vision tower, prompts tokenised) while the
-    language model runs the one before it. ``max_batch``: requests in one forward, and those that are kept prepared;
-    ``max_batch_tokens``: padded tokens in one forward (default 2048 on a CPU, where more falls out of its caches and
-    is slower a pair; 32768 on a GPU); ``max_waiting``: jobs beyond which new ones are refused with 429. Between the
-    tokens of long answers, waiting one-token questions are answered, so that reasons do not hold up scores.
+    One thread prepares requests (decodes and encodes images, tokenizes prompts), the other runs the language model, so
+    that the next batch is prepared during a forward. Scores (one-token requests) and longer answers are batched
+    separately and share both threads. Each step of a long answer is one call on the model's thread, so that scores run
+    between its tokens. All other state is used on the event loop only.
+
+    Args:
+        max_batch: Requests in one forward; about as many are kept prepared.
+        max_batch_tokens: Padded tokens in one forward. Default: 2048 on a CPU, where larger batches fall out of its
+            caches and run slower per pair; 32768 on a GPU.
+        max_waiting: Waiting requests beyond which new ones are refused with 429.
     """
 
     def __init__(
@@ -61,182 +66,138 @@ class Batcher:
         self._model = model
         self._max_batch, self._max_waiting = max_batch, max_waiting
         self._max_batch_tokens = max_batch_tokens or (2048 if model.device.type == "cpu" else 32768)
-        self._scores, self._answers = Lane(), Lane()
-        self._lock = threading.Lock()
-        self._may_prepare, self._may_run = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads = [
-            threading.Thread(target=self._prepare, name="engine-prepare", daemon=True),
-            threading.Thread(target=self._work, name="engine-forward", daemon=True),
-        ]
+        self._scores, self._answers = asyncio.Queue(), asyncio.Queue()
+        self._tasks: list[asyncio.Task] = []
+        self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="engine-prepare")
+        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="engine-model")
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        for thread in self._threads:
-            thread.start()
+    def start(self) -> None:
+        """Starts serving on the running event loop."""
+        for incoming, run in ((self._scores, self._score), (self._answers, self._generate)):
+            ready = asyncio.Queue(self._max_batch)  # bounded: prepared requests hold image features
+            for work in (self._prepare(incoming, ready), self._run(ready, run)):
+                self._tasks.append(asyncio.create_task(work))
 
-    def stop(self) -> None:
-        """Let the batches under way end, then end the threads."""
-        with self._lock:
-            self._stopping = True
-            self._may_prepare.notify()
-            self._may_run.notify()
-        for thread in self._threads:
-            thread.join()
+    async def stop(self) -> None:
+        """Ends the tasks and, after the calls in flight, the threads."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for thread in (self._prepare_thread, self._model_thread):
+            await asyncio.to_thread(thread.shutdown)
 
     def alive(self) -> bool:
-        return all(thread.is_alive() for thread in self._threads)
+        return not any(task.done() for task in self._tasks)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its tokens arrive on ``job.tokens``. Raises RequestError(429) when the queue is full."""
-        with self._lock:
-            if len(self._scores) + len(self._answers) >= self._max_waiting:
-                raise RequestError(f"{self._max_waiting} requests are waiting already; try again later", status=429)
-            (self._scores if job.request.max_tokens == 1 else self._answers).incoming.append(job)
-            self._may_prepare.notify()
+        """Queues a job. Raises ApiError (429) when too many are waiting."""
+        if self._scores.qsize() + self._answers.qsize() >= self._max_waiting:
+            raise ApiError(f"{self._max_waiting} requests are waiting; try again later", 429, retry_after_s=1)
+        (self._scores if job.request.max_tokens == 1 else self._answers).put_nowait(job)
 
-    # On the preparing thread.
-
-    @torch.inference_mode()
-    def _prepare(self) -> None:
+    async def _prepare(self, incoming: asyncio.Queue[Job], ready: asyncio.Queue[Job]) -> None:
         while True:
-            with self._lock:
-                while not (self._stopping or (lane := self._lane_to_prepare())):
-                    self._may_prepare.wait()
-                if self._stopping:
-                    return
-                jobs = [lane.incoming.popleft() for _ in range(min(len(lane.incoming), self._max_batch))]
+            jobs = [await incoming.get()]
+            while len(jobs) < self._max_batch and not incoming.empty():
+                jobs.append(incoming.get_nowait())
             jobs = [job for job in jobs if not job.cancelled]
-            self._guarded(jobs, lambda jobs, lane=lane: self._prepare_batch(jobs, lane))
+            with _errors_delivered_to(jobs):
+                requests = [job.request for job in jobs]
+                rows = await _on(self._prepare_thread, self._model.prepare, requests)
+                for job, row in zip(jobs, rows, strict=True):
+                    if isinstance(row, ApiError):
+                        job.tokens.put_nowait(row)
+                    else:
+                        job.prepared = row
+                        await ready.put(job)
 
-    def _lane_to_prepare(self) -> Lane | None:
-        """Scores first; no further ahead than a batch, for what is prepared takes memory."""
-        for lane in (self._scores, self._answers):
-            if lane.incoming and len(lane.ready) < self._max_batch:
-                return lane
-        return None
+    async def _run(self, ready: asyncio.Queue[Job], run: Callable[[list[Job]], Awaitable[None]]) -> None:
+        async for batch in self._batches(ready):
+            jobs = [job for job in batch if not job.cancelled]
+            if jobs:
+                with _errors_delivered_to(jobs):
+                    await run(jobs)
 
-    def _prepare_batch(self, jobs: list[Job], lane: Lane) -> None:
-        prepared = list(zip(jobs, self._model.prepare([job.request for job in jobs]), strict=True))
-        refused = [(job, row) for job, row in prepared if isinstance(row, RequestError)]
-        if refused:
-            self._deliver(refused)
-        for job, row in prepared:
-            if not isinstance(row, RequestError):
-                job.prompt_tokens = len(row)
-        with self._lock:
-            lane.ready.extend((job, row) for job, row in prepared if not isinstance(row, RequestError))
-            self._may_run.notify()
+    async def _batches(self, ready: asyncio.Queue[Job]) -> AsyncIterator[list[Job]]:
+        """Yields jobs for one forward each: of one adapter, and as many as fit."""
+        job = None
+        while True:
+            batch, job = [job or await ready.get()], None
+            longest = len(batch[0].prepared)
+            while len(batch) < self._max_batch and not ready.empty():
+                job = ready.get_nowait()
+                longest = max(longest, len(job.prepared))
+                other_adapter = job.prepared.adapter != batch[0].prepared.adapter
+                if other_adapter or longest * (len(batch) + 1) > self._max_batch_tokens:
+                    break  # it begins the next batch
+                batch.append(job)
+                job = None
+            yield batch
 
-    # On the forward thread.
+    async def _score(self, jobs: list[Job]) -> None:
+        for job, token in zip(jobs, await _on(self._model_thread, self._first_tokens, jobs), strict=True):
+            self._deliver(job, token, last=True)
+
+    async def _generate(self, jobs: list[Job]) -> None:
+        longest = self._model.max_model_len
+        left = {i: min(job.request.max_tokens or longest, longest - len(job.prepared)) for i, job in enumerate(jobs)}
+        steps = self._steps(jobs)
+        while left:
+            tokens = await _on(self._model_thread, next, steps)
+            for i in list(left):
+                left[i] -= 1
+                last = left[i] <= 0 or jobs[i].cancelled or tokens[i].id in self._model.eos_ids
+                self._deliver(jobs[i], tokens[i], last)
+                if last:
+                    del left[i]
+
+    def _deliver(self, job: Job, token: Token, last: bool) -> None:
+        job.tokens.put_nowait(token)
+        if last:
+            job.finish_reason = "stop" if token.id in self._model.eos_ids else "length"
+            job.tokens.put_nowait(None)
+
+    # On the model's thread.
 
     @torch.inference_mode()
-    def _work(self) -> None:
+    def _first_tokens(self, jobs: list[Job]) -> list[Token]:
+        return _tokens(jobs, self._model.first_token_logprobs([job.prepared for job in jobs]))
+
+    @torch.inference_mode()
+    def _steps(self, jobs: list[Job]) -> Iterator[list[Token]]:
+        """Yields every job's next token, endlessly."""
+        rows = [job.prepared for job in jobs]
+        positions = torch.tensor([row.prompt.next_position for row in rows], device=self._model.device)
+        logprobs, cache, mask = self._model.prefill(rows)
         while True:
-            with self._lock:
-                while not (self._scores.ready or self._answers.ready or self._stopping):
-                    self._may_run.wait()
-                if self._stopping:
-                    return
-            self._run_scores()
-            jobs, prepared = self._take(self._answers)
-            self._guarded(jobs, lambda jobs, prepared=prepared: self._generate(jobs, prepared))
-
-    def _take(self, lane: Lane) -> tuple[list[Job], list[Prepared]]:
-        """The next rows for one forward: of one adapter, as many as fit."""
-        jobs: list[Job] = []
-        rows: list[Prepared] = []
-        longest = 0
-        with self._lock:
-            while lane.ready and len(rows) < self._max_batch:
-                job, row = lane.ready[0]
-                longest = max(longest, len(row))
-                if rows and (row.adapter != rows[0].adapter or longest * (len(rows) + 1) > self._max_batch_tokens):
-                    break
-                lane.ready.popleft()
-                if not job.cancelled:
-                    jobs.append(job)
-                    rows.append(row)
-            self._may_prepare.notify()
-        return jobs, rows
-
-    def _run_scores(self) -> None:
-        """Answer the one-token questions that are ready, one batch at most, so that answers get their turn."""
-        left = self._max_batch
-        while left > 0 and self._scores.ready and not self._stopping:
-            jobs, prepared = self._take(self._scores)
-            left -= max(1, len(jobs))
-            self._guarded(jobs, lambda jobs, prepared=prepared: self._score(jobs, prepared))
-
-    def _guarded(self, jobs: list[Job], run) -> None:
-        """A batch that goes wrong (out of memory, say) is an error of its requests, not the end of the server."""
-        if not jobs:
-            return
-        try:
-            run(jobs)
-        except Exception as error:
-            logger.exception("a batch of %d requests failed", len(jobs))
-            self._deliver([(job, error) for job in jobs])
-
-    def _score(self, jobs: list[Job], prepared: list[Prepared]) -> None:
-        logprobs = self._model.first_token_logprobs(prepared)
-        tokens = self._tokens(jobs, logprobs, logprobs.argmax(-1).tolist())
-        for job, token in zip(jobs, tokens, strict=True):
-            job.finish_reason = "stop" if token.id in self._model.eos_ids else "length"
-        self._deliver([(job, [token], None) for job, token in zip(jobs, tokens, strict=True)])
-
-    def _generate(self, jobs: list[Job], prepared: list[Prepared]) -> None:
-        model = self._model
-        limits = [
-            min(job.request.max_tokens or model.max_model_len, model.max_model_len - len(row))
-            for job, row in zip(jobs, prepared, strict=True)
-        ]
-        positions = torch.tensor([row.prompt.next_position for row in prepared], device=model.device)
-        logprobs, cache, mask = model.prefill(prepared)
-        open_rows = set(range(len(jobs)))
-        step = 0
-        while True:
-            step += 1
-            chosen = logprobs.argmax(-1)
-            tokens = self._tokens(jobs, logprobs, chosen.tolist())
-            self._deliver(self._step(jobs, tokens, limits, step, open_rows))
-            if not open_rows:
-                return
-            self._run_scores()
+            yield _tokens(jobs, logprobs)
             mask = torch.cat([mask, mask.new_ones((len(jobs), 1))], dim=1)
-            logprobs = model.decode(chosen, positions + (step - 1), cache, mask, prepared[0].adapter)
+            logprobs = self._model.decode(logprobs.argmax(-1), positions, cache, mask, rows[0].adapter)
+            positions = positions + 1
 
-    def _step(self, jobs: list[Job], tokens: list[Token], limits: list[int], step: int, open_rows: set[int]) -> list:
-        """What to deliver after one step; rows that have ended are taken out of ``open_rows``."""
-        deliveries = []
-        for row in sorted(open_rows):
-            job, token = jobs[row], tokens[row]
-            ended = token.id in self._model.eos_ids
-            last = ended or step >= limits[row] or job.cancelled or self._stopping
-            if last:
-                job.finish_reason = "stop" if ended else "length"
-                open_rows.discard(row)
-            deliveries.append((job, [token], None) if last else (job, [token]))
-        return deliveries
 
-    def _tokens(self, jobs: list[Job], logprobs: torch.Tensor, chosen: list[int]) -> list[Token]:
-        most = max(job.request.top_logprobs or 0 for job in jobs)
-        values, ids = (part.tolist() for part in logprobs.topk(max(most, 1), dim=-1))
-        own = logprobs[range(len(jobs)), chosen].tolist()
-        return [
-            Token(
-                chosen[row], own[row], tuple(zip(ids[row], values[row], strict=True))[: job.request.top_logprobs or 0]
-            )
-            for row, job in enumerate(jobs)
-        ]
+def _tokens(jobs: list[Job], logprobs: torch.Tensor) -> list[Token]:
+    """The likeliest token of each row of log-probabilities (B, V), with as many others as its request asks for."""
+    wanted = [job.request.top_logprobs or 0 for job in jobs]
+    chosen = logprobs.argmax(-1)
+    own = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+    values, ids = (part.tolist() for part in logprobs.topk(max(1, *wanted), dim=-1))
+    return [
+        Token(token, own[i], tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True)))
+        for i, token in enumerate(chosen.tolist())
+    ]
 
-    def _deliver(self, deliveries: list[tuple]) -> None:
-        """One wake-up of the event loop for a whole batch."""
 
-        def put():
-            for job, *parts in deliveries:
-                for part in parts:
-                    job.tokens.put_nowait(part)
+async def _on(thread: ThreadPoolExecutor, function: Callable, *arguments):
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
-        self._loop.call_soon_threadsafe(put)
+
+@contextlib.contextmanager
+def _errors_delivered_to(jobs: list[Job]) -> Iterator[None]:
+    """A batch that fails (out of memory, for example) is an error of its requests and not the end of the server."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("a batch of %d requests failed", len(jobs))
+        for job in jobs:
+            job.tokens.put_nowait(error)

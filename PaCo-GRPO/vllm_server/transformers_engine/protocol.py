@@ -1,49 +1,99 @@
-"""What of OpenAI's chat API is understood; everything else is refused with a clear message."""
+"""The part of OpenAI's chat API that the engine understands; it refuses everything else with a clear message."""
 
 import binascii
-import hashlib
 from base64 import b64decode
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
+
+from vllm_server.asgi import ApiError
 
 MAX_TOP_LOGPROBS = 20
 MAX_IMAGES = 16
-_ROLES = ("system", "user", "assistant")
-# Fields that may be present with the one value that changes nothing here (None is always allowed).
-_NEUTRAL = {
-    "n": (1,),
-    "top_p": (1, 1.0),
-    "temperature": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "stop": ([],),
-    "tools": ([],),
-    "logit_bias": ({},),
-}
-_IGNORED = {"user", "seed", "metadata", "store"}  # no effect on a greedy answer
-_READ = {"model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "stream"}
-_READ |= {"stream_options"}
 
 
-class RequestError(Exception):
-    """A request that is refused: HTTP status, message, and the field that is at fault."""
+def _check_data_url(url: str) -> str:
+    if not url.startswith("data:image/") or ";base64," not in url[:64]:
+        raise ValueError("an image must be a data:image/…;base64 URL; the transformers engine fetches nothing")
+    return url
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
 
-    def body(self) -> dict:
-        """OpenAI's error format."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: Annotated[
+        str,
+        BeforeValidator(lambda url: url.get("url") if isinstance(url, dict) else url),
+        AfterValidator(_check_data_url),
+    ]
+
+
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[
+        list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
+        Field(min_length=1),
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+    ]
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+_Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
+
+
+class _ChatBody(BaseModel):
+    """The accepted fields; a null counts as missing. Sampling options accept only the value of a greedy answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Any = None
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: _Length | None = None
+    max_completion_tokens: _Length | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    stream: StrictBool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    n: Annotated[int, Field(ge=1, le=1)] = 1
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=0)] = 0
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
+    stop: Annotated[list, Field(max_length=0)] = []
+    tools: Annotated[list, Field(max_length=0)] = []
+    logit_bias: Annotated[dict, Field(max_length=0)] = {}
+    # Without effect on a greedy answer.
+    user: Any = None
+    seed: Any = None
+    metadata: Any = None
+    store: Any = None
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request as the engine works with it. ``turns``: (role, parts), a part being a text or None for an image."""
+    """A request as the engine works with it."""
 
-    turns: tuple[tuple[str, tuple[str | None, ...]], ...]
+    model: str
+    turns: tuple[tuple[str, tuple[str | None, ...]], ...]  # (role, parts); a part is a text, or None for an image
     images: tuple[str, ...]  # data URLs, in the order of the None parts
     max_tokens: int | None  # None: until the model ends its answer
     top_logprobs: int | None  # None: no log-probabilities
@@ -52,107 +102,54 @@ class ChatRequest:
     adapter: str | None = None  # None: the base
 
 
-def parse_request(body: object, served: tuple[str, ...], adapters: Collection[str] = ()) -> ChatRequest:
-    """Check a decoded JSON body; ``adapters``: those of the served names that are one. Raises RequestError."""
+def parse_request(content: bytes, served: tuple[str, ...], adapters: Collection[str] = ()) -> ChatRequest:
+    """Checks a request's body. ``adapters``: which of the served names are adapters. Raises ApiError."""
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
+        raise ApiError("the body must be a JSON object")
     model = body.get("model")
     if model not in served:
-        raise RequestError(
-            f"model {model!r} is not served here; served: {', '.join(served)}", "model", 404, "model_not_found"
-        )
-    for name, value in body.items():
-        if name in _READ or name in _IGNORED or value is None:
-            continue
-        if name not in _NEUTRAL:
-            raise RequestError(f"{name!r} is not supported by the transformers engine; use vLLM for it", name)
-        if value not in _NEUTRAL[name]:
-            raise RequestError(
-                f"{name}={value!r} is not supported by the transformers engine, only {_NEUTRAL[name][0]!r}: "
-                "answers are greedy",
-                name,
-            )
-    turns, images = _messages(body.get("messages"))
-    max_tokens = _integer(body, "max_completion_tokens", 1, 1 << 20)
-    if max_tokens is None:
-        max_tokens = _integer(body, "max_tokens", 1, 1 << 20)
-    wants = _boolean(body, "logprobs")
-    top = _integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top and not wants:
-        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError("stream_options must be an object", "stream_options")
+        message = f"model {model!r} is not served here; served: {', '.join(served)}"
+        raise ApiError(message, 404, param="model", code="model_not_found")
+    try:
+        parsed = _ChatBody.model_validate({name: value for name, value in body.items() if value is not None})
+    except ValidationError as invalid:
+        raise _refusal(invalid) from invalid
+    if parsed.top_logprobs and not parsed.logprobs:
+        raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    parts = [part for message in parsed.messages for part in message.content]
+    images = tuple(part.image_url for part in parts if isinstance(part, _ImagePart))
+    if len(images) > MAX_IMAGES:
+        raise ApiError(f"{len(images)} images in one request; at most {MAX_IMAGES}", param="messages")
+    turns = [
+        (message.role, tuple(part.text if isinstance(part, _TextPart) else None for part in message.content))
+        for message in parsed.messages
+    ]
     return ChatRequest(
-        turns=turns,
+        model=model,
+        turns=tuple(turns),
         images=images,
-        max_tokens=max_tokens,
-        top_logprobs=(top or 0) if wants else None,
-        stream=_boolean(body, "stream"),
-        include_usage=bool(options.get("include_usage")),
+        max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+        top_logprobs=parsed.top_logprobs if parsed.logprobs else None,
+        stream=parsed.stream,
+        include_usage=parsed.stream_options.include_usage,
         adapter=model if model in adapters else None,
     )
 
 
-def image_key(url: str) -> bytes:
-    """Hash of a data URL: equal urls are one image."""
-    return hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=20).digest()
+def _refusal(invalid: ValidationError) -> ApiError:
+    first = invalid.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    message = f"{where}: {first['msg']}, got {str(first['input'])[:80]!r}; the transformers engine answers greedily"
+    return ApiError(f"{message}, use vLLM for other requests", param=str(first["loc"][0]))
 
 
 def image_bytes(url: str) -> bytes:
-    """The file inside a ``data:image/…;base64,`` URL. Raises RequestError."""
+    """Decodes the file inside a ``data:image/…;base64,`` URL. Raises ApiError."""
     try:
         return b64decode(url[url.index(",") + 1 :], validate=True)
     except (ValueError, binascii.Error) as error:
-        raise RequestError(f"an image is not valid base64: {error}", "messages") from error
-
-
-def _messages(messages: object) -> tuple[tuple, tuple[str, ...]]:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message", "messages")
-    images: list[str] = []
-    turns = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise RequestError(f"messages[{index}] needs a role, one of {', '.join(_ROLES)}", "messages")
-        content = message.get("content")
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if not isinstance(content, list) or not content:
-            raise RequestError(f"messages[{index}].content must be a text or a list of parts", "messages")
-        turns.append((message["role"], tuple(_part(part, index, images) for part in content)))
-    if len(images) > MAX_IMAGES:
-        raise RequestError(f"{len(images)} images in one request; at most {MAX_IMAGES}", "messages")
-    return tuple(turns), tuple(images)
-
-
-def _part(part: object, index: int, images: list[str]) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind == "image_url":
-        url = part.get("image_url")
-        url = url.get("url") if isinstance(url, dict) else url
-        if not isinstance(url, str) or not url.startswith("data:image/") or ";base64," not in url[:64]:
-            raise RequestError(
-                f"messages[{index}] has an image that is not a data:image/…;base64 URL; the transformers engine "
-                "fetches nothing",
-                "messages",
-            )
-        images.append(url)
-        return None
-    raise RequestError(f"messages[{index}] has a part that is neither text nor image_url: {str(part)[:80]}", "messages")
-
-
-def _integer(body: dict, name: str, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
-        raise RequestError(f"{name} must be a whole number from {low} to {high}, got {value!r}", name)
-    return value
-
-
-def _boolean(body: dict, name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r}", name)
-    return bool(value)
+        raise ApiError(f"an image is not valid base64: {error}", param="messages") from error

@@ -39,7 +39,9 @@ def _download(url: str) -> bytes:
             for chunk in response.iter_bytes():
                 content += chunk
                 if len(content) > LARGEST_DOWNLOAD:
-                    raise PacoRewardError(f"image {url} is larger than {LARGEST_DOWNLOAD >> 20} MiB; download it yourself")
+                    raise PacoRewardError(
+                        f"image {url} is larger than {LARGEST_DOWNLOAD >> 20} MiB; download it yourself"
+                    )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PacoRewardError(f"image {url} cannot be fetched: {error}") from error
     return bytes(content)

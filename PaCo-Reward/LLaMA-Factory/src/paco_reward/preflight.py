@@ -58,7 +58,9 @@ def check_packages(config: dict[str, Any]) -> None:
     """
     report_to = config.get("report_to") or []
     trackers = [report_to] if isinstance(report_to, str) else list(report_to)
-    needed = [(f"report_to: {name}", name) for name in trackers if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    needed = [
+        (f"report_to: {name}", name) for name in trackers if name in ("wandb", "tensorboard", "mlflow", "trackio")
+    ]
     needed += [("use_swanlab", "swanlab")] if config.get("use_swanlab") else []
     needed += [("quantization_bit", "bitsandbytes")] if config.get("quantization_bit") in (4, 8) else []
     needed += [("deepspeed", "deepspeed")] if config.get("deepspeed") else []
@@ -116,10 +118,7 @@ def _check_hub(name: str, what: str, *needed: tuple[str, ...]) -> str:
 
     local = f"or download it where the hub is reachable and name the folder: /path/to/{name.split('/')[-1]}"
     try:
-        if all(
-            any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
-            for files in needed
-        ):
+        if all(any(isinstance(try_to_load_from_cache(name, file), str) for file in files) for files in needed):
             return f"{name} (local cache)"
         get_hf_file_metadata(hf_hub_url(name, needed[0][0]), timeout=10)
     except GatedRepoError as error:
