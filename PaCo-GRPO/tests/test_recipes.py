@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from paco_grpo.training.configuration import apply_overrides, load_config, option_names, parse_command_line
 from PIL import Image
 from toy_policy import ToyPolicy
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.advantages.aggregation import get_aggregate_fn
+from paco_grpo.evaluation.evaluate import draw
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.policies import POLICIES, load_policy
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.configuration import apply_overrides, load_config, option_names, parse_command_line
-from paco_grpo.training.evaluation import draw
+from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 
 HERE = Path(__file__).resolve().parents[1]
@@ -57,7 +57,9 @@ def test_objective(recipes, monkeypatch):
     record = rollout(policy, policy.encode([Item(i, str(i)) for i in range(3)]), range(3), [1, 2, 3], 8, 12, num_steps=4,
                      noise_steps=(0, 2), noise_level=0.8)  # fmt: skip
     weights = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
-    record = dataclasses.replace(record, advantages=torch.tensor([1.0, -0.5, 9.0], dtype=torch.float64), weights=weights)
+    record = dataclasses.replace(
+        record, advantages=torch.tensor([1.0, -0.5, 9.0], dtype=torch.float64), weights=weights
+    )
     loss, metrics = get_objective("reinforce")(record, policy, SimpleNamespace())
     expected = -(record.advantages * record.log_prob.double().mean(1) * weights).sum()
     assert loss.item() == pytest.approx(float(expected), rel=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paco_grpo.training.configuration import load_config
 
 import compare_engines
 import effects
@@ -22,7 +23,6 @@ from measuring import machine
 from measuring.options import names
 from measuring.repeats import ratios, summary
 from measuring.turns import comparisons
-from paco_grpo.training.configuration import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--preset", "tiny", "--k", "2", "--m", "1", "--steps", "2", "--batch", "2", "--train-batch", "2"]
