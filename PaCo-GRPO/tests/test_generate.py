@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
 
-from paco_grpo.policies.adapters import add_lora, save_peft
+from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
 
 ROOT = Path(__file__).resolve().parents[1]
