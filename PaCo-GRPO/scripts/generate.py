@@ -91,8 +91,8 @@ def check_images(items: list, model: str) -> None:
     Raises:
         ConfigError: It is otherwise.
     """
-    from paco_grpo.policies import policy_class
     from paco_grpo.options import ConfigError
+    from paco_grpo.policies import policy_class
 
     edits = policy_class(model).edits_images
     wrong = [item for item in items if (item.image is None) == edits]

@@ -264,7 +264,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpus-per-judge", type=int, default=1, help="GPUs of one copy of the judge (tensor parallel)")
     images = found.add_argument_group("an epoch")
     images.add_argument("--images", type=int, help="m·k (default: of --run or --epoch, else 42·16 = 672)")
-    images.add_argument("--batch-size", type=int, help="images per GPU and sampling batch (default: of --run or --epoch, else 1)")
+    images.add_argument(
+        "--batch-size", type=int, help="images per GPU and sampling batch (default: of --run or --epoch, else 1)"
+    )
     images.add_argument("--layout", default="2x2", help="of the grids: 2x2 has 6 pairs, 2x3 has 15")
     images.add_argument("--pairs", type=int, help="pairs per image, instead of --layout; 0: no judge; editing: 2")
     speed = found.add_argument_group("how fast one GPU is")
@@ -280,7 +282,9 @@ def parser() -> argparse.ArgumentParser:
     speed.add_argument("--judge-target", help="which of its servers, where it has several")
     speed.add_argument("--judge-gpus", type=int, default=1, help="GPUs that server had (default 1)")
     speed.add_argument("--judge-pairs-per-second", type=float, help="of one GPU, instead of --judge-load")
-    found.add_argument("--check", action="store_true", help="predict --run (or --epoch) itself and compare with what it measured")
+    found.add_argument(
+        "--check", action="store_true", help="predict --run (or --epoch) itself and compare with what it measured"
+    )
     found.add_argument("--json", action="store_true", help="print JSON")
     return found
 

@@ -55,10 +55,10 @@ def gapped(folder: str, without: str = ""):
 def watch(trainer, folder: Path) -> None:
     """Write down how much of the transformer this process holds, and the advantages of every epoch."""
     updater, rank = trainer.run.updater, trainer.accelerator.process_index
-    named = list(trainer.policy.transformer.named_parameters())
+    named = list(trainer.state.policy.transformer.named_parameters())
     base = [p for name, p in named if "lora_" not in name]
     seen = {
-        "engine": trainer.run.engine.name,
+        "engine": trainer.run.state.strategy.name,
         "base": sum(p.numel() for p in base),
         "base_here": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base),
         "divided": sorted({isinstance(p, DTensor) for p in base}),
@@ -69,10 +69,10 @@ def watch(trainer, folder: Path) -> None:
     }
     original = updater.run
 
-    def run(rollouts, positions, advantages, kept, epoch):
+    def run(rollouts, item_ids, advantages, kept, epoch):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
-        result = original(rollouts, positions, advantages, kept, epoch)
-        optimizer = getattr(updater.optimizer, "optimizer", updater.optimizer)  # DeepSpeed's holds another
+        result = original(rollouts, item_ids, advantages, kept, epoch)
+        optimizer = getattr(updater.state.optimizer, "optimizer", updater.state.optimizer)  # DeepSpeed's holds another
         moments = [entry["exp_avg"] for entry in optimizer.state.values()]
         seen["optimizer_here"] = sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in moments)
         (folder / f"seen_{rank}.json").write_text(json.dumps(seen))

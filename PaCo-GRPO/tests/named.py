@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paco_grpo.training.configuration import apply_overrides, load_config
+from paco_grpo.options import load_options
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 NAMES = (
@@ -12,11 +12,6 @@ NAMES = (
 )  # fmt: skip
 
 
-def load(name="toy_t2is"):
-    return load_config(f"{CONFIG / 'grpo.py'}:{name}", CONFIG / "base.py")
-
-
-def override(*pairs, name="toy_t2is"):
-    config = load(name)
-    apply_overrides(config, pairs)
-    return config
+def load(name="toy_t2is", *overrides):
+    """The options of a named configuration; ``overrides`` are pairs of name and text."""
+    return load_options(f"{CONFIG / 'grpo.py'}:{name}", overrides)

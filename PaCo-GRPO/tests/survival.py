@@ -21,12 +21,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from tiny_run import brightness, overrides_for, tiny_config
+from tiny_run import brightness, overrides_for, tiny_options
 
 import paco_grpo.policies.flux  # imported in the server, not in each run
-from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.journal import JournaledReward
-from paco_grpo.training.setup import build_run
+from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.rewards.queue import JournaledReward
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 from paco_grpo.training.update import Updater
 
@@ -67,9 +67,11 @@ def fill_disk(*_) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def spoil(updater, record, *_) -> None:
-    """The old log-probabilities of a micro-batch are lost."""
-    record.log_prob.fill_(float("nan"))
+def spoil(updater, rollouts, *_) -> None:
+    """The old log-probabilities are lost."""
+    for part in rollouts.parts:
+        for step in part.noise_steps:
+            step.log_prob.fill_(float("nan"))
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ def _main(
         before()
     try:
         with done(harm) if harm and harm.rank == rank else contextlib.nullcontext():
-            trainer = Trainer(build_run(tiny_config(flux, folder, **changes)))
+            trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             if watch:
                 watch(trainer, folder)
-            trainer.train()
+            trainer.fit()
     except TrainingStopped as stopped:
         (folder / f"said_{rank}").write_text(str(stopped))
         sys.exit(STOPPED)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_policies import EDITORS, NAMES, disturb, load, picture
+from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
 
 from paco_grpo.policies.adapters import add_lora, save_peft
-from paco_grpo.training.evaluation import draw
 from paco_grpo.types import Item
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,13 +77,17 @@ def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
     image, prompt = ["--image", tmp_path / "a.png"], ["--prompt", "x"]
     for name, more, said in (
         ("flux_kontext", prompt, "edits images: give --image FILE (prompt 'x' has none)"),
-        ("flux", [*prompt, *image], "draws from text alone: leave out --image"),
+        ("flux", [*prompt, *image], "generates from text alone: leave out --image"),
         ("flux_kontext", [*prompt * 3, *image * 2], "--image is given 2 times for 3 prompts"),
         ("flux_kontext", [*prompt, "--image", tmp_path / "b.png"], "b.png"),
-        ("flux", [], "nothing to draw"),
+        ("flux", [], "nothing to generate"),
         ("flux", [*prompt, "--seeds", "0,a"], "--seeds 0,a is not a list such as 0,1,2"),
         ("flux", ["--prompts-file", tmp_path / "none.txt"], "none.txt does not exist"),
-        ("flux", ["--prompts-file", tmp_path / "broken.jsonl"], "broken.jsonl:1: field 'prompt' must be a text, got None"),
+        (
+            "flux",
+            ["--prompts-file", tmp_path / "broken.jsonl"],
+            "broken.jsonl:1: field 'prompt' must be a text, got None",
+        ),
     ):
         model = tiny_folder(name)  # built at its first use, with progress on stderr
         capsys.readouterr()

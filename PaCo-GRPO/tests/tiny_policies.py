@@ -17,6 +17,7 @@ from tiny_qwen_edit import build_tiny_qwen_edit
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.adapters import trainable_parameters
+from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 
 EDITORS = ("flux_kontext", "qwen_image_edit")
@@ -45,7 +46,7 @@ def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
 
 
 def items(name: str, *prompts: str, size: tuple[int, int] = (32, 32), reference: tuple[int, int] | None = None):
-    """An item for each prompt, to be drawn at ``size``; for an editor with a picture of size ``reference``."""
+    """An item for each prompt, sampled at ``size``; for an editor with a picture of size ``reference``."""
     return [
         Item(i, prompt, *size, image=picture(i, *(reference or size)) if name in EDITORS else None)
         for i, prompt in enumerate(prompts)
@@ -58,6 +59,17 @@ def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
     with torch.no_grad():
         for parameter in trainable_parameters(policy):
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def draw(
+    policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
+) -> list[Image.Image]:
+    """Images of the items, each from its seed, by deterministic sampling."""
+    sized = [Item(item.item_id, item.prompt, height, width, image=item.image) for item in of]
+    ids = [item.item_id for item in of]
+    latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, num_steps=num_steps).clean_latents
+    with torch.no_grad():
+        return policy.decode(latents, height, width)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A whole run on tiny random weights in a second or two: configuration, prompt set, rewards."""
+"""A whole run on tiny random weights in a second or two: options, prompt set, rewards."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import time
 from pathlib import Path
 
 import numpy as np
-from ml_collections import ConfigDict
 from tiny_policies import picture
 
-from paco_grpo.training.configuration import apply_overrides, load_config
-from paco_grpo.training.setup import build_run
+from paco_grpo.options import RunOptions, load_options
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ROOT / "config" / "base.py"
 
-# Everything that a test counts on is said here: toy_t2is itself is tuned for the quickstart.
+# Everything that tests rely on is set here, because toy_t2is itself is tuned for the quickstart.
 TINY = {
     "max_train_minutes": "None",
     "item_size": "aspect",
@@ -83,7 +81,7 @@ def write_edits(folder: Path, train: int = 4, test: int = 3) -> Path:
     return folder
 
 
-# What the toy editors do otherwise than toy_t2is, so that tests run the same on all three.
+# Undoes the differences between the toy editors and toy_t2is, so that tests run the same on all three.
 LIKE_T2IS = {
     "train.loss_type": "ppo", "train.timesteps": "None", "train.adv_clip_max": "5.0", "sample.noise_level": "0.7",
     "sample.same_latent": "True",
@@ -100,30 +98,27 @@ def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str
     return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
 
 
-def tiny_config(flux: Path, folder: Path, **changes: str) -> ConfigDict:
+def tiny_options(flux: Path, folder: Path, **changes: str) -> RunOptions:
     """toy_t2is, made tiny."""
-    config = load_config(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", BASE)
-    apply_overrides(config, overrides_for(flux, folder, **changes).items())
-    return config
+    return load_options(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", overrides_for(flux, folder, **changes).items())
 
 
-def tiny_edit_config(name: str, model: Path, folder: Path, **changes: str) -> ConfigDict:
+def tiny_edit_options(name: str, model: Path, folder: Path, **changes: str) -> RunOptions:
     """toy_kontext or toy_qwen_edit, made tiny."""
-    config = load_config(f"{ROOT / 'config' / 'grpo.py'}:{name}", BASE)
-    apply_overrides(config, overrides_for(model, folder, write_edits, **changes).items())
-    return config
+    overrides = overrides_for(model, folder, write_edits, **changes)
+    return load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", overrides.items())
 
 
-def train(config: ConfigDict) -> Trainer:
+def train(options: RunOptions) -> Trainer:
     """Run to the end."""
-    trainer = Trainer(build_run(config))
-    trainer.train()
+    trainer = Trainer(build_run(options))
+    trainer.fit()
     return trainer
 
 
-def rows_of(config: ConfigDict, phase: str | None = None) -> list[dict]:
+def rows_of(options: RunOptions, phase: str | None = None) -> list[dict]:
     """Rows of metrics.jsonl."""
-    path = Path(config.save_dir) / config.run_name / "metrics.jsonl"
+    path = Path(options.save_dir) / options.run_name / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if phase in (None, row["phase"])]
 
@@ -163,7 +158,7 @@ def missing(share_of_images: float = 0.5):
 
 
 def slow(seconds_per_image: float = 0.5):
-    """brightness, as a judge of a known rate would give it."""
+    """brightness at the rate of a slow judge."""
     score = brightness()
 
     def wait_then_score(images, items):
@@ -174,7 +169,7 @@ def slow(seconds_per_image: float = 0.5):
 
 
 def raising():
-    """Fails as a reward whose server is gone does."""
+    """Fails like a reward whose server is gone."""
 
     def score(images, items):
         raise ConnectionError("the judge is gone")
@@ -182,7 +177,7 @@ def raising():
     return score
 
 
-def signalling(at_call: int = 1, number: int = signal.SIGTERM):
+def signaling(at_call: int = 1, number: int = signal.SIGTERM):
     """brightness, but the process gets a signal at the ``at_call``-th call."""
     score, calls = brightness(), []
 
@@ -196,6 +191,6 @@ def signalling(at_call: int = 1, number: int = signal.SIGTERM):
 
 
 def reversed_aggregate(**grouped_rewards):
-    """An aggregation of a user: the first reward, turned round."""
+    """A user's aggregation: the first reward, negated."""
     first = next(iter(grouped_rewards.values()))
     return {key: -values for key, values in first.items()}

@@ -27,7 +27,7 @@ class _Velocity(nn.Module):
 
 
 class ToyPolicy(Policy):
-    """``parameters`` in use: current, ``base`` inside ``reference()``, ``old_parameters`` inside ``old()``."""
+    """``parameters`` in use: current, ``base`` inside ``reference()``, ``old_parameters`` inside ``snapshot("old")``."""
 
     size_multiple = 4
     device = torch.device("cpu")
@@ -77,7 +77,7 @@ class ToyPolicy(Policy):
     def reference(self):
         return self._using(self.base)
 
-    def old(self):
+    def snapshot(self, name):
         return self._using(self.old_parameters)
 
     def _normal(self, seed):

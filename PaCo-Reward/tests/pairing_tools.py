@@ -1,5 +1,6 @@
-"""A small generated set of grids, a server that ranks colours, and ways to look at what build-dataset wrote."""
+"""A small generated set of grids, a model that judges by color, and helpers to run build-dataset and read its output."""
 
+import argparse
 import base64
 import hashlib
 import importlib.util
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paco_reward import preflight
-from paco_reward.pairing.options import Options
+from paco_reward.datasets import Example, load_examples
+from paco_reward.pairing.options import add_options
+from paco_reward.preflight import check_images
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
 
 HERE = Path(__file__).parent
@@ -40,40 +42,46 @@ def of_colour(character: int, colour: str) -> int:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> Path:
-    """grids/<idx>_<generation>.png and metadata.jsonl; each generation of a prompt has a colour of its own."""
+    """grids/<idx>_<generation>.png and metadata.jsonl; each generation of a prompt has its own color."""
     folder = tmp_path_factory.mktemp("grids")
     (folder / "grids").mkdir()
     lines = []
     for number in range(PROMPTS):
         views = [VIEWS[v] for v in np.random.default_rng(number).permutation(len(VIEWS))[:4]]
-        first = 13 * number % 35  # filled ones: their colour is plain to see
+        first = 13 * number % 35  # filled ones, whose color is clear
         for generation in range(GENERATIONS):
             character = of_colour(first, list(COLOURS)[(generation + number) % len(COLOURS)])
             image = grid([character] * 4, views, 100 * number + generation)
             image.save(folder / "grids" / f"p{number}_{generation}.png")
         lines.append({"idx": f"p{number}", "prompt": grid_prompt(CHARACTERS[first], views)})
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metadata.jsonl", lines)
     return folder
 
 
-def options(world: Path, output: Path, **more) -> Options:
-    return Options(
-        **{
-            "output": output,
-            "grids": world / "grids",
-            "metadata": world / "metadata.jsonl",
-            "test_share": 0.25,
-            "sets_per_prompt": SETS,
-        }
-        | more
-    )
+def options(world: Path | None, output: Path, **more: object) -> argparse.Namespace:
+    """Options of build-dataset by name, on the world's grids; None and False leave one out."""
+    given = {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
+    given |= {"output": output, "test_share": 0.25, "sets_per_prompt": SETS} | more
+    arguments = []
+    for name, value in given.items():
+        if value is not None and value is not False:
+            arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(arguments)
 
 
-# --- a vision-language model of a few lines, over HTTP ---
+def write_lines(file: Path, lines: list) -> Path:
+    file.write_text("".join((x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) + "\n" for x in lines))
+    return file
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def colour_of(url: str) -> np.ndarray:
-    """Mean colour of what is not white, (3,) in [0, 1]."""
+    """Mean color of all pixels that are not white, (3,) in [0, 1]."""
     image = Image.open(io.BytesIO(base64.b64decode(url.split(",", 1)[1]))).convert("RGB")
     pixels = np.asarray(image, dtype=float).reshape(-1, 3) / 255
     shown = pixels[pixels.min(axis=1) < 0.7]
@@ -85,7 +93,7 @@ def completion(text: str) -> dict:
 
 
 def colour_model(number: int, request: dict):
-    """Judges by colour alone: scores, orders and reasons."""
+    """Scores, orders and reasons by color alone."""
     content = request["messages"][0]["content"]
     colours = [colour_of(part["image_url"]["url"]) for part in content if part["type"] == "image_url"]
     text = content[-1]["text"]
@@ -99,16 +107,12 @@ def colour_model(number: int, request: dict):
     return 200, completion(f"**{word}**, the two shapes have {'one colour' if same else 'colours that differ'}."), {}
 
 
-def prompt_lines(world: Path) -> list[dict]:
-    return [json.loads(line) for line in (world / "metadata.jsonl").read_text().splitlines()]
-
-
 def rows(output: Path, name: str) -> list[dict]:
     return json.loads((output / f"{name}.json").read_text())
 
 
 def all_bytes(output: Path) -> dict[str, str]:
-    """Hash of every file but those under work/, by name."""
+    """Hash of every file outside work/, by name."""
     return {
         str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(output.rglob("*"))
@@ -116,19 +120,17 @@ def all_bytes(output: Path) -> dict[str, str]:
     }
 
 
-def accepted(output: Path, name: str) -> list[preflight.Example]:
-    """The examples as training reads them, images checked."""
-    examples = preflight.load_examples(output, name)
-    preflight.check_images({image: example.place for example in examples for image in example.images})
+def accepted(output: Path, name: str) -> list[Example]:
+    """The examples as training reads them, with readable images."""
+    examples = load_examples(output, name)
+    check_images({image: example.place for example in examples for image in example.images})
     return examples
 
 
 def rank_like_people(output: Path) -> Path:
-    """sets.jsonl with rank_images: what an annotator hands back (here: the own generation first)."""
-    lines = [json.loads(line) for line in (output / "sets.jsonl").read_text().splitlines()]
+    """sets.jsonl with rank_images, as an annotator returns it (here: the reference's generation first)."""
+    lines = read_lines(output / "sets.jsonl")
     for line in lines:
         own = line["ref_image"].split("/")[0]
         line["rank_images"] = sorted(line["comp_images"], key=lambda name: (not name.startswith(own), name))
-    file = output / "ranked.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_lines(output / "ranked.jsonl", lines)

@@ -17,9 +17,10 @@ from training_tools import TIMEOUT, adapter, losses, run_processes, train_config
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward import launch, overlay, worker
-from paco_reward.accuracy import labelled_pairs, measure
 from paco_reward.config import check_keys
+from paco_reward.datasets import labelled_pairs
 from paco_reward.errors import PacoRewardError
+from paco_reward.metrics import measure
 from paco_reward.scorer import JudgeScorer
 
 # One process that trains several configurations one after the other: the first through upstream alone.

@@ -1,4 +1,4 @@
-"""build-dataset: rules, split, balance, duplicates and reading of answers, as properties."""
+"""build-dataset: labels, splits, balance, near-duplicates, reading of answers and the journal, as properties."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,14 +11,12 @@ from pairing_tools import of_colour
 from PIL import Image
 
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing import duplicates, split, wording
-from paco_reward.pairing.journal import Journal
-from paco_reward.pairing.pairs import labels_of_ranking, pairs_of_rankings
-from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
-from paco_reward.pairing.sets import candidate_sets
+from paco_reward.pairing import select
+from paco_reward.pairing.answers import Journal, read_order, read_reason
+from paco_reward.pairing.inputs import connected
+from paco_reward.pairing.records import Generation, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.select import candidate_sets, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
-
-# --- properties ---
 
 rankings_of_n = st.integers(2, 9).flatmap(
     lambda n: st.tuples(
@@ -31,8 +29,8 @@ rankings_of_n = st.integers(2, 9).flatmap(
 
 
 @given(rankings_of_n, st.floats(0, 1))
-def test_the_rule_labels_the_best_yes_and_the_worst_no(drawn, min_gap):
-    order, yes_ranks, no_ranks, scores = drawn
+def test_the_best_are_yes_and_the_worst_no(ranking_case, min_gap):
+    order, yes_ranks, no_ranks, scores = ranking_case
     names = tuple(str(i) for i in order)
     scores = None if scores is None else tuple(sorted(scores, reverse=True))
     labels = labels_of_ranking(Ranking("f", "ref", names, scores), yes_ranks, no_ranks, min_gap)
@@ -48,13 +46,13 @@ def test_the_rule_labels_the_best_yes_and_the_worst_no(drawn, min_gap):
 
 @settings(max_examples=60)
 @given(st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30), st.integers(0, 99))
-def test_each_two_images_are_paired_once_with_the_label_of_the_majority(drawn, seed):
+def test_each_pair_of_images_is_labelled_once_by_majority(orders, seed):
     item = PromptItem("f", "p", "theme", 1, 1, "here", "g")
-    rankings = [Ranking("f", f"{ref}.png", tuple(f"{i}.png" for i in order)) for ref, order in drawn]
+    rankings = [Ranking("f", f"{ref}.png", tuple(f"{i}.png" for i in order)) for ref, order in orders]
     counts = Counter()
     made = pairs_of_rankings(rankings, {"f": item}, yes_ranks=1, no_ranks=2, min_gap=0, seed=seed, counts=counts)
     votes = {}
-    for ref, order in drawn:
+    for ref, order in orders:
         for other, vote in ((order[0], 1), (order[-1], -1), (order[-2], -1)):
             key = frozenset((f"images/f/{ref}.png", f"images/f/{other}.png"))
             votes[key] = votes.get(key, 0) + vote
@@ -67,8 +65,6 @@ def test_each_two_images_are_paired_once_with_the_label_of_the_majority(drawn, s
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.integers(1, 40), st.integers(0, 9)
 )
 def test_sets_compare_one_panel_of_different_generations(generations, rows_, cols, candidates, wanted, seed):
-    from paco_reward.pairing.records import Generation
-
     made = tuple(
         Generation((Path("x"),), tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)), True)
         for g in range(generations)
@@ -99,20 +95,20 @@ labelled = st.builds(
 
 
 @given(st.lists(labelled, max_size=60, unique_by=lambda p: (p.first, p.second, p.question, p.kind)), st.integers(0, 9))
-def test_balance_is_exact_takes_no_more_than_it_must_and_ignores_the_order(pairs, seed):
-    kept = split.balanced(pairs, seed)
+def test_balance_is_exact_and_minimal_and_ignores_the_order(pairs, seed):
+    kept = select.balanced(pairs, seed)
     for kind in {pair.kind for pair in pairs}:
         before = Counter(pair.label for pair in pairs if pair.kind == kind)
         after = Counter(pair.label for pair in kept if pair.kind == kind)
         assert after[True] == after[False] == min(before[True], before[False])
-    assert set(kept) == set(split.balanced(pairs[::-1], seed))
+    assert set(kept) == set(select.balanced(pairs[::-1], seed))
     assert kept == [pair for pair in pairs if pair in set(kept)]
 
 
 @given(st.sets(st.integers(0, 200).map(str)), st.floats(0, 0.9), st.integers(0, 99))
-def test_the_split_has_its_share_and_leaves_both_sides_something(groups, share, seed):
-    testing = split.test_groups(groups, share, seed)
-    assert testing <= groups and testing == split.test_groups(sorted(groups), share, seed)
+def test_the_split_has_its_share_and_no_empty_side(groups, share, seed):
+    testing = select.groups_for_testing(groups, share, seed)
+    assert testing <= groups and testing == select.groups_for_testing(sorted(groups), share, seed)
     if share > 0 and len(groups) > 1:
         assert 1 <= len(testing) < len(groups)
         assert abs(len(testing) - share * len(groups)) <= 1
@@ -121,13 +117,13 @@ def test_the_split_has_its_share_and_leaves_both_sides_something(groups, share, 
 
 
 @given(st.lists(st.sets(st.integers(0, 15), min_size=1, max_size=3), max_size=25))
-def test_groups_share_no_key(keys):
-    groups = split.connected([sorted(own) for own in keys])
+def test_groups_are_connected_components(keys):
+    groups = connected([sorted(own) for own in keys])
     for i, own in enumerate(keys):
         for j, other in enumerate(keys):
             if own & other:
                 assert groups[i] == groups[j]
-    for group in set(groups):  # and no larger than they must be: each is one connected whole
+    for group in set(groups):  # each group is connected
         members = [i for i, g in enumerate(groups) if g == group]
         reached = {members[0]}
         while True:
@@ -138,7 +134,7 @@ def test_groups_share_no_key(keys):
         assert reached == set(members)
 
 
-def test_near_duplicates_are_told_from_other_colours_and_shapes(tmp_path):
+def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
     # Grids: a single centred shape is symmetric, and the signs of frequencies that are zero are noise.
     def pixels(character, views):
         return assemble_grid([render_panel(CHARACTERS[character], view, 48) for view in views])
@@ -154,23 +150,23 @@ def test_near_duplicates_are_told_from_other_colours_and_shapes(tmp_path):
     }
     for name, image in shown.items():
         Image.fromarray(to_uint8(image)).save(tmp_path / f"{name}.png")
-    leader = duplicates.leaders([f"{name}.png" for name in shown], tmp_path, 6)
+    leader = select.leaders([f"{name}.png" for name in shown], tmp_path, 6)
     assert leader == {"a.png": "a.png", "b.png": "a.png", "c.png": "c.png", "d.png": "d.png", "e.png": "e.png"}
 
 
-def test_pairs_that_say_nothing_new_are_left_out():
+def test_repeated_and_disputed_pairs_are_left_out():
     def pair(first, second, label=True, kind="theme", question="q"):
         return LabelledPair(first, second, question, label, kind, "g")
 
     leader = {"a": "a", "a2": "a", "b": "b", "c": "c", "c2": "c"}
     counts = Counter()
-    kept = duplicates.without_duplicates(
+    kept = select.without_duplicates(
         [
             pair("a", "b"),
-            pair("b", "a2"),  # again, turned round
+            pair("b", "a2"),  # again, in the other order
             pair("a", "a2"),  # a copy
             pair("a", "c"),
-            pair("c2", "a", label=False),  # disputes the one before
+            pair("c2", "a", label=False),  # contradicts the previous one
             pair("a", "a2", kind="editing_consistency"),
             pair("a2", "a", kind="editing_consistency"),  # again
             pair("a", "a2", kind="editing_consistency", question="another instruction"),
@@ -201,19 +197,19 @@ def test_pairs_that_say_nothing_new_are_left_out():
     ],
 )
 def test_reading_reasons(answer, read):
-    assert wording.read_reason(answer) == read
+    assert read_reason(answer) == read
 
 
 @given(st.permutations(range(5)), st.sampled_from(["{}", "The order is {}.", "1 > 2? No: {}", "Best first:\n\n{}\n"]))
 def test_reading_orders(order, around):
     text = around.format(" > ".join(str(i + 1) for i in order))
-    assert wording.read_order(text, 5) == tuple(order)
-    assert wording.read_order(text, 4) is None
+    assert read_order(text, 5) == tuple(order)
+    assert read_order(text, 4) is None
 
 
 @settings(max_examples=20)
 @given(st.lists(st.text('aé\n\r\u2028"', min_size=1), unique=True, max_size=6), st.data())
-def test_a_journal_keeps_every_whole_answer_wherever_it_is_cut(tmp_path_factory, texts, data):
+def test_a_journal_keeps_every_complete_answer_wherever_it_is_cut(tmp_path_factory, texts, data):
     file = tmp_path_factory.mktemp("journal") / "j.jsonl"
     journal = Journal(file)
     for text in texts:

@@ -9,8 +9,8 @@ import torch
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.verdict import p_yes_from_logits
-from paco_reward.accuracy import labelled_pairs
 from paco_reward.cli import main
+from paco_reward.datasets import labelled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.metrics import judge_report
 from paco_reward.scorer import JudgeScorer, open_image

@@ -8,7 +8,6 @@ returns the same mapping. The result is group-normalized afterwards unless the f
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+
+from paco_grpo.options.suggest import did_you_mean
 
 GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]
@@ -232,10 +233,9 @@ def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
     place, _, function = str(name).rpartition(":")
     if place and function:
         return _load(place, function)
-    near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"{OPTION} = {name!r} is unknown: {hint}Known: {', '.join(BUILT_IN)}, 'package.module:function' or 'file.py:function'"
+        f"{OPTION} = {name!r} is unknown.{did_you_mean(str(name), BUILT_IN)} Known: {', '.join(BUILT_IN)}, "
+        "'package.module:function' or 'file.py:function'"
     )
 
 

@@ -92,9 +92,7 @@ def gather_rows(accelerator: Accelerator, local: np.ndarray, total: int) -> np.n
     return by_row[:total]
 
 
-def sum_gradients(
-    accelerator: Accelerator, parameters: Iterable[nn.Parameter], finite: torch.Tensor
-) -> torch.Tensor:
+def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], finite: torch.Tensor) -> torch.Tensor:
     """Sum the gradients of all processes in place, in one message, together with whether every loss was finite.
 
     A process without a micro-batch contributes zeros.

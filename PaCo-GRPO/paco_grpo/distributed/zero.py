@@ -128,7 +128,9 @@ def zero_of_accelerate(accelerator: Accelerator, max_norm: float) -> ZeRO:
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.pop(name, None) or {}).get("device")
         if device == "nvme":
-            raise ConfigError(f"the accelerate configuration has {name} on nvme, which is not supported: use cpu or none")
+            raise ConfigError(
+                f"the accelerate configuration has {name} on nvme, which is not supported: use cpu or none"
+            )
         if name == "offload_optimizer" and device == "cpu":
             zero[name] = {"device": "cpu", "pin_memory": accelerator.device.type == "cuda"}
     return ZeRO(accelerator, zero, max_norm)

@@ -135,7 +135,9 @@ def _sample(
         return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
 
     def deliver(images: list[Image.Image], batch: Batch) -> None:
-        queue.submit(images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers])
+        queue.submit(
+            images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers]
+        )
         for number, image in zip(batch.numbers, images, strict=True):
             item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
             reference = item.image if test.save_eval_images or in_sheet else None

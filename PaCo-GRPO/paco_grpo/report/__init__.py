@@ -1,1 +1,1 @@
-"""A run directory becomes one self-contained page: ``python -m paco_grpo.report RUN_DIR``."""
+"""One self-contained page about a run: ``python -m paco_grpo.report RUN_DIR``."""

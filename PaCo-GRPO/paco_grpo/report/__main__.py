@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 1 with one message when there is nothing to report on."""
-    parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="A run directory becomes one page.")
+    """Returns the exit status: 1, with one message, if there is nothing to report on."""
+    parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="Make one page of a run directory.")
     parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
     parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON",
                         help="files of `paco-reward accuracy --output`, the base's first")  # fmt: skip
     parser.add_argument("--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline")
     parser.add_argument("--title")
-    parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go beside it")
+    parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")
     arguments = parser.parse_args(argv)
     try:
         from paco_grpo.report.build import write_report
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print("error: the report draws with matplotlib, which is not installed: pip install matplotlib", file=sys.stderr)
+        print("error: the report needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
     try:
         files = write_report(

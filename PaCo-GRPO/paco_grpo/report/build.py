@@ -1,4 +1,4 @@
-"""Puts a report together: figures as PNG files beside the page, and as SVG inside it."""
+"""Writes a report: the page with figures as SVG inside it, and the same figures as PNG files next to it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ GALLERY = 12  # image pairs in the page
 SHEET = 8  # and in the picture file
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ReportError: The file is not there or is no JSON object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ReportError(f"{path} holds no JSON object")
-    return found
-
-
 def write_report(
     run_dir: str | Path,
     out: str | Path,
@@ -43,7 +28,7 @@ def write_report(
 
     Args:
         run_dir: A run directory of PaCo-GRPO.
-        out: The page; PNGs go beside it, named after it.
+        out: The page; PNGs go next to it, named after it.
         judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the last are compared.
         stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
         title: Heading; None = the run's name.
@@ -55,12 +40,12 @@ def write_report(
         ReportError: Something needed is missing or unreadable; before anything is written.
     """
     run = read_run(run_dir)
-    judges = [read_json(Path(path)) for path in judge]
-    stages = read_json(Path(stage_seconds)) if stage_seconds else {}
+    judges = [_read_json(Path(path)) for path in judge]
+    stages = _read_json(Path(stage_seconds)) if stage_seconds else {}
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
 
-    drawn = {
+    plots = {
         "curves": figures.reward_curves(run),
         "images": figures.side_curves(run),
         "judge": figures.judge_bars(judges[0], judges[-1]) if len(judges) > 1 else None,
@@ -68,58 +53,63 @@ def write_report(
         "time": figures.stage_bars(run.seconds, "This run") if run.seconds else None,
         "diagnostics": figures.diagnostic_curves(run),
     }
-    written = []
-    for name, figure in drawn.items():
+    written, inline = [], dict.fromkeys(plots, "")
+    for name, figure in plots.items():
         if figure is not None:
             written.append(out.with_name(f"{out.stem}_{name}.png"))
             save_png(figure, written[-1])
-    shown = caption_names(run)
-    sheet_pairs = page.choose_pairs(run.pairs, SHEET)
-    if sheet_pairs:
+            inline[name] = f'<figure class="plot">{svg(figure, name)}</figure>'
+    names = _caption_names(run)
+    pairs = page.choose_pairs(run.pairs, SHEET)
+    if pairs:
         written.append(out.with_name(f"{out.stem}_before_after.png"))
-        before_after_sheet(sheet_pairs, shown).save(written[-1], optimize=True)
-    inside = {name: svg(figure, name) for name, figure in drawn.items() if figure is not None}
-    heading = title or run.name
-    out.write_text(
-        page.render(heading, page.facts(run), _sections(run, inside, shown), headline(run, judges)), encoding="utf-8"
-    )
+        before_after_sheet(pairs, names).save(written[-1], optimize=True)
+    bars = inline["judge"] + inline["stages"] + inline["time"]
+    sections = [
+        page.section(
+            "Before and after",
+            page.gallery(page.choose_pairs(run.pairs, GALLERY), names),
+            note="Same prompts, same noise. The first images of each category, not chosen by score.",
+        ),
+        page.section(
+            "Curves",
+            inline["curves"],
+            inline["images"],
+            note="Bands are one standard error. Evaluations use the averaged (EMA) weights and fixed prompts and noise.",
+        ),
+        page.section("All evaluated measures", page.measures_table(run)),
+        page.section("Judge and time", f'<div class="columns">{bars}</div>' if bars else ""),
+        page.section("Health of the run", inline["diagnostics"]),
+    ]
+    text = page.render(title or run.name, page.facts(run), sections, _headline(run, judges, names))
+    out.write_text(text, encoding="utf-8")
     return [out, *written]
 
 
-def caption_names(run: Run) -> list[str]:
-    """The scores under each picture: what was trained on and evaluated, and the oracle's consistency."""
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ReportError(f"{path} holds no JSON object")
+    return found
+
+
+def _caption_names(run: Run) -> list[str]:
+    """The scores under each picture: rewards of both training and evaluation, and the oracle's consistency."""
     names = [name for name in run.train if name in run.test]
     names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
     return names[:3] or list(run.test)[:2]
 
 
-def headline(run: Run, judges: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _headline(run: Run, judges: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
     """The few numbers at the top."""
     values = {}
     if len(judges) > 1:
         values["judge's accuracy on held-out pairs"] = f"{judges[0]['accuracy']:.2f} → {judges[-1]['accuracy']:.2f}"
-    for name in caption_names(run):
-        curve = run.test.get(name)
-        if curve and len(curve.value) > 1:
+    for name in names:
+        curve = run.test[name]
+        if len(curve.value) > 1:
             values[figures.label(name)] = f"{curve.value[0]:.2f} → {curve.value[-1]:.2f}"
     return values
-
-
-def _sections(run: Run, inside: Mapping[str, str], shown: Sequence[str]) -> list[str]:
-    bars = "".join(page.figure(inside.get(name)) for name in ("judge", "stages", "time"))
-    return [
-        page.section(
-            "Before and after",
-            page.gallery(page.choose_pairs(run.pairs, GALLERY), shown),
-            note="Same prompts, same noise. The first images of each category, not chosen by score.",
-        ),
-        page.section(
-            "Curves",
-            page.figure(inside.get("curves")),
-            page.figure(inside.get("images")),
-            note="Bands are one standard error. Evaluations use the averaged (EMA) weights and fixed prompts and noise.",
-        ),
-        page.section("All evaluated measures", page.measures_table(run)),
-        page.section("Judge and time", f'<div class="columns">{bars}</div>' if bars else ""),
-        page.section("Health of the run", page.figure(inside.get("diagnostics"))),
-    ]

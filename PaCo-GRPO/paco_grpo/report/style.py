@@ -1,15 +1,14 @@
-"""How figures look: restrained, readable on white paper and in a page with a dark background.
+"""How figures look: readable on white paper and in a page with a dark background.
 
-Figures are drawn with placeholder colours. In a PNG they are what they are; in an SVG inside the page each becomes a
-CSS variable, so that the page's light and dark colours reach into the figures.
+Figures use placeholder colors. A PNG shows them as they are; in an SVG inside the page each becomes a CSS variable, so
+that the figures follow the page's light and dark colors.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import matplotlib as mpl
@@ -24,7 +23,7 @@ GRID = "#e3e6ea"
 PAPER = "#ffffff"
 SERIES = ("#2f6db5", "#d9622b", "#3c8f5a", "#8a5bb0", "#b08a1e", "#c2477f")
 VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper"} | {
-    colour: f"--series-{i}" for i, colour in enumerate(SERIES)
+    color: f"--series-{i}" for i, color in enumerate(SERIES)
 }
 RC = {
     "font.family": "DejaVu Sans",
@@ -58,11 +57,9 @@ RC = {
 }
 
 
-@contextmanager
-def styled() -> Iterator[None]:
+def styled() -> AbstractContextManager[None]:
     """Matplotlib's settings of these figures, for the block only."""
-    with mpl.rc_context(RC):
-        yield
+    return mpl.rc_context(RC)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -78,7 +75,7 @@ def save_png(figure: Figure, path: Path, dpi: int = 160) -> None:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An ``<svg>`` element for a page; ``name`` keeps its ids apart from other figures'."""
+    """An ``<svg>`` element for a page; its ids begin with ``name``, so that figures do not share ids."""
     with styled(), mpl.rc_context({"svg.hashsalt": name}):
         FigureCanvasSVG(figure)
         buffer = io.StringIO()
@@ -87,12 +84,8 @@ def svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', rf'\1 role="img" aria-label="{name}"', text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    for colour, variable in VARIABLES.items():
-        text = re.sub(re.escape(colour), f"var({variable})", text, flags=re.IGNORECASE)
-    return _own_ids(text, re.sub(r"\W+", "-", name))
-
-
-def _own_ids(text: str, prefix: str) -> str:
-    text = re.sub(r'\bid="', f'id="{prefix}-', text)
-    text = re.sub(r'href="#', f'href="#{prefix}-', text)
+    for color, variable in VARIABLES.items():
+        text = re.sub(re.escape(color), f"var({variable})", text, flags=re.IGNORECASE)
+    prefix = re.sub(r"\W+", "-", name)
+    text = re.sub(r'\b(id="|href="#)', rf"\1{prefix}-", text)
     return text.replace("url(#", f"url(#{prefix}-")

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.rewards.judge import URL, reference_of
+from paco_grpo.rewards.judge import URL, JudgeReward, reference_of
 from paco_judge import transport
-from paco_judge.client import JudgeClient
 from paco_judge.images import png_data_url
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 _TOKENS = 1024  # reasons come before the scores
 
 
-class EditScore:
+class EditScore(JudgeReward):
     """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
 
     Args:
@@ -63,24 +62,15 @@ class EditScore:
         from editscore import vie_prompts
         from editscore.json_parser import parse_vlm_output_to_dict
 
-        self.client, self._parse = JudgeClient(base_url, model, api_key=api_key), parse_vlm_output_to_dict
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        super().__init__(base_url, model, api_key)
+        self._parse = parse_vlm_output_to_dict
+        self._headers = transport.json_headers(api_key)
         self.score_range, self.num_pass, self.temperature, self.seed = score_range, num_pass, temperature, seed
         self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
         context, rules = vie_prompts._context_no_delimit_reasoning_first, vie_prompts._prompts_0shot_two_image_edit_rule
         scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(score_range))
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(score_range))
         self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
-
-    def check(self) -> None:
-        """Ask the server which models it serves.
-
-        Raises:
-            JudgeError: It does not answer, or does not serve the model.
-        """
-        self.client.check()
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing (no answer, or one that does not hold two scores in range).

@@ -61,7 +61,7 @@ def rollout(
     group_index: torch.Tensor | None = None,
     initial_seeds: Sequence[int] | None = None,
     merge_lora: bool = False,
-    tail: Tail = Tail(),  # noqa: B008 - it is frozen
+    tail: Tail = Tail(),
 ) -> Rollout:
     """Sample B images' latents (docs/method.md §4): Euler steps, with noise injected at ``noise_steps`` only.
 
@@ -222,7 +222,7 @@ def _denoise(
     height: int,
     width: int,
     merge_lora: bool,
-    tail: Tail = Tail(),  # noqa: B008 - it is frozen
+    tail: Tail = Tail(),
 ) -> torch.Tensor:
     """Deterministic steps from the first to the last of ``sigmas``."""
     sigmas = tail.sigmas(sigmas)

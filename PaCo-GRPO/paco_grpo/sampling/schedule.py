@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def sample_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int) -> tuple[int, ...]:
+def sample_noise_steps(
+    noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
+) -> tuple[int, ...]:
     """The noise steps of one epoch: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
 
     The choice depends on ``seed`` and ``epoch`` alone, so every process makes the same one, also after a resume.

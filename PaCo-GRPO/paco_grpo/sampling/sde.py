@@ -29,7 +29,7 @@ class Transition:
 
     mean: torch.Tensor  # (B, N, C) float32, μ
     std: torch.Tensor  # (B,) float32, standard deviation of x' around the mean, ≥ 0
-    s: torch.Tensor  # (B,) float32, the s of method §4 (the KL term divides by 2s²)
+    s: torch.Tensor  # (B,) float32, the s of docs/method.md §4 (the KL term divides by 2s²)
     cps: bool  # how the log-probability is defined
 
     def sample(self, noise: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import logging
 import random
@@ -18,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from paco_grpo.advantages import aggregation
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.ema import EMA
 from paco_grpo.checkpoint.state import Checkpoints, TrainState
@@ -100,12 +99,17 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = build_strategy(options, accelerator)
     threads = set_threads(options.num_threads, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
-    folder = _run_folder(options, configuration_name, accelerator)
+    run_name, folder = _run_folder(options, configuration_name, accelerator)
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
-    # What is saved: with the folder's name and the length that apply.
-    options = dataclasses.replace(options, run_name=folder.name, max_sequence_length=length)
+    # What is saved and used from here on: with the folder's name and the length that apply.
+    options = dataclasses.replace(
+        options,
+        run_name=run_name,
+        max_sequence_length=length,
+        train=dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)),
+    )
     check_device(options, accelerator.device)
     rewards = build_reward_sets(options, accelerator, folder / "scores", items["train"], items["test"])
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
@@ -151,7 +155,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     return run
 
 
-def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accelerator) -> Path:
+def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accelerator) -> tuple[str, Path]:
     name = [options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"]
     if not options.run_name:
         name = broadcast_object_list(name)
@@ -164,7 +168,7 @@ def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accel
             "--config.run_name"
         )
     check_writable(folder, _FIRST_DISK_CHECK)
-    return folder
+    return name[0], folder
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------
@@ -191,7 +195,11 @@ def build_reward_sets(
         RewardError, JudgeError: One message that names the reward or the item.
     """
     weights = reward_weights(options.train.reward_fn)
-    aggregate_fn = _aggregate_fn(options, weights)
+    train, global_std = options.train, options.sample.global_std
+    try:
+        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     journal = ScoreJournal(journal_folder, accelerator.process_index)
     built: dict[str, JournaledReward] = {}
 
@@ -202,36 +210,15 @@ def build_reward_sets(
             built[identity] = JournaledReward(reward, identity, journal)
         return built[identity]
 
-    kwargs = options.train.reward_fn_kwargs
-    train = {short_name(name): build(name, kwargs.get(name, {})) for name in options.train.reward_fn}
-    test = {short_name(name): build(name, its) for name, its in test_reward_kwargs(options).items()}
+    trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}
+    tested = {short_name(name): build(name, kwargs) for name, kwargs in test_reward_kwargs(options).items()}
     for reward in built.values():
         reward.check()
-    for rewards, items in ((train, train_items), (test, test_items)):
+    for rewards, items in ((trained, train_items), (tested, test_items)):
         for reward in rewards.values():
             reward.check_items(items)
-    only_test = {name: reward for name, reward in test.items() if name not in train}
-    return RewardSets(train, test, only_test if options.train.watch_test_rewards else {}, weights, aggregate_fn, journal)
-
-
-def _aggregate_fn(options: RunOptions, weights: Mapping[str, float]) -> Callable | None:
-    spec, kwargs = options.train.aggregate_fn, dict(options.train.aggregate_fn_kwargs)
-    if not kwargs:
-        try:
-            return aggregation.get_aggregate_fn(spec, weights, options.sample.global_std)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    builder = getattr(aggregation, spec or "", None)
-    parameters = inspect.signature(builder).parameters if callable(builder) else {}
-    unknown = [name for name in kwargs if name not in parameters]
-    if unknown:
-        raise ConfigError(
-            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={spec!r} takes "
-            f"{', '.join(parameters) or 'nothing'}"
-        )
-    if "reward_weights" in parameters:
-        kwargs.setdefault("reward_weights", weights)
-    return builder(**kwargs)
+    only_test = {name: reward for name, reward in tested.items() if name not in trained}
+    return RewardSets(trained, tested, only_test if train.watch_test_rewards else {}, weights, aggregate_fn, journal)
 
 
 # --- the generator ------------------------------------------------------------------------------------------------------
@@ -337,7 +324,9 @@ def _log_start(run: Run, threads: int) -> None:
     options, plan, strategy = run.options, run.plan, run.state.strategy
     text = options_to_yaml(options)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    files.save_json(run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": strategy.name})
+    files.save_json(
+        run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": strategy.name}
+    )
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)

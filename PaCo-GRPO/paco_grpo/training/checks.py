@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.monitoring.trackers import TRACKERS
 from paco_grpo.objectives import Objective, get_objective
@@ -50,6 +51,10 @@ def check_run(options: RunOptions) -> Objective:
     problems += _not_among("pretrained.quantize", options.pretrained.quantize, (None, *quantized.KINDS))
     problems += _library_problems(options)
     problems += _reward_problems(options)
+    try:
+        describe(options.train.aggregate_fn)
+    except ValueError as error:
+        problems.append(str(error).removeprefix("config."))
     objective = None
     try:
         objective = get_objective(options.train.loss_type)
@@ -58,7 +63,7 @@ def check_run(options: RunOptions) -> Objective:
     else:
         problems += _objective_problems(options, objective)
     refuse(problems)
-    _check_model(options)
+    check_model(options)
     return objective
 
 
@@ -82,7 +87,10 @@ def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[s
 
 
 def _library_problems(options: RunOptions) -> Iterator[str]:
-    for name, value in (("pretrained.quantize", options.pretrained.quantize), ("sample.tail_weights", options.sample.tail_weights)):
+    for name, value in (
+        ("pretrained.quantize", options.pretrained.quantize),
+        ("sample.tail_weights", options.sample.tail_weights),
+    ):
         if value in quantized.KINDS and (problem := quantized.missing_library()):
             yield f"{name}={value!r}: {problem}"
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
@@ -105,7 +113,8 @@ def _reward_problems(options: RunOptions) -> Iterator[str]:
             yield from problem_of(lambda: find_factory(name))  # noqa: B023 - called at once
 
 
-def _check_model(options: RunOptions) -> None:
+def check_model(options: RunOptions) -> None:
+    """Refuse what the model cannot do; see ``check_run``."""
     model, sample, problems = options.pretrained.model, options.sample, []
     if not policy_class(model).has_true_cfg and sample.negative_prompt is not None:
         problems.append(

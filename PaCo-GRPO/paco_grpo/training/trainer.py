@@ -271,7 +271,9 @@ class Trainer:
         metrics["time/eval_s"] = time.perf_counter() - started
         self._write("eval", metrics)
         if self.saved_epoch == epoch and self.accelerator.is_main_process:  # saved before its scores were known
-            self.run.checkpoints.write_cards(self.run.checkpoints.root / files.checkpoint_name(epoch), self._last_evaluation())
+            self.run.checkpoints.write_cards(
+                self.run.checkpoints.root / files.checkpoint_name(epoch), self._last_evaluation()
+            )
         self._compare_rewards()
         if self.run.tracker is not None:
             log_pictures(self.run.tracker, folder, epoch, images=self.options.test.save_eval_images)

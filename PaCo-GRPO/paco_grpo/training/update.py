@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +37,9 @@ class Meter:
         self.losses: list[torch.Tensor] = []  # one per backward
         self.batches: list[np.ndarray] = []  # global positions behind each loss
 
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], share: tuple[int, int], batch: np.ndarray) -> None:
+    def add(
+        self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], share: tuple[int, int], batch: np.ndarray
+    ) -> None:
         """Add the loss of one backward and per-sample ``metrics`` (B,); the means over the batch count ``share`` [0] /
         [1]."""
         self.losses.append(loss.detach())
@@ -136,13 +138,13 @@ class Updater:
         items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
         return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
-    def _steps(
-        self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int
-    ) -> list[Step]:
+    def _steps(self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int) -> list[Step]:
         """The training steps of the micro-batch of local samples ``numbers``."""
         rollout = rollouts.rollout(numbers)
         train = self.options.train
-        values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32, device=rollout.item_ids.device)
+        values = torch.as_tensor(
+            advantages[rollouts.positions[numbers]], dtype=torch.float32, device=rollout.item_ids.device
+        )
         clipped = values.clamp(-train.adv_clip_max, train.adv_clip_max)
         rng = np.random.default_rng([_STEPS, self.options.seed, epoch])
         return [Step(rollout, index, clipped) for index in self.objective.steps(train, rollout, rng)]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from paco_grpo.training.configuration import ConfigError
 
 import epoch
 from measuring.turns import AS_IT_IS, Turns, comparisons
 from measuring.workload import OUR_CALLS, PUBLISHED_CALLS, Workload
-from paco_grpo.training.configuration import ConfigError
 
 pytestmark = pytest.mark.slow
 TINY = ["--preset", "tiny", "--k", "2", "--m", "2", "--steps", "3", "--batch", "4", "--train-batch", "4"]

@@ -163,7 +163,11 @@ def test_options_change_what_they_say(change, part, factor):
 
 
 def test_command_writes_a_table_and_json(tiny_folder, tmp_path, capsys):
-    command = ["--config", f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", f"--config.pretrained.model={tiny_folder('flux')}"]
+    command = [
+        "--config",
+        f"{ROOT / 'config' / 'grpo.py'}:toy_t2is",
+        f"--config.pretrained.model={tiny_folder('flux')}",
+    ]
     assert memory.main([*command, "--processes", "2", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "toy_t2is.json").read_text())
     assert found["kind"] == "computed" and found["peak"] == max(row["total"] for row in found["phases"].values())
@@ -175,5 +179,3 @@ def test_command_writes_a_table_and_json(tiny_folder, tmp_path, capsys):
     if not torch.cuda.is_available():
         assert memory.main([*command, "--measure", "--output", str(tmp_path)]) == 2
         assert "--measure needs a CUDA device" in capsys.readouterr().err
-
-

@@ -15,8 +15,8 @@ TESTS = Path(__file__).resolve().parents[1]
 _READ_ONLY = TESTS / "config"
 # Calls whose keywords are options, with `__` for a dot (tests/tiny_run.py).
 _RUNS = {
-    "tiny_config",
-    "tiny_edit_config",
+    "tiny_options",
+    "tiny_edit_options",
     "overrides_for",
     "config_for",
     "make",

@@ -1,32 +1,34 @@
-"""Every objective: against NumPy in float64, gradients against finite differences, batch mates, costs."""
+"""Every objective: against NumPy in float64, gradients against finite differences, batch mates, number of forwards."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from named import load as load_named
 from toy_policy import ToyPolicy
 
-from paco_grpo.objectives import OBJECTIVES, get_objective
+from paco_grpo.objectives import OBJECTIVES, Step, get_objective
+from paco_grpo.objectives.nft import old_decay
+from paco_grpo.options import TrainOptions
 from paco_grpo.policies import load_policy
-from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters
-from paco_grpo.sampling.rollout import _sigma_at, rollout, step_noise
-from paco_grpo.sampling.sde import cps_step, sde_step
+from paco_grpo.policies.adapters import add_lora, add_snapshot, trainable_parameters
+from paco_grpo.sampling.denoise import rollout, step_noise
+from paco_grpo.sampling.sde import cps_step
 from paco_grpo.types import Item
 
 NAMES = sorted(OBJECTIVES)
+ADVANTAGES = (1.5, -0.5, 5.0)
 
 
-def config(**train):
-    options = {"clip_range": 0.05, "adv_clip_max": 5.0, "beta": 0.0, "nft_beta": 0.7, "timesteps": None} | train
-    return SimpleNamespace(train=SimpleNamespace(**options))
+def train_options(**changes):
+    return TrainOptions(**{"clip_range": 0.05, "nft_beta": 0.7} | changes)
 
 
-def record_of(policy, advantages=(1.5, -0.5, 7.0), noise_steps=(0, 2), cps=False, moved=True):
+def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
-    record = rollout(
+    result = rollout(
         policy,
         conditioning,
         range(3),
@@ -42,74 +44,70 @@ def record_of(policy, advantages=(1.5, -0.5, 7.0), noise_steps=(0, 2), cps=False
     if moved:
         with torch.no_grad():
             policy.transformer.current.add_(torch.tensor([0.02, -0.05]))
-    dtype = record.clean_latents.dtype
-    return dataclasses.replace(
-        record, advantages=torch.tensor(advantages, dtype=dtype), weights=torch.ones(3, dtype=dtype)
-    )
+    return result
 
 
-def numpy_loss(name, policy, record, train):
-    """Method §6 for each sample in float64, with transitions recomputed from plain velocities."""
+def evaluate(name, result, policy, train, advantages=ADVANTAGES):
+    """Losses (B, steps) and metrics (B, steps) over the objective's own steps."""
+    objective = get_objective(name)
+    values = torch.tensor(advantages[: len(result)], dtype=result.clean_latents.dtype)
+    indices = objective.steps(train, result, np.random.default_rng(0))
+    terms = [objective(Step(result, index, values), policy, train) for index in indices]
+    metrics = {key: torch.stack([t.metrics[key] for t in terms], dim=1) for key in terms[0].metrics}
+    return torch.stack([t.loss for t in terms], dim=1), metrics
+
+
+def numpy_loss(name, policy, result, train):
+    """docs/method.md §6 per sample and step in float64, with transitions recomputed from plain velocities."""
 
     def velocity(parameters, x, sigma, b):
         p = parameters.detach().double().numpy()
-        return p[0] * x + p[1] * sigma * record.conditioning.direction[b].double().numpy()
+        return p[0] * x + p[1] * sigma * result.conditioning.direction[b].double().numpy()
 
-    def transition(parameters, position, b):
-        i = int(record.step_index[position])
-        sigma, following = float(record.sigmas[i]), float(record.sigmas[i + 1])
-        x = record.latents[b, position].double().numpy()
-        v = velocity(parameters, x, sigma, b)
-        s = record.noise_level * np.sqrt(sigma / (1 - (float(record.sigmas[1]) if sigma == 1 else sigma)))
+    def nft(step, b, advantage):
+        t, clean = float(result.sigmas[step.index]), result.clean_latents[b].double().numpy()
+        eps = (
+            step_noise([int(result.seeds[b])], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0]
+            .double()
+            .numpy()
+        )
+        x = (1 - t) * clean + t * eps
+        v, old = velocity(policy.transformer.current, x, t, b), velocity(policy.old_parameters, x, t, b)
+        r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
+        total = 0.0
+        for share, mixed in (
+            (r, train.nft_beta * v + (1 - train.nft_beta) * old),
+            (1 - r, (1 + train.nft_beta) * old - train.nft_beta * v),
+        ):
+            error = x - t * mixed - clean
+            total += share * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
+        kl = np.mean((v - velocity(policy.base, x, t, b)) ** 2)
+        return train.adv_clip_max / train.nft_beta * total + train.beta * kl
+
+    def ratio_loss(step, b, advantage):
+        sigma, following = float(result.sigmas[step.index]), float(result.sigmas[step.index + 1])
+        x, after = step.latents[b].double().numpy(), step.next_latents[b].double().numpy()
+        s = result.noise_level * np.sqrt(sigma / (1 - (float(result.sigmas[1]) if sigma == 1 else sigma)))
         dt = following - sigma
-        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
-        return mean, s, dt
 
-    losses = []
-    for b in range(len(record)):
-        advantage = np.clip(float(record.advantages[b]), -train.adv_clip_max, train.adv_clip_max)
-        values = []
-        for position in range(len(record.step_index)):
-            if name == "nft":
-                i = int(record.step_index[position])
-                t = float(record.sigmas[i])
-                clean = record.clean_latents[b].double().numpy()
-                eps = (
-                    step_noise([int(record.seeds[b])], (1 << 20) + i, record.clean_latents[b : b + 1])[0]
-                    .double()
-                    .numpy()
-                )
-                x = (1 - t) * clean + t * eps
-                v, old = velocity(policy.transformer.current, x, t, b), velocity(policy.old_parameters, x, t, b)
-                r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
-                total = 0.0
-                for share, mixed in (
-                    (r, train.nft_beta * v + (1 - train.nft_beta) * old),
-                    (1 - r, (1 + train.nft_beta) * old - train.nft_beta * v),
-                ):
-                    error = x - t * mixed - clean
-                    total += share * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
-                kl = np.mean((v - velocity(policy.base, x, t, b)) ** 2)
-                values.append(train.adv_clip_max / train.nft_beta * total + train.beta * kl)
-                continue
-            mean, s, dt = transition(policy.transformer.current, position, b)
-            after = record.next_latents[b, position].double().numpy()
-            var = s**2 * -dt
-            log_prob = np.mean(-((after - mean) ** 2) / (2 * var) - 0.5 * np.log(2 * np.pi * var))
-            exponent = log_prob - float(record.log_prob[b, position])
-            scale = 1.0
-            if name == "guard_grpo":
-                d = np.sqrt(-dt) * s
-                old_mean = record.step_mean[b, position].double().numpy()
-                exponent = (exponent + np.mean((mean - old_mean) ** 2) / (2 * d**2)) * d
-                scale = 1 / -dt
-            ratio = np.exp(exponent)
-            clipped = np.clip(ratio, 1 - train.clip_range, 1 + train.clip_range)
-            reference = transition(policy.base, position, b)[0]
-            kl = np.mean((mean - reference) ** 2) / (2 * s**2 + 1e-7)
-            values.append(scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl)
-        losses.append(np.mean(values))
-    return np.array(losses)
+        def mean_of(parameters):
+            v = velocity(parameters, x, sigma, b)
+            return x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+
+        mean, var, scale = mean_of(policy.transformer.current), s**2 * -dt, 1.0
+        log_prob = np.mean(-((after - mean) ** 2) / (2 * var) - 0.5 * np.log(2 * np.pi * var))
+        exponent = log_prob - float(step.log_prob[b])
+        if name == "guard_grpo":
+            d = np.sqrt(-dt) * s
+            exponent = (exponent + np.mean((mean - step.mean[b].double().numpy()) ** 2) / (2 * d**2)) * d
+            scale = 1 / -dt
+        ratio = np.exp(exponent)
+        clipped = np.clip(ratio, 1 - train.clip_range, 1 + train.clip_range)
+        kl = np.mean((mean - mean_of(policy.base)) ** 2) / (2 * s**2 + 1e-7)
+        return scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl
+
+    term = nft if name == "nft" else ratio_loss
+    return np.array([[term(step, b, a) for step in result.noise_steps] for b, a in enumerate(ADVANTAGES)])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -117,196 +115,179 @@ def numpy_loss(name, policy, record, train):
 @pytest.mark.parametrize("name", NAMES)
 def test_against_numpy(name, clip_range, beta):
     policy = ToyPolicy()
-    record = record_of(policy)
-    settings = config(clip_range=clip_range, beta=beta)
-    loss, metrics = get_objective(name)(record, policy, settings)
-    by_hand = numpy_loss(name, policy, record, settings.train)
-    assert loss.item() == pytest.approx(by_hand.sum(), rel=2e-4, abs=2e-4)
-    assert all(value.ndim == 0 and not value.requires_grad and torch.isfinite(value) for value in metrics.values())
+    result, train = sample(policy), train_options(clip_range=clip_range, beta=beta)
+    losses, metrics = evaluate(name, result, policy, train)
+    np.testing.assert_allclose(losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=2e-4, atol=2e-4)
+    assert all(value.shape == losses.shape and torch.isfinite(value).all() for value in metrics.values())
     assert ("kl" in metrics) == (beta != 0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_matches_finite_differences(name, beta):
-    """In float64; the weights of nft's normalisers are held constant, so there the differences hold them too."""
+def test_gradient_matches_finite_differences(name, beta, monkeypatch):
+    """In float64; the weights of nft's normalizers are constants of its gradient, so the differences hold them fixed."""
     policy = ToyPolicy(dtype=torch.float64)
-    record = record_of(policy)
-    objective, settings = get_objective(name), config(clip_range=10.0, beta=beta)
+    result, train = sample(policy), train_options(clip_range=10.0, beta=beta)
 
     def value(parameters):
         with torch.no_grad():
             policy.transformer.current.copy_(parameters)
-        return objective(record, policy, settings)[0]
+        return evaluate(name, result, policy, train)[0].sum()
 
-    start = policy.transformer.current.detach().clone()
+    start, scales = policy.transformer.current.detach().clone(), []
+    original = torch.Tensor.clamp_min
+    if name == "nft":  # record the normalizers at the start, then replay them
+        monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: scales.append(original(x, least)) or scales[-1])
     value(start).backward()
     analytic = policy.transformer.current.grad.clone()
-    if name == "nft":
-        assert_nft_gradient(policy, record, settings, start, analytic)
-        return
     for j in range(2):
         step = torch.zeros(2, dtype=torch.float64)
         step[j] = 1e-6
-        numeric = (value(start + step) - value(start - step)).item() / 2e-6
-        assert analytic[j].item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
-
-
-def assert_nft_gradient(policy, record, settings, start, analytic):
-    train = settings.train
-
-    def frozen(parameters, scales=None):
-        """The loss with given stop-gradient scales (or its own, returned)."""
-        total, used = 0.0, []
-        for i in record.step_index.tolist():
-            t, clean = record.sigmas[i], record.clean_latents
-            x = (1 - t) * clean + t * step_noise(record.seeds, (1 << 20) + i, clean)
-            v, old, base = (
-                p[0] * x + p[1] * t * record.conditioning.direction
-                for p in (parameters, policy.old_parameters, policy.base)
-            )
-            r = (record.advantages.clamp(-5, 5) / 10 + 0.5).clamp(0, 1)
-            for share, mixed in (
-                (r, train.nft_beta * v + (1 - train.nft_beta) * old),
-                (1 - r, (1 + train.nft_beta) * old - train.nft_beta * v),
-            ):
-                error = (x - t * mixed - clean).flatten(1)
-                used.append(error.abs().mean(1))
-                scale = used[-1] if scales is None else scales[len(used) - 1]
-                total = total + (share * error.square().mean(1) / scale).sum() * 5 / train.nft_beta / 2
-            total = total + train.beta * (v - base).square().flatten(1).mean(1).sum() / 2
-        return total.item(), used
-
-    _, scales = frozen(start)
-    for j in range(2):
-        step = torch.zeros(2, dtype=torch.float64)
-        step[j] = 1e-6
-        numeric = (frozen(start + step, scales)[0] - frozen(start - step, scales)[0]) / 2e-6
-        assert analytic[j].item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+        sides = []
+        for sign in (1, -1):
+            replay = iter(scales)
+            if name == "nft":
+                monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least, replay=replay: next(replay))
+            sides.append(value(start + sign * step).item())
+        assert analytic[j].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_samples_loss_does_not_depend_on_its_batch(name):
     policy = ToyPolicy()
-    record = record_of(policy)
-    objective, settings = get_objective(name), config(beta=0.3)
-    together = objective(record, policy, settings)[0].item()
-    apart = [objective(record.select([b]), policy, settings)[0].item() for b in range(3)]
-    assert together == pytest.approx(sum(apart), rel=1e-5)
-    steps = [objective(record.select_steps([j]), policy, settings)[0].item() for j in range(2)]
-    assert together == pytest.approx(sum(steps) / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_left_out_sample_has_no_part(name):
-    policy = ToyPolicy()
-    record = record_of(policy)
-    objective, settings = get_objective(name), config(beta=0.3)
-    left_out = dataclasses.replace(
-        record, advantages=torch.tensor([1.5, float("nan"), 7.0]), weights=torch.tensor([1.0, 0, 1])
-    )
-    loss, metrics = objective(left_out, policy, settings)
-    rest, rest_metrics = objective(record.select([0, 2]), policy, settings)
-    torch.testing.assert_close(loss, rest)
-    for key in metrics:
-        torch.testing.assert_close(metrics[key], rest_metrics[key], rtol=1e-5, atol=1e-7)
-    nobody, metrics = objective(dataclasses.replace(record, weights=torch.zeros(3)), policy, settings)
-    nobody.backward()
-    assert nobody.item() == 0 and policy.transformer.current.grad.abs().sum() == 0
-    assert all(value == 0 for value in metrics.values())
+    result, train = sample(policy), train_options(beta=0.3)
+    together = evaluate(name, result, policy, train)[0]
+    for b in range(3):
+        alone = evaluate(name, result.select([b]), policy, train, ADVANTAGES[b : b + 1])[0]
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     policy = ToyPolicy()
-    record = record_of(policy)
-    forwards = 2 * (2 if name == "nft" else 1)  # two steps; nft also asks the old policy
-    get_objective(name)(record, policy, config(beta=0.0))
+    result = sample(policy)
+    forwards = 2 * (2 if name == "nft" else 1)  # two steps; nft also evaluates the old policy
+    evaluate(name, result, policy, train_options(beta=0.0))
     assert policy.calls == [3] * forwards
     policy.calls.clear()
-    get_objective(name)(record, policy, config(beta=0.1))
+    evaluate(name, result, policy, train_options(beta=0.1))
     assert policy.calls == [3] * (forwards + 2)
 
 
 @pytest.mark.parametrize("name", ["ppo", "guard_grpo"])
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_not_clipped(name):
     policy = ToyPolicy()
-    record = record_of(policy, moved=False)
-    loss, metrics = get_objective(name)(record, policy, config(clip_range=1e-4))
-    assert metrics["ratio_mean"] == 1 and metrics["ratio_deviation"] == 0 and metrics["clip_share"] == 0
-    loss.backward()
+    losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(clip_range=1e-4))
+    assert (
+        (metrics["ratio_mean"] == 1).all() and not metrics["ratio_deviation"].any() and not metrics["clip_share"].any()
+    )
+    losses.sum().backward()
     assert policy.transformer.current.grad.abs().min() > 0
 
 
-def test_ppo_clips_and_says_so():
+def test_ratio_metrics():
     policy = ToyPolicy()
-    record = record_of(policy, advantages=(1.0, 1.0, 1.0))
-    ratios = []
-    for j in range(2):
-        sigma, following = _sigma_at(record.sigmas, int(record.step_index[j]), record.latents[:, j])
-        velocity = policy.velocity(record.latents[:, j], sigma, record.conditioning, 8, 12)
-        step = sde_step(record.latents[:, j], velocity, sigma, following, float(record.sigmas[1]), 0.8)
-        ratios.append((step.log_prob(record.next_latents[:, j]) - record.log_prob[:, j]).exp())
-    ratio = torch.cat(ratios).detach()
+    result = sample(policy)
+    ratio = evaluate("ppo", result, policy, train_options())[1]["ratio_mean"].detach()
     clip_range = float((ratio - 1).abs().median())
-    loss, metrics = get_objective("ppo")(record, policy, config(clip_range=clip_range))
-    assert metrics["clip_share"].item() == pytest.approx(((ratio - 1).abs() > clip_range).float().mean().item())
-    expected = torch.minimum(ratio, ratio.clamp(1 - clip_range, 1 + clip_range)).sum() / 2
-    assert loss.item() == pytest.approx(-expected.item(), rel=1e-5)
+    losses, metrics = evaluate("ppo", result, policy, train_options(clip_range=clip_range), (1.0, 1.0, 1.0))
+    assert torch.equal(metrics["clip_share"], ((ratio - 1).abs() > clip_range).float())
+    torch.testing.assert_close(metrics["approx_kl"], 0.5 * ratio.log().square())
+    torch.testing.assert_close(metrics["ratio_deviation"], (ratio - 1).abs())
+    torch.testing.assert_close(losses, -torch.minimum(ratio, ratio.clamp(1 - clip_range, 1 + clip_range)))
 
 
-def test_options_do_something():
-    policy = ToyPolicy()
-    record = record_of(policy)
-    ppo, nft = get_objective("ppo"), get_objective("nft")
-    assert ppo(record, policy, config(adv_clip_max=5.0))[0] != ppo(record, policy, config(adv_clip_max=1.0))[0]
-    assert nft(record, policy, config(nft_beta=0.7))[0] != nft(record, policy, config(nft_beta=0.2))[0]
-    assert nft(record, policy, config(timesteps=(1,)))[0] != nft(record, policy, config())[0]
-    # a deterministic rollout is enough for nft
-    plain = dataclasses.replace(record_of(ToyPolicy(), noise_steps=()))
-    assert torch.isfinite(nft(plain, policy, config(timesteps=(0, 1)))[0])
-
-
-def test_flow_cps_record_uses_the_cps_step():
-    policy = ToyPolicy()
-    record = record_of(policy, cps=True, moved=False)
-    sigma, following = _sigma_at(record.sigmas, 0, record.latents[:, 0])
-    velocity = policy.velocity(record.latents[:, 0], sigma, record.conditioning, 8, 12)
-    step = cps_step(record.latents[:, 0], velocity, sigma, following, 0.0, 0.8)
-    torch.testing.assert_close(step.mean, record.step_mean[:, 0])
-    assert get_objective("ppo")(record, policy, config())[1]["ratio_mean"] == 1
-    with pytest.raises(ValueError, match="sample.cps = False"):
-        get_objective("guard_grpo")(record, policy, config())
-
-
-def test_errors():
-    policy = ToyPolicy()
-    record = record_of(policy)
+def test_trained_steps():
+    result, rng = sample(ToyPolicy()), np.random.default_rng(0)
+    plain = sample(ToyPolicy(), noise_steps=())
     for name in ("ppo", "guard_grpo"):
-        with pytest.raises(ValueError, match="no noise step"):
-            get_objective(name)(record_of(ToyPolicy(), noise_steps=()), policy, config())
-    for name in NAMES:
-        with pytest.raises(ValueError, match="no advantages"):
-            get_objective(name)(dataclasses.replace(record, advantages=None), policy, config())
-    with pytest.raises(ValueError, match="trained step"):
-        get_objective("nft")(dataclasses.replace(record, seeds=None), policy, config())
-    with pytest.raises(ValueError, match="did you mean 'guard_grpo'"):
-        get_objective("guard_gpo")
+        assert list(get_objective(name).steps(train_options(), result, rng)) == [0, 2]
+        assert list(get_objective(name).steps(train_options(timesteps=(2,)), result, rng)) == [2]
+    nft = get_objective("nft")
+    assert list(nft.steps(train_options(), result, rng)) == [0, 2]
+    assert list(nft.steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
+    with pytest.raises(KeyError):
+        plain.noise_step(1)
+
+
+def test_nft_options_change_the_loss():
+    policy = ToyPolicy()
+    result = sample(policy)
+    losses = [
+        evaluate("nft", result, policy, train_options(**c))[0].sum()
+        for c in ({}, {"nft_beta": 0.2}, {"adv_clip_max": 9.0})
+    ]
+    assert len({loss.item() for loss in losses}) == 3
+
+
+def test_a_sigma_outside_the_schedule():
+    policy = ToyPolicy()
+    result, advantages = sample(policy), torch.tensor(ADVANTAGES)
+    step = Step(result, float(result.sigmas[2]), advantages)
+    assert torch.equal(step.sigma, Step(result, 2, advantages).sigma)
+
+
+def test_flow_cps_uses_the_cps_step():
+    policy = ToyPolicy()
+    result = sample(policy, cps=True, moved=False)
+    step, advantages = result.noise_steps[0], torch.tensor(ADVANTAGES)
+    sigma, following = (s.expand(3) for s in result.sigmas[:2])
+    velocity = policy.velocity(step.latents, sigma, result.conditioning, 8, 12)
+    expected = cps_step(step.latents, velocity, sigma, following, 0.0, 0.8)
+    torch.testing.assert_close(Step(result, 0, advantages).transition(policy).mean, expected.mean)
+    torch.testing.assert_close(expected.mean, step.mean)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "option"),
+    [
+        ("ppo", {"sample.noise_steps": ()}, "sample.noise_steps"),
+        ("ppo", {"sample.noise_level": 0.0}, "sample.noise_level"),
+        ("guard_grpo", {"sample.cps": True}, "sample.cps"),
+        ("ppo", {"train.timesteps": (2,)}, "train.timesteps"),
+        ("ppo", {"train.timesteps": (1,), "sample.num_noise_steps": 1}, "train.timesteps"),
+        ("nft", {"train.timesteps": (10,)}, "train.timesteps"),
+        ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
+    ],
+)
+def test_an_objective_checks_its_options(name, changes, option):
+    options = load_named("t2is")
+    assert list(get_objective(name).check(options)) == []
+    for key, value in changes.items():
+        group, _, field = key.partition(".")
+        options = dataclasses.replace(
+            options, **{group: dataclasses.replace(getattr(options, group), **{field: value})}
+        )
+    (problem,) = get_objective(name).check(options)
+    assert problem.startswith(option)
+
+
+@pytest.mark.parametrize(("decay_type", "expected"), [(None, 0.1), (0, 0.0), (1, 0.1), (2, 0.1875)])
+def test_decay_of_the_old_policy(decay_type, expected):
+    train = train_options(decay_type=decay_type)
+    assert old_decay(100, train) == pytest.approx(expected)
+    assert old_decay(10**6, train) == {None: 0.5, 0: 0.0, 1: 0.5, 2: 0.999}[decay_type]
+    assert old_decay(0, train) == 0
+
+
+@pytest.mark.parametrize("name", ["guard_gpo", "no.such.module:f", "json:nothing", "json:__name__"])
+def test_unknown_objectives(name):
+    with pytest.raises(ValueError, match="config.train.loss_type"):
+        get_objective(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_flux(tiny_flux_dir, name):
     policy = load_policy(tiny_flux_dir, max_sequence_length=16)
     add_lora(policy, rank=2, alpha=4)
-    add_old_adapter(policy)
+    add_snapshot(policy, "old")
     conditioning = policy.encode([Item(i, f"prompt {i}") for i in range(2)])
-    record = rollout(policy, conditioning, range(2), [1, 2], 16, 16, num_steps=3, noise_steps=(1,), noise_level=0.7)
-    record = dataclasses.replace(record, advantages=torch.tensor([1.0, -1.0]), weights=torch.ones(2))
-    loss, metrics = get_objective(name)(record, policy, config(beta=0.1, clip_range=1e-4))
+    result = rollout(policy, conditioning, range(2), [1, 2], 16, 16, num_steps=3, noise_steps=(1,), noise_level=0.7)
+    losses, metrics = evaluate(name, result, policy, train_options(beta=0.1, clip_range=1e-4), (1.0, -1.0))
     if name != "nft":
-        assert metrics["ratio_mean"] == 1
-        assert metrics["kl"] == 0  # a new adapter is the base model
-    loss.backward()
+        assert (metrics["ratio_mean"] == 1).all()
+        assert not metrics["kl"].any()  # a new adapter is the base model
+    losses.sum().backward()
     gradients = [p.grad for p in trainable_parameters(policy)]
     assert all(g is not None and torch.isfinite(g).all() for g in gradients)
     assert sum(g.abs().sum() for g in gradients) > 0

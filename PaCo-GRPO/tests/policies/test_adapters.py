@@ -20,7 +20,7 @@ from paco_grpo.policies.adapters import (
     trainable_parameters,
     unwrap,
 )
-from paco_grpo.sampling.rollout import rollout
+from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 
 LENGTH = 16

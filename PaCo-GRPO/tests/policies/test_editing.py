@@ -9,8 +9,13 @@ from tiny_policies import EDITORS, items, load, picture
 from tiny_qwen_edit import SCHEDULER
 
 from paco_grpo.policies import PolicyLoadError, load_policy
-from paco_grpo.training.collect import size_of
+from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
+
+
+def size_of(item, resolution, mode, policy):
+    sized = at_size(item, resolution, mode, policy)
+    return sized.height, sized.width
 
 
 @pytest.fixture(params=EDITORS)

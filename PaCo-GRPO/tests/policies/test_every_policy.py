@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_policies import EDITORS, NAMES, disturb, items, load
 
+from paco_grpo.checkpoint.ema import EMA
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.objectives.nft import _FRESH, nft_terms
 from paco_grpo.policies.adapters import (
@@ -18,8 +19,7 @@ from paco_grpo.policies.adapters import (
     trainable_parameters,
     unwrap,
 )
-from paco_grpo.sampling.rollout import recompute_old, record_transition, rollout, step_noise
-from paco_grpo.training.ema import EMA
+from paco_grpo.sampling.denoise import recompute_old, record_transition, rollout, step_noise
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 ARGUMENTS = {"num_steps": 3, "noise_steps": (0, 1), "noise_level": 0.7}

@@ -9,7 +9,7 @@ from diffusers import FluxPipeline
 from tiny_flux import build_tiny_flux
 
 from paco_grpo.policies import load_policy
-from paco_grpo.sampling.rollout import rollout
+from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 
 LENGTH = 24

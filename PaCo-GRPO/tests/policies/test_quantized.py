@@ -7,13 +7,13 @@ import diffusers
 import pytest
 import tiny_policies
 import torch
-from named import override
-from tiny_run import rows_of, tiny_config, tiny_edit_config, train
+from named import load as load_named
+from tiny_run import rows_of, tiny_edit_options, tiny_options, train
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError, load_policy, quantized
 from paco_grpo.policies.adapters import add_lora, trainable_parameters
-from paco_grpo.training.checks import check_config
-from paco_grpo.training.configuration import ConfigError
+from paco_grpo.training.checks import check_run
 
 KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
 
@@ -115,7 +115,7 @@ def test_stored_bytes_are_those_of_the_library(kind, tiny_folder):
 
 @KINDS
 def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_flux_dir, tmp_path):
-    config = tiny_config(
+    config = tiny_options(
         tiny_flux_dir, tmp_path, pretrained__quantize=kind, sample__merge_lora=False, num_epochs=1,
         train__batch_size=4, train__old_log_prob="rollout",
     )  # fmt: skip
@@ -123,19 +123,19 @@ def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_f
     (row,) = rows_of(config, "train")
     assert row["train/ratio_deviation"] == 0.0
     assert row["train/grad_norm"] > 0
-    trainer.run.policy.save_lora(tmp_path / "lora")
+    trainer.run.state.policy.save_lora(tmp_path / "lora")
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny_flux_dir)
     pipeline.load_lora_weights(tmp_path / "lora")
     again = tiny_policies.load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path / "lora")
-    for mine, theirs in zip(trainable_parameters(trainer.run.policy), trainable_parameters(again), strict=True):
+    for mine, theirs in zip(trainable_parameters(trainer.run.state.policy), trainable_parameters(again), strict=True):
         assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("editor", ["toy_kontext", "toy_qwen_edit"])
 def test_editors_train_on_it(editor, tiny_folder, tmp_path):
     name = {"toy_kontext": "flux_kontext", "toy_qwen_edit": "qwen_image_edit"}[editor]
-    config = tiny_edit_config(
+    config = tiny_edit_options(
         editor, tiny_folder(name), tmp_path, pretrained__quantize="nf4", sample__merge_lora=False, num_epochs=1,
         train__resolution=32, train__batch_size=4,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_merging_is_refused(tiny_flux_dir):
 )
 def test_contradictions_are_found_before_loading(pairs, said):
     with pytest.raises(ConfigError) as caught:
-        check_config(override(*pairs))  # toy_t2is merges
+        check_run(load_named("toy_t2is", *pairs))  # toy_t2is merges
     assert f"config.{said}" in str(caught.value) or said in str(caught.value)
 
 
@@ -183,4 +183,4 @@ def test_a_missing_library_is_said_before_loading(tiny_flux_dir, tmp_path, monke
     with pytest.raises(PolicyLoadError, match=r"pip install 'paco-grpo\[quantize\]'"):
         load_policy(tiny_flux_dir, quantize="nf4")
     with pytest.raises(ConfigError, match=r"pretrained.quantize='nf4': bitsandbytes is not installed"):
-        check_config(override(("pretrained.quantize", "nf4"), ("sample.merge_lora", "0")))
+        check_run(load_named("toy_t2is", ("pretrained.quantize", "nf4"), ("sample.merge_lora", "0")))

@@ -8,8 +8,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from tiny_policies import EDITORS, NAMES, items, load, picture
 
-from paco_grpo.sampling.rollout import rollout
-from paco_grpo.training.collect import batches_by_key
+from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Item
 
 STEPS = 3

@@ -9,8 +9,8 @@ from toy_policy import ToyConditioning, ToyPolicy
 
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.adapters import add_lora
-from paco_grpo.sampling.rollout import recompute_old, record_transition, rollout, step_noise
-from paco_grpo.types import Item, RolloutRecord
+from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout, step_noise
+from paco_grpo.types import Item, Rollout
 
 
 def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), **kwargs):
@@ -20,7 +20,7 @@ def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), **kwargs):
 
 
 def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
-    """Method §4 for one sample in float64."""
+    """docs/method.md §4 for one sample in float64."""
     p = policy.transformer.current.detach().double().numpy()
     x = policy.initial_latents([seed], 8, 12)[0].double().numpy()
     sigmas = policy.sigmas(steps, 8, 12).double().numpy()
@@ -48,10 +48,11 @@ def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
 def test_against_numpy(cps, noise_steps):
     policy = ToyPolicy()
     record = toy_rollout(policy, noise_steps=noise_steps, cps=cps)
-    assert record.step_index.tolist() == list(noise_steps)
-    assert record.latents.shape == record.next_latents.shape == record.step_mean.shape == (4, len(noise_steps), 6, 4)
-    assert record.log_prob.shape == (4, len(noise_steps))
-    assert record.clean_latents.dtype == record.latents.dtype == torch.float32
+    assert [step.index for step in record.noise_steps] == list(noise_steps)
+    for step in record.noise_steps:
+        assert step.latents.shape == step.next_latents.shape == step.mean.shape == (4, 6, 4)
+        assert step.log_prob.shape == (4,)
+    assert {t.dtype for t in (record.clean_latents, *(step.latents for step in record.noise_steps))} == {torch.float32}
     for b, seed in enumerate((10, 11, 12, 13)):
         direction = record.conditioning.direction[b].double().numpy()
         expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, cps)
@@ -63,7 +64,8 @@ def test_a_sample_does_not_depend_on_its_batch():
     full = toy_rollout(policy)
     alone = toy_rollout(policy, ids=(1,), seeds=(12,))
     torch.testing.assert_close(full.clean_latents[2:3], alone.clean_latents, rtol=0, atol=1e-6)
-    torch.testing.assert_close(full.log_prob[2:3], alone.log_prob, rtol=0, atol=1e-6)
+    for step, alone_step in zip(full.noise_steps, alone.noise_steps, strict=True):
+        torch.testing.assert_close(step.log_prob[2:3], alone_step.log_prob, rtol=0, atol=1e-6)
 
 
 def test_noise_depends_on_seed_and_step():
@@ -84,10 +86,11 @@ def test_same_latent_shares_the_steps_before_the_first_noise_step():
     policy.calls.clear()
     plain = toy_rollout(policy, initial_seeds=(10, 10, 12, 12), noise_steps=(2,))
     assert policy.calls == [4] * 5
-    torch.testing.assert_close(shared.latents, plain.latents, rtol=0, atol=1e-6)
+    (step,), (plain_step,) = shared.noise_steps, plain.noise_steps
+    torch.testing.assert_close(step.latents, plain_step.latents, rtol=0, atol=1e-6)
     torch.testing.assert_close(shared.clean_latents, plain.clean_latents, rtol=0, atol=1e-6)
-    assert torch.equal(shared.latents[0], shared.latents[1])
-    assert not torch.equal(shared.next_latents[0], shared.next_latents[1])
+    assert torch.equal(step.latents[0], step.latents[1])
+    assert not torch.equal(step.next_latents[0], step.next_latents[1])
     # interleaved groups, and a group spread over two calls with the same initial seeds
     mixed = toy_rollout(
         policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), group_index=torch.tensor([0, 1, 0, 1]), noise_steps=(2,)
@@ -101,7 +104,7 @@ def test_same_latent_shares_the_steps_before_the_first_noise_step():
 
 def test_nothing_is_recorded_without_noise():
     record = toy_rollout(ToyPolicy(), noise_level=0.0)
-    assert len(record.step_index) == 0
+    assert record.noise_steps == []
     assert torch.equal(record.clean_latents, toy_rollout(ToyPolicy(), noise_steps=()).clean_latents)
 
 
@@ -122,39 +125,36 @@ def test_flux_ratio_is_exactly_one(tiny_flux_dir, cps):
     record = rollout(
         policy, conditioning, range(3), [1, 2, 3], 16, 24, num_steps=4, noise_steps=(0, 2), noise_level=0.8, cps=cps
     )
-    assert not record.log_prob.requires_grad
-    for position in range(2):
-        transition = record_transition(policy, record, position)
+    for step in record.noise_steps:
+        assert not step.log_prob.requires_grad
+        transition = current_transition(policy, record, step)
         assert transition.mean.requires_grad
-        ratio = (transition.log_prob(record.next_latents[:, position]) - record.log_prob[:, position]).exp()
-        assert torch.equal(ratio, torch.ones(3))
-        assert torch.equal(transition.mean, record.step_mean[:, position])
-    again = recompute_old(policy, dataclasses.replace(record, log_prob=torch.zeros(3, 2)))
-    assert torch.equal(again.log_prob, record.log_prob) and torch.equal(again.step_mean, record.step_mean)
+        assert torch.equal((transition.log_prob(step.next_latents) - step.log_prob).exp(), torch.ones(3))
+        assert torch.equal(transition.mean, step.mean)
+    wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in record.noise_steps]
+    again = recompute_old(policy, dataclasses.replace(record, noise_steps=wiped))
+    for step, new in zip(record.noise_steps, again.noise_steps, strict=True):
+        assert torch.equal(new.log_prob, step.log_prob) and torch.equal(new.mean, step.mean)
 
 
-def test_record_select_cat_to():
+def test_select_cat_to():
     record = toy_rollout(ToyPolicy())
-    record = dataclasses.replace(record, advantages=torch.arange(4.0), weights=torch.ones(4))
-    back = RolloutRecord.cat([record.select([0, 1]), record.select(torch.tensor([2])), record.select(slice(3, None))])
-    for field in dataclasses.fields(record):
-        mine, theirs = getattr(back, field.name), getattr(record, field.name)
-        if isinstance(theirs, torch.Tensor):
-            assert torch.equal(mine, theirs), field.name
-        elif field.name != "conditioning":
-            assert mine == theirs
+    back = Rollout.cat([record.select([0, 1]), record.select(torch.tensor([2])), record.select(slice(3, None))])
+    for name in ("item_ids", "seeds", "clean_latents", "sigmas"):
+        assert torch.equal(getattr(back, name), getattr(record, name)), name
+    assert (back.height, back.width, back.noise_level, back.cps) == (8, 12, 0.7, False)
     assert torch.equal(back.conditioning.direction, record.conditioning.direction)
-    one = record.select_steps([1])
-    assert one.step_index.tolist() == [3] and torch.equal(one.latents[:, 0], record.latents[:, 1])
-    assert len(record.to("cpu")) == 4
+    for step, original in zip(back.noise_steps, record.noise_steps, strict=True):
+        assert step.index == original.index
+        for name in ("latents", "next_latents", "mean", "log_prob"):
+            assert torch.equal(getattr(step, name), getattr(original, name)), name
+    assert len(record.to("cpu")) == len(record.noise_steps[0]) == 4
     assert record.conditioning.to("cpu", torch.float16).direction.dtype == torch.float16
-    with pytest.raises(ValueError, match="RolloutRecord.sigmas"):
-        RolloutRecord.cat([record, toy_rollout(ToyPolicy(), num_steps=6)])
-    with pytest.raises(ValueError, match="RolloutRecord.height"):
-        RolloutRecord.cat([record, dataclasses.replace(record, height=16)])
-    with pytest.raises(ValueError, match="advantages"):
-        RolloutRecord.cat([record, dataclasses.replace(record, advantages=None)])
+    for other in (toy_rollout(ToyPolicy(), num_steps=6), dataclasses.replace(record, height=16),
+                  toy_rollout(ToyPolicy(), noise_steps=(1, 2)), toy_rollout(ToyPolicy(), noise_steps=(1,))):  # fmt: skip
+        with pytest.raises(ValueError, match="cannot join"):
+            Rollout.cat([record, other])
     with pytest.raises(ValueError, match="at least one"):
-        RolloutRecord.cat([])
+        Rollout.cat([])
     with pytest.raises(ValueError, match="direction"):
         ToyConditioning.cat([ToyConditioning(torch.zeros(1, 2, 3)), ToyConditioning(torch.zeros(1, 3, 3))])

@@ -2,28 +2,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_grpo.sampling.schedule import check_noise_steps, draw_noise_steps
+from paco_grpo.sampling.schedule import check_noise_steps, sample_noise_steps
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data())
 def test_draws_come_from_the_candidates_and_repeat(candidates, seed, epoch, data):
     number = data.draw(st.integers(1, len(candidates)))
-    drawn = draw_noise_steps(sorted(candidates), number, seed, epoch)
+    drawn = sample_noise_steps(sorted(candidates), number, seed, epoch)
     assert len(drawn) == number == len(set(drawn)) and set(drawn) <= candidates and list(drawn) == sorted(drawn)
-    assert drawn == draw_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
-    assert draw_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
+    assert drawn == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
+    assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
 
 
 def test_epochs_and_seeds_differ():
-    by_epoch = {draw_noise_steps(range(10), 2, 42, epoch) for epoch in range(50)}
-    by_seed = {draw_noise_steps(range(10), 2, seed, 0) for seed in range(50)}
+    by_epoch = {sample_noise_steps(range(10), 2, 42, epoch) for epoch in range(50)}
+    by_seed = {sample_noise_steps(range(10), 2, seed, 0) for seed in range(50)}
     assert len(by_epoch) > 20 and len(by_seed) > 20
 
 
 def test_bad_values():
     for number in (0, 3):
         with pytest.raises(ValueError, match="num_noise_steps"):
-            draw_noise_steps([1, 2], number, 0, 0)
+            sample_noise_steps([1, 2], number, 0, 0)
     with pytest.raises(ValueError, match=r"\[4\] lie outside the 4"):
         check_noise_steps([1, 4], 4)
     with pytest.raises(ValueError, match="twice"):

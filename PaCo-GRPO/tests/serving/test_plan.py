@@ -151,7 +151,9 @@ def test_the_gateway_gets_every_replica_and_adapter():
     ]
     words = gateway_command(SETTINGS, servers)
     upstreams = [words[i + 1] for i, word in enumerate(words) if word == "--upstream"]
-    assert upstreams == [f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))]
+    assert upstreams == [
+        f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))
+    ]
 
 
 _PARSE = """

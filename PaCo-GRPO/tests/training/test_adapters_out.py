@@ -11,13 +11,12 @@ import yaml
 from diffusers import FluxPipeline
 from fakes import fake_judge
 from PIL import Image
-from tiny_run import ROOT, rows_of, tiny_config, train
+from tiny_run import ROOT, rows_of, tiny_options, train
 
+from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.training.alone import evaluate_alone
-from paco_grpo.training.configuration import config_to_yaml
-from paco_grpo.training.generator import load_adapter
+from paco_grpo.training.build import load_adapter
 
 
 def script(name):
@@ -30,7 +29,7 @@ def script(name):
 @pytest.fixture(scope="module")
 def trained(tiny_flux_dir, tmp_path_factory):
     """A run's configuration, its last checkpoint, and that epoch's evaluation."""
-    config = tiny_config(
+    config = tiny_options(
         tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05, sample__merge_lora=False
     )
     train(config)
@@ -67,7 +66,7 @@ def test_plain_diffusers_draws_what_the_evaluation_drew(trained):
 @pytest.mark.parametrize("place", ["", "adapter", "diffusers"])
 def test_evaluation_alone_gives_what_the_run_gave(trained, tmp_path, place):
     config, checkpoint, evaluation = trained
-    metrics = evaluate_alone(config.copy_and_resolve_references(), str(checkpoint / place), tmp_path)
+    metrics = script("evaluate").evaluate_adapter(config, str(checkpoint / place), tmp_path)
     for one, two in zip(data(evaluation), data(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
@@ -79,7 +78,7 @@ def test_evaluation_alone_gives_what_the_run_gave(trained, tmp_path, place):
 def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
     config, _, evaluation = trained
     saved = tmp_path / "config.yaml"
-    saved.write_text(config_to_yaml(config))
+    saved.write_text(options_to_yaml(config))
     arguments = ["--config", str(saved), "--output", str(tmp_path / "out"), "--config.test.batch_size=1"]
     assert script("evaluate").main(arguments) == 0
     printed = capsys.readouterr().out
@@ -114,7 +113,7 @@ def test_model_card(trained, name):
     last = rows_of(config, "eval")[-1]  # of this very epoch, though the checkpoint was saved before it
     assert f"After epoch 2, {last['eval/num_images']:.0f} images" in text
     assert f"| `brightness` | {last['eval/brightness_mean']:.4f} ±" in text
-    assert config_to_yaml(config) in text
+    assert options_to_yaml(config) in text
 
 
 def test_a_whole_transformer_is_no_adapter(trained, tmp_path):
@@ -133,7 +132,7 @@ def test_weights_that_were_saved_are_the_ones_loaded(trained):
 def test_pictures_with_the_judges_score(trained, tmp_path, capsys):
     config, checkpoint, _ = trained
     saved = tmp_path / "config.yaml"
-    saved.write_text(config_to_yaml(config))
+    saved.write_text(options_to_yaml(config))
     arguments = [
         "--config",
         str(saved),

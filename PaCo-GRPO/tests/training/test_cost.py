@@ -1,13 +1,14 @@
 """What an epoch costs, counted in images on a real pipeline: nothing is computed twice, and rewards overlap sampling."""
 
+import dataclasses
 import threading
 from collections import Counter
 
 import numpy as np
 import pytest
-from tiny_run import tiny_config, write_prompts
+from tiny_run import tiny_options, write_prompts
 
-from paco_grpo.training.setup import build_run
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
 IMAGES, PROMPTS, STEPS = 64, 8, 10
@@ -21,7 +22,7 @@ def build(tiny_flux_dir, tmp_path):
 
     def of(**changes):
         return build_run(
-            tiny_config(
+            tiny_options(
                 tiny_flux_dir, tmp_path, **{
                     "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
                     "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16,
@@ -36,7 +37,7 @@ def build(tiny_flux_dir, tmp_path):
 
 def count(run) -> Counter:
     """Images through each part of the policy of ``run``, counted from now on."""
-    pipeline, counted = run.policy.pipeline, Counter()
+    pipeline, counted = run.state.policy.pipeline, Counter()
 
     def forward(module, arguments, keywords, output):
         images = len(keywords["hidden_states"])
@@ -47,7 +48,7 @@ def count(run) -> Counter:
     def rows(name):
         return lambda module, arguments, output: counted.update({name: len(arguments[0])})
 
-    run.policy.transformer.register_forward_hook(forward, with_kwargs=True)
+    run.state.policy.transformer.register_forward_hook(forward, with_kwargs=True)
     pipeline.text_encoder.register_forward_hook(rows("clip"))
     pipeline.text_encoder_2.register_forward_hook(rows("t5"))
     pipeline.vae.decoder.register_forward_hook(rows("vae"))
@@ -94,7 +95,7 @@ def test_rewards_are_in_flight_while_sampling_goes_on(build):
         assert all_drawn.wait(60), "sampling waits for rewards"
         return np.arange(len(images), dtype=float)
 
-    run.policy.pipeline.vae.decoder.register_forward_hook(drawn)
-    run.train_rewards = {"brightness": reward}
+    run.state.policy.pipeline.vae.decoder.register_forward_hook(drawn)
+    run.rewards = dataclasses.replace(run.rewards, train={"brightness": reward})
     Trainer(run)._epoch()
     assert begun_early == [True, False, False, False]

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_policies import build
-from tiny_run import tiny_edit_config, train
+from tiny_run import tiny_edit_options, train
 
+from paco_grpo.evaluation.pictures import captioned, contact_sheet, side_by_side
 from paco_grpo.report.build import write_report
 from paco_grpo.report.data import read_run
-from paco_grpo.training.pictures import beside, captioned, contact_sheet
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("editing")
     model = build("flux_kontext", folder / "model")
-    config = tiny_edit_config("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
+    config = tiny_edit_options("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
     train(config)
     return Path(config.save_dir) / config.run_name
 
@@ -43,7 +43,7 @@ def test_sheet_and_tracked_pictures_show_reference_and_instruction(run_dir):
         assert sheet.size == (2 * (2 * 164 + 8), 3 * (164 + 14))
     shown = captioned(folder, 2)
     with Image.open(folder / "00000.png") as image, Image.open(folder / "references/00000.png") as reference:
-        assert (pixels(shown[0][0]) == pixels(beside(reference, image))).all()
+        assert (pixels(shown[0][0]) == pixels(side_by_side(reference, image))).all()
         assert shown[0][0].size == (32 + 4 + 32, 32)
     assert shown[1][1].startswith("1test make it red (brightness ")
 

@@ -9,11 +9,11 @@ from accelerate import DistributedType
 from engines import COMMON, TOLERANCE, asked, assert_same_training, moved, seen, tensors, watch, write_uneven_prompts
 from safetensors.torch import load_file
 from survival import rows, run, state
-from tiny_run import tiny_config
+from tiny_run import tiny_options
 
-from paco_grpo.training.configuration import ConfigError
-from paco_grpo.training.engine import build_engine
-from paco_grpo.training.setup import build_run
+from paco_grpo.distributed.launch import build_strategy
+from paco_grpo.options import ConfigError
+from paco_grpo.training.build import build_run
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
 NFT = {"train__loss_type": "nft", "train__max_grad_norm": 1e3}
@@ -86,7 +86,7 @@ def test_what_an_engine_cannot_do_is_said_before_weights_are_loaded(
     tiny_flux_dir, tmp_path, accelerator, changes, said
 ):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        build_engine(tiny_config(tiny_flux_dir, tmp_path, **changes), accelerator)
+        build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_what_an_engine_cannot_do_is_said_before_weights_are_loaded(
     ],
 )
 def test_the_engine_is_what_accelerate_was_started_with(tiny_flux_dir, tmp_path, accelerator, changes, name):
-    assert build_engine(tiny_config(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
+    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
 
 
 def test_falling_back_is_said(tiny_flux_dir, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert build_engine(tiny_config(tiny_flux_dir, tmp_path), CPUS).name == "replicated"
+    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path), CPUS).name == "replicated"
     assert "falls back to plain data parallelism on a CPU" in caplog.text
 
 
@@ -198,5 +198,5 @@ def test_low_precision_base_beside_float32_adapters(trained):
 
 @pytest.mark.slow
 def test_one_process_has_nothing_to_divide(tiny_flux_dir, tmp_path, caplog):
-    build_run(tiny_config(tiny_flux_dir, tmp_path, **FSDP2))
-    assert "there is one process only: nothing is divided" in caplog.text
+    build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
+    assert "there is only one process: nothing is divided" in caplog.text

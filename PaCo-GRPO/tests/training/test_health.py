@@ -1,5 +1,6 @@
 """Signs of collapse: every rule on constructed statistics, the statistics against NumPy, and a run that breaks."""
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 from named import load
 from PIL import Image
-from tiny_run import rows_of, tiny_config, train
+from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.health import against_first, judge_epoch, judge_evaluation, side_by_side
-from paco_grpo.training.observe import BaseProbe, distinctness, image_statistics
-from paco_grpo.training.setup import build_run
+from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.monitoring.health import against_first, changes_since_first, judge_epoch, judge_evaluation
+from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
 LIMITS = load("t2is").health
@@ -49,9 +50,7 @@ def test_each_limit(limit):
     (finding,) = judge_epoch(rows, LIMITS, 2)
     assert (finding.sign, finding.collapse) == (limit, stops)
     assert "Likely cause" in finding.message
-    allowed = load("t2is").health
-    allowed[limit] = wider
-    assert judge_epoch(rows, allowed, 2) == []
+    assert judge_epoch(rows, dataclasses.replace(LIMITS, **{limit: wider}), 2) == []
 
 
 def test_limits_hold_both_ways_and_need_a_past():
@@ -86,11 +85,10 @@ def test_trained_rewards_beside_watched_ones():
     assert judge_evaluation([first, good], ["judge"], LIMITS) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
     assert judge_evaluation([first], ["judge"], LIMITS) == []
-    config = load("t2is")
-    config.health.max_reward_divergence = 8.0
-    assert judge_evaluation([first, hacked], ["judge"], config.health) == []
-    assert side_by_side([first, hacked], ["judge"]) == "trained: judge +0.4000; watched: oracle -0.3000"
-    assert side_by_side([first], ["judge"]) == ""
+    wider = dataclasses.replace(LIMITS, max_reward_divergence=8.0)
+    assert judge_evaluation([first, hacked], ["judge"], wider) == []
+    assert changes_since_first([first, hacked], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
+    assert changes_since_first([first], ["judge"]) == ""
 
 
 def test_image_statistics_against_numpy():
@@ -114,27 +112,27 @@ def test_distinctness_is_the_spread_within_groups():
 
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
-    run = build_run(tiny_config(tiny_flux_dir, tmp_path, health__probe_images=2))
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=2))
     assert run.probe.measure() == {"health/velocity_change": 0.0, "health/kl_base": 0.0}  # a new LoRA changes nothing
     with torch.no_grad():
-        for parameter in run.parameters.values():
+        for parameter in run.state.parameters.values():
             parameter.add_(0.05)
     calls = []
-    run.policy.transformer.register_forward_hook(lambda module, arguments, output: calls.append(1))
+    run.state.policy.transformer.register_forward_hook(lambda module, arguments, output: calls.append(1))
     measured = run.probe.measure()
     assert len(calls) == 2  # one forward an image; the base's were kept
-    state, policy = run.probe._states[1], run.policy
+    state, policy = run.probe._states[1], run.state.policy
     velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     with policy.reference():
         base = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     assert torch.equal(base, state.base)
-    again = BaseProbe(policy, run.test_items[:2], run.config)  # as a resumed run makes it
+    again = BaseProbe(policy, run.test_items[:2], run.options)  # as a resumed run makes it
     assert again.measure() == measured
     sigma, following = state.sigmas[1:3].double()
     s = 0.7 * np.sqrt(sigma / (1 - sigma))
     scale = (1 + s**2 * (1 - sigma) / (2 * sigma)) * (following - sigma)
     kl = float(((velocity - base).detach().double() * scale).square().mean() / (2 * s**2 + 1e-7))
-    alone = BaseProbe(policy, run.test_items[1:2], run.config)
+    alone = BaseProbe(policy, run.test_items[1:2], run.options)
     alone._states = [state]
     assert alone.measure()["health/kl_base"] == pytest.approx(kl, rel=1e-4)
 
@@ -143,7 +141,7 @@ def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
     """On random weights too: the probe says so after the first update, and the state is saved."""
     changes = {"train__learning_rate": 3.0, "num_epochs": 4, "save_freq": 0}
     with caplog.at_level(logging.WARNING):
-        config = tiny_config(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
+        config = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
         with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate is too high"):
             train(config)
     assert "config.health.max_velocity_change" in caplog.text
@@ -156,13 +154,13 @@ def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
 def test_watched_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
     weights = []
     for name, watch in (("plain", False), ("watching", True)):
-        config = tiny_config(
+        config = tiny_options(
             tiny_flux_dir, tmp_path, run_name=name, num_epochs=1, train__watch_test_rewards=watch,
             test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}", health__probe_images=0,
         )  # fmt: skip
         trainer = Trainer(build_run(config))
-        trainer.train()
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.run.parameters.values()]))
+        trainer.fit()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.run.state.parameters.values()]))
         row = rows_of(config, "train")[0]
         assert ("reward/jpeg_compressibility_mean" in row) == watch
         assert "health/velocity_change" not in row and row["health/distinctness"] > 0

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from fakes import fake_judge
-from tiny_run import rows_of, tiny_config, train
+from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.training import checkpoint as ckpt
+from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.training.trainer import TrainingStopped
 
 PAIRS = 8  # of an epoch: 8 images of two panels
@@ -16,7 +16,7 @@ DEADLINE = 1.5
 
 def config_for(flux, folder, url, **changes):
     kwargs = {"consistency_score": {"base_url": url, "model": "Paco-Reward-7B", "deadline_s": DEADLINE}}
-    return tiny_config(
+    return tiny_options(
         flux, folder, train__reward_fn="{'consistency_score': 1}", train__reward_fn_kwargs=repr(kwargs),
         test__reward_fn="{'tiny_run:brightness': 1}", num_epochs=2, save_freq=0, **changes,
     )  # fmt: skip

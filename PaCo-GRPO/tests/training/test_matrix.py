@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_policies import NAMES
-from tiny_run import rows_of, tiny_config, tiny_edit_config
+from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.training.setup import build_run
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
 AGGREGATIONS = ("None", "log_tame_aggregate_fn", "weighted_advantage_sum_aggregate_fn")
@@ -24,8 +24,8 @@ SMALL = {
 def config_for(name, folder, model, **changes):
     options = SMALL | changes
     if name == "flux":
-        return tiny_config(model, folder, **options)
-    return tiny_edit_config(CONFIGURATIONS[name], model, folder, **options)
+        return tiny_options(model, folder, **options)
+    return tiny_edit_options(CONFIGURATIONS[name], model, folder, **options)
 
 
 def cases():
@@ -42,15 +42,15 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type, aggregate):
         name, tmp_path, tiny_folder(name), train__loss_type=loss_type, train__aggregate_fn=aggregate, train__beta=0.01
     )
     run = build_run(config)
-    before = {n: p.detach().clone() for n, p in run.parameters.items()}
-    Trainer(run).train()
+    before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
+    Trainer(run).fit()
     (row,) = rows_of(config, "train")
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
     if loss_type != "nft":
         # float32, first update. (With micro-batches of another size than the rollout's, the last bit of a matrix product
         # may differ, and a ratio be off by 1e-7.)
         assert row["train/ratio_deviation"] == 0
-    moved = [n for n, p in run.parameters.items() if not torch.equal(p, before[n])]
+    moved = [n for n, p in run.state.parameters.items() if not torch.equal(p, before[n])]
     assert len(moved) > len(before) // 3
     assert (run.folder / "eval" / "epoch_0001" / "00000.png").is_file()
     assert (run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
@@ -62,14 +62,14 @@ def test_sizes_mix_and_a_run_resumes(tiny_folder, tmp_path, name):
     options = {"sample__unique_sample_num_per_epoch": 4, "num_epochs": 2, "save_freq": 1, "train__resolution": 48}
     whole = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
     sizes = []
-    decode = whole.policy.decode
-    whole.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
-    Trainer(whole).train()
+    decode = whole.state.policy.decode
+    whole.state.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
+    Trainer(whole).fit()
     assert len({size[:2] for size in sizes[:2]}) == 2 and [size[2] for size in sizes[:2]] == [4, 4]
     resumed = build_run(config_for(name, tmp_path, tiny_folder(name), run_name="again", **options | {"num_epochs": 1}))
-    Trainer(resumed).train()
+    Trainer(resumed).fit()
     options |= {"run_name": "again", "resume_from": "latest"}
     resumed = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
-    Trainer(resumed).train()
-    for n, parameter in whole.parameters.items():
-        assert torch.equal(parameter, resumed.parameters[n]), n
+    Trainer(resumed).fit()
+    for n, parameter in whole.state.parameters.items():
+        assert torch.equal(parameter, resumed.state.parameters[n]), n

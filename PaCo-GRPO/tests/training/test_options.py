@@ -1,5 +1,6 @@
 """Every option of the toy path does what it says: turn it, and see the change."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,14 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_run import rows_of, tiny_config, tiny_edit_config
+from tiny_policies import draw
+from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.training.collect import collect
-from paco_grpo.training.configuration import ConfigError
-from paco_grpo.training.evaluation import draw
-from paco_grpo.training.scoring import ScoringQueue
-from paco_grpo.training.setup import build_run
+from paco_grpo.options import ConfigError
+from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.training.build import build_run
+from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
 
 
@@ -27,28 +28,33 @@ def make(tiny_flux_dir, tmp_path_factory):
 
     def build(**changes):
         changes = {"health__probe_images": 0} | changes
-        return build_run(tiny_config(tiny_flux_dir, tmp_path_factory.mktemp("options"), **changes))
+        return build_run(tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("options"), **changes))
 
     return build
 
 
-def epoch(run, **changes):
-    """Roll out one epoch of ``run``; returns local samples by global position."""
-    samples = GroupSampler(len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, run.config.seed).samples(
-        0
+def epoch(run, batch_size=None, resolution=16, **sample):
+    """Sample one epoch of ``run`` with changed options; returns samples, rollouts, latents and scores by position."""
+    samples = GroupSampler(
+        len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, run.options.seed
+    ).samples(0)
+    options = dataclasses.replace(
+        run.options,
+        sample=dataclasses.replace(run.options.sample, **sample),
+        train=dataclasses.replace(run.options.train, resolution=resolution),
     )
-    positions = samples.positions_of(0, 1)
-    arguments = {
-        "batch_size": run.plan.sample_batch_size, "num_steps": 3, "noise_steps": (1,), "noise_level": 0.7, "cps": False,
-        "same_latent": False, "merge_lora": False, "on_images": lambda images: None,
-        "stop_after_batch": lambda: False, "resolution": 16, "item_size": "aspect",
-    } | changes  # fmt: skip
-    queue = ScoringQueue(run.train_rewards)
-    rollouts = collect(run.policy, run.train_items, samples, positions, queue, **arguments)
-    scores = queue.results(len(positions))
-    numbers = np.concatenate(rollouts.samples)
-    latents = torch.cat([record.clean_latents for record in rollouts.records])[np.argsort(numbers)]
-    return samples, rollouts, latents, scores
+    queue = ScoringQueue(run.rewards.train)
+    rollouts = sample_epoch(
+        run.state.policy, run.train_items, samples, queue, options, run.state.strategy,
+        batch_size=batch_size or run.plan.sample_batch_size, epoch=0,
+    )  # fmt: skip
+    scores = queue.results(len(rollouts.positions))
+    return samples, rollouts, by_position(rollouts, lambda part: part.clean_latents), scores
+
+
+def by_position(rollouts, tensor_of):
+    """A tensor of all parts, joined and ordered by sample number."""
+    return torch.cat([tensor_of(part) for part in rollouts.parts])[np.argsort(np.concatenate(rollouts.samples))]
 
 
 def test_sampling_does_not_depend_on_the_batch(make):
@@ -72,50 +78,52 @@ def test_sampling_options_change_the_samples(make):
         assert not torch.allclose(base, epoch(run, **changes)[2], atol=1e-4), changes
 
 
-def test_same_latent_shares_what_comes_before_the_noise(make):
+def test_same_latent_shares_the_steps_before_the_noise(make):
     samples, rollouts, _, _ = epoch(make(), same_latent=True, batch_size=3)
-    before = torch.cat([record.latents[:, 0] for record in rollouts.records])[
-        np.argsort(np.concatenate(rollouts.samples))
-    ]
+    before = by_position(rollouts, lambda part: part.noise_steps[0].latents)
     for item in np.unique(samples.item_ids):
         group = before[samples.item_ids == item]
         torch.testing.assert_close(group, group[:1].expand_as(group), rtol=1e-4, atol=1e-5)
-    after = torch.cat([record.next_latents[:, 0] for record in rollouts.records])
+    after = by_position(rollouts, lambda part: part.noise_steps[0].next_latents)
     assert len(torch.unique(after.flatten(1), dim=0)) == len(after)
 
 
-def test_micro_batches_are_the_samples_asked_for(make):
+def test_micro_batches_are_the_requested_samples(make):
     _, rollouts, latents, _ = epoch(make(), batch_size=3)
-    wanted = [6, 1, 4, 3, 0]
-    got = list(rollouts.micro_batches(wanted, 2))
-    assert [numbers.tolist() for numbers, _ in got] == [[6, 1], [4, 3], [0]]
-    for numbers, record in got:
-        assert torch.equal(record.clean_latents, latents[numbers])
-        assert len(record.conditioning) == len(numbers)
-        row = rollouts.conditioning.select(torch.unique(record.item_ids, return_inverse=True)[1])
-        assert type(record.conditioning) is type(row)
+    batches = rollouts.batches([6, 1, 4, 3, 0], 2)
+    assert [numbers.tolist() for numbers in batches] == [[6, 1], [4, 3], [0]]
+    for numbers in batches:
+        part = rollouts.rollout(numbers)
+        assert torch.equal(part.clean_latents, latents[numbers])
+        row = rollouts.conditioning.select(torch.unique(part.item_ids, return_inverse=True)[1])
+        assert type(part.conditioning) is type(row) and len(part.conditioning) == len(numbers)
 
 
 def gradients(run, train_batch_size):
     """Gradient of one epoch's loss, with fixed advantages."""
     samples, rollouts, _, _ = epoch(run)
-    run.config.train.batch_size = train_batch_size
-    updater = run.updater
-    kept, advantages = np.ones(len(samples.item_ids), bool), np.linspace(-1, 1, len(samples.item_ids))
+    updater, total = run.updater, len(samples.item_ids)
+    kept, advantages = np.ones(total, bool), np.linspace(-1, 1, total)
     kept[2] = False
-    sums: dict = {}
-    wanted = [i for i in range(len(kept)) if kept[i]]
-    for numbers, record in rollouts.micro_batches(wanted, train_batch_size):
-        assert not updater._backward(updater._with_advantages(record, advantages[numbers]), kept.sum(), sums)
-    result = {name: p.grad.clone() for name, p in run.parameters.items()}
-    updater.optimizer.zero_grad(set_to_none=True)
-    return result
+    found = {}
+    updater.options = dataclasses.replace(
+        run.options, train=dataclasses.replace(run.options.train, batch_size=train_batch_size, max_grad_norm=1e9)
+    )
+    step, run.state.strategy.step = (
+        run.state.strategy.step,
+        lambda optimizer: found.update({name: p.grad.clone() for name, p in run.state.parameters.items()}),
+    )
+    updater.run(rollouts, samples.item_ids, advantages, kept, 0)
+    run.state.strategy.step = step
+    run.state.optimizer.zero_grad(set_to_none=True)
+    return found
 
 
 def test_gradient_does_not_depend_on_the_micro_batch(make):
     run = make()
     whole, single = gradients(run, 100), gradients(run, 1)
     scale = max(g.abs().max() for g in whole.values())
+    assert scale > 0
     for name in whole:
         torch.testing.assert_close(whole[name], single[name], rtol=1e-3, atol=1e-5 * float(scale))
 
@@ -133,7 +141,7 @@ def weights_after(make):
 
     @functools.cache
     def weights(changes: tuple) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).parameters.values()])
+        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).state.parameters.values()])
 
     return lambda **changes: weights(tuple(sorted(changes.items())))
 
@@ -193,7 +201,7 @@ def test_option_changes_the_update(weights_after, changes, beside):
 
 
 def test_rerun_is_bit_identical(make, weights_after):
-    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).parameters.values()])
+    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).state.parameters.values()])
     assert torch.equal(again, weights_after())
 
 
@@ -216,38 +224,38 @@ def test_option_that_must_not_change_the_update(weights_after, changes):
 def test_kl_term_uses_the_reference_only_when_it_counts(make, monkeypatch):
     for beta in (0.5, 0.0):
         run, calls = make(train__beta=beta), []
-        counted = lambda calls=calls, reference=run.policy.reference: calls.append(1) or reference()
-        monkeypatch.setattr(run.policy, "reference", counted)
+        counted = lambda calls=calls, reference=run.state.policy.reference: calls.append(1) or reference()
+        monkeypatch.setattr(run.state.policy, "reference", counted)
         one_epoch(run)
-        assert ("train/kl" in rows_of(run.config, "train")[0]) == bool(calls) == (beta > 0)
+        assert ("train/kl" in rows_of(run.options, "train")[0]) == bool(calls) == (beta > 0)
 
 
 def test_lora_size_and_start(make):
     run = make(num_epochs=1, eval_freq=0)
-    Trainer(run).train()
-    sizes = {name: p.shape for name, p in run.parameters.items()}
+    Trainer(run).fit()
+    sizes = {name: p.shape for name, p in run.state.parameters.items()}
     assert {min(shape) for shape in sizes.values()} == {8}
     other = make(train__lora_rank=2, train__lora_alpha=6)
-    assert {min(p.shape) for p in other.parameters.values()} == {2}
-    assert other.policy.transformer.peft_config["default"].lora_alpha == 6
+    assert {min(p.shape) for p in other.state.parameters.values()} == {2}
+    assert other.state.policy.transformer.peft_config["default"].lora_alpha == 6
     adapter = Path(run.folder) / "checkpoints" / "epoch_0001" / "adapter"
     started = make(train__lora_path=str(adapter))
-    assert all(torch.equal(p, run.ema.shadow[name]) for name, p in started.parameters.items())
+    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items())
 
 
 def test_full_training_without_lora(make):
     run = make(num_epochs=1, use_lora=False, train__learning_rate=1e-4)
-    Trainer(run).train()
-    assert all("lora" not in name for name in run.parameters)
+    Trainer(run).fit()
+    assert all("lora" not in name for name in run.state.parameters)
     assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
 
 
 def test_ema_options(make):
     run = one_epoch(make(**TWO_STEPS, train__ema_decay=0.0))
-    assert all(torch.equal(p, run.ema.shadow[n]) for n, p in run.parameters.items())
+    assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
     run = one_epoch(make(**TWO_STEPS, train__ema_update_interval=3))
-    assert any(not torch.equal(p, run.ema.shadow[n]) for n, p in run.parameters.items())
-    assert make(train__ema=False).ema is None
+    assert any(not torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
+    assert make(train__ema=False).state.ema is None
 
 
 @pytest.mark.parametrize(
@@ -262,11 +270,11 @@ def test_ema_options(make):
 )
 def test_evaluation_options(make, changes, said):
     one = make(num_epochs=0)
-    Trainer(one).train()
+    Trainer(one).fit()
     two = make(num_epochs=0, **changes)
-    Trainer(two).train()
+    Trainer(two).fit()
     pixels = [(run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes() for run in (one, two)]
-    scores = [rows_of(run.config, "eval")[0]["eval/brightness_mean"] for run in (one, two)]
+    scores = [rows_of(run.options, "eval")[0]["eval/brightness_mean"] for run in (one, two)]
     if said:
         assert pixels[0] != pixels[1]
     else:
@@ -275,7 +283,7 @@ def test_evaluation_options(make, changes, said):
 
 def test_evaluation_images_need_not_be_kept(make):
     run = make(num_epochs=0, test__save_eval_images=False, test__num_images=2)
-    Trainer(run).train()
+    Trainer(run).fit()
     folder = run.folder / "eval" / "epoch_0000"
     assert sorted(path.name for path in folder.iterdir()) == ["categories.md", "eval_data.jsonl", "sheet.png"]
     assert [json.loads(line)["file"] for line in (folder / "eval_data.jsonl").read_text().splitlines()] == [None, None]
@@ -288,17 +296,17 @@ def test_test_rewards_may_differ(make):
         test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}",
         test__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 5.0}}",
     )
-    assert set(run.test_rewards) == {"brightness", "jpeg_compressibility"}
-    assert run.test_rewards["brightness"] is not run.train_rewards["brightness"]
+    assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
+    assert run.rewards.test["brightness"] is not run.rewards.train["brightness"]
     same = make(test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}")
-    assert same.test_rewards["brightness"] is same.train_rewards["brightness"]
+    assert same.rewards.test["brightness"] is same.rewards.train["brightness"]
 
 
 def test_evaluation_is_plain_euler_from_the_seed(make):
     run = make()
     items = run.test_items[:2]
-    alone = draw(run.policy, items[1:], [9], 16, 16, 2)[0]
-    together = draw(run.policy, items, [8, 9], 16, 16, 2)[1]
+    alone = draw(run.state.policy, items[1:], [9], 16, 16, 2)[0]
+    together = draw(run.state.policy, items, [8, 9], 16, 16, 2)[1]
     assert np.abs(np.asarray(alone, int) - np.asarray(together, int)).max() <= 1
 
 
@@ -310,7 +318,7 @@ def test_item_size(make, tmp_path):
 
     for mode, size in (("exact", (32, 16)), ("aspect", (48, 24))):
         run = make(dataset=str(tmp_path), item_size=mode, num_epochs=0)
-        Trainer(run).train()
+        Trainer(run).fit()
         with Image.open(run.folder / "eval" / "epoch_0000" / "00000.png") as image:
             assert image.size == size
 
@@ -318,7 +326,7 @@ def test_item_size(make, tmp_path):
 def test_memory_thread_and_precision_options(make):
     for told in (False, True):  # True is the default
         run = one_epoch(make(enable_mem_log=told, allow_tf32=told))
-        assert ("memory/peak_rss_mb" in rows_of(run.config, "train")[0]) == told
+        assert ("memory/peak_rss_mb" in rows_of(run.options, "train")[0]) == told
         assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == told
     run = make(num_threads=2)
     assert json.loads((run.folder / "plan.json").read_text())["threads_per_process"] == torch.get_num_threads() == 2
@@ -329,41 +337,45 @@ def test_memory_thread_and_precision_options(make):
 def test_low_precision_recomputes_old_values_where_it_must(make):
     """bf16 on the CPU: the training batch differs from the sampling batch, so 'auto' measures and decides."""
     run = one_epoch(make(mixed_precision="bf16", train__clip_range=1e-12))
-    assert run.policy.dtype == torch.bfloat16 and run.updater.recompute in (True, False)
+    assert run.state.policy.dtype == torch.bfloat16 and run.state.recompute_old in (True, False)
     run = one_epoch(make(mixed_precision="bf16", train__old_log_prob="recompute"))
-    assert run.updater.recompute is True
-    assert rows_of(run.config, "train")[0]["train/ratio_deviation"] == 0
+    assert run.state.recompute_old is True
+    assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 
 @pytest.mark.parametrize(("decay_type", "follows"), [(0, True), (1, False), (2, True), (None, False)])
 def test_how_the_old_adapter_follows(make, decay_type, follows):
     """After one optimizer step: types 0 and 2 take the new weights, type 1 (the default of nft) 0.001 of the old ones."""
     run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
-    new = {name.replace(".default.", ".old."): p for name, p in run.parameters.items()}
-    same = [torch.equal(p, new[name]) for name, p in run.extra_parameters["old"].items()]
+    new = {name.replace(".default.", ".old."): p for name, p in run.state.parameters.items()}
+    same = [torch.equal(p, new[name]) for name, p in run.state.snapshots["old"].items()]
     assert all(same) == follows
-    for name, p in run.extra_parameters["old"].items():
+    for name, p in run.state.snapshots["old"].items():
         torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
 
 
 def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
-        changes = {"sample__negative_prompt": text, "sample__guidance_scale": 4.0, "run_name": number, "health__probe_images": 0}
-        run = build_run(tiny_edit_config("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path, **changes))
-        assert run.policy.guided == (text != "None")
+        changes = {
+            "sample__negative_prompt": text,
+            "sample__guidance_scale": 4.0,
+            "run_name": number,
+            "health__probe_images": 0,
+        }
+        run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path, **changes))
+        assert run.state.policy.guided == (text != "None")
         latents.append(epoch(run, resolution=32)[2])
     assert min((one - two).abs().max() for one, two in itertools.combinations(latents, 2)) > 1e-4
 
 
 def test_8_bit_adam_needs_its_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes: pip install"):
+    with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes"):
         make(train__use_8bit_adam=True)
-    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=torch.optim.SGD))  # the real one wants a GPU
-    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs))
-    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one wants a GPU
-    assert make(train__use_8bit_adam=True).updater.optimizer == {
+    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs), __spec__="found")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one needs a GPU
+    assert make(train__use_8bit_adam=True).run.state.optimizer == {
         "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
     }  # fmt: skip
 

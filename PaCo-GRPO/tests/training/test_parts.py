@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.collect import batches_by_key
-from paco_grpo.training.ema import EMA
-from paco_grpo.training.evaluation import evaluation_set, summarise
-from paco_grpo.training.scoring import ScoringError, ScoringQueue
-from paco_grpo.training.tracking import MetricsFile
+from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.checkpoint.ema import EMA
+from paco_grpo.distributed.collectives import Stopped
+from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.evaluation.evaluate import evaluation_set, summarize
+from paco_grpo.monitoring.trackers import MetricsFile
+from paco_grpo.rewards.queue import ScoringError, ScoringQueue
+from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Item
 
 
@@ -79,7 +81,8 @@ def test_scoring_names_the_reward_that_failed_and_can_be_interrupted():
     assert queue.failed()
     queue = ScoringQueue({"slow": lambda images, items: time.sleep(0.3) or np.zeros(1)})
     queue.submit([1], [None], [0])
-    assert queue.results(1, should_stop=lambda: True) is None
+    with pytest.raises(Stopped):
+        queue.results(1, should_stop=lambda: True)
 
 
 @given(st.lists(st.sampled_from([(8, 8), (8, 16), (16, 16)]), max_size=30), st.integers(1, 7))
@@ -101,7 +104,7 @@ def test_evaluation_set_repeats_items_with_new_seeds():
 
 def test_summary_against_numpy():
     scores = np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]])
-    summary = summarise(scores, ["a", "b"])
+    summary = summarize(scores, ["a", "b"])
     assert summary["eval/a_mean"] == pytest.approx(4.0)
     assert summary["eval/a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
     assert (summary["eval/b_mean"], summary["eval/num_images"]) == (5.5, 3)
@@ -169,11 +172,11 @@ def test_optimizer_state_comes_back(tmp_path):
 
     one, optimizer = build()
     step(one, optimizer, 1)
-    ckpt.save_optimizer(tmp_path, optimizer)
+    ckpt.save_optimizer(tmp_path, Replicated(None).optimizer_state(optimizer))
     two, again = build()
     step(two, again, 1)
     fresh = torch.optim.AdamW(two, lr=0.5)
-    ckpt.load_optimizer(tmp_path, fresh)
+    Replicated(None).load_optimizer_state(fresh, ckpt.load_optimizer(tmp_path))
     step(one, optimizer, 2)
     step(two, fresh, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -194,6 +197,6 @@ def test_metrics_go_on_where_the_run_resumes(tmp_path):
         metrics.write({"epoch": epoch, "phase": "eval" if epoch == 2 else "train"})
     with metrics.path.open("a") as file:
         file.write('{"epoch": 4, "pha')  # killed while writing
-    assert metrics.has_evaluation(2) and not metrics.has_evaluation(3)
+    assert [row["epoch"] for row in metrics.rows("eval")] == [2] and len(metrics.rows()) == 4
     metrics.keep_until(1)
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]

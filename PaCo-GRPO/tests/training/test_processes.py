@@ -65,7 +65,9 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, changes, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])
 def test_configuration_name_is_needed(script):
-    result = subprocess.run(["bash", Path(TRAIN[1]).with_name(script)], check=False, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        ["bash", Path(TRAIN[1]).with_name(script)], check=False, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
 
 
@@ -104,7 +106,7 @@ def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     process.send_signal(signal.SIGTERM)
     status, said = finish(process)
     assert status == 128 + signal.SIGTERM
-    assert "To go on: the same command with --config.run_name=run --config.resume_from=latest" in said
+    assert "To resume: the same command with --config.run_name=run --config.resume_from=latest" in said
     assert "Traceback" not in said
     (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
     last = json.loads(metrics.read_text().splitlines()[-1])

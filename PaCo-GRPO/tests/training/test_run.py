@@ -1,5 +1,6 @@
 """Whole runs on tiny weights: what is written, what stops them, and that resuming changes nothing."""
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_run import BASE, rows_of, tiny_config, train
+from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.training import checkpoint as ckpt
-from paco_grpo.training.configuration import ConfigError, apply_overrides, load_config
-from paco_grpo.training.setup import build_run
+from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.objectives import Terms
+from paco_grpo.options import ConfigError, load_options
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
 STATE_FILES = ("trainable", "ema", "optimizer", "rng_0")
@@ -43,7 +45,7 @@ def assert_same_state(one, two):
 @pytest.fixture(scope="module")
 def finished(tiny_flux_dir, tmp_path_factory):
     """Three epochs without interruption, with evaluations; used by several tests, read only."""
-    config = tiny_config(
+    config = tiny_options(
         tiny_flux_dir,
         tmp_path_factory.mktemp("finished"),
         num_epochs=3,
@@ -80,13 +82,13 @@ def test_what_a_run_writes(finished):
     assert (checkpoint / "adapter" / "adapter_config.json").is_file()
     assert (checkpoint / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
     assert list((folder / "tensorboard").iterdir())
-    assert load_config(str(folder / "config.yaml"), BASE).to_dict() == finished.to_dict()
+    assert load_options(str(folder / "config.yaml")) == finished
 
 
 def test_the_saved_configuration_runs_again(finished):
     """``--config runs/NAME/config.yaml`` under another name: the same first epoch, bit for bit."""
-    again = load_config(str(folder_of(finished) / "config.yaml"), BASE)
-    apply_overrides(again, [("run_name", "again"), ("num_epochs", "1"), ("test.at_start", "false"), ("eval_freq", "0")])
+    changes = [("run_name", "again"), ("num_epochs", "1"), ("test.at_start", "false"), ("eval_freq", "0")]
+    again = load_options(str(folder_of(finished) / "config.yaml"), changes)
     train(again)
     one, two = state_of(finished, 1), state_of(again, 1)
     assert all(torch.equal(one[key], two[key]) for key in one if key != "rng")
@@ -126,8 +128,8 @@ def test_first_ratio_is_exactly_one(finished):
 
 def test_resume_is_bit_identical(finished, tiny_flux_dir, tmp_path):
     changes = {"eval_freq": 2, "test__at_start": True, "train__gradient_step_per_epoch": 2}
-    train(tiny_config(tiny_flux_dir, tmp_path, num_epochs=1, **changes))
-    resumed = tiny_config(tiny_flux_dir, tmp_path, num_epochs=3, resume_from="latest", **changes)
+    train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes))
+    resumed = tiny_options(tiny_flux_dir, tmp_path, num_epochs=3, resume_from="latest", **changes)
     train(resumed)
     assert_same_state(state_of(resumed, 3), state_of(finished, 3))
     ignored = ("time", "train_time")
@@ -139,15 +141,15 @@ def test_resume_is_bit_identical(finished, tiny_flux_dir, tmp_path):
 
 def test_signal_saves_and_the_run_goes_on_bit_identically(finished, tiny_flux_dir, tmp_path):
     changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0}
-    stopped = tiny_config(
-        tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:signalling': 1}",
-        train__reward_fn_kwargs="{'tiny_run:signalling': {'at_call': 3}}", **changes,
+    stopped = tiny_options(
+        tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:signaling': 1}",
+        train__reward_fn_kwargs="{'tiny_run:signaling': {'at_call': 3}}", **changes,
     )  # fmt: skip
     with pytest.raises(TrainingStopped, match="--config.run_name=run --config.resume_from=latest") as caught:
         train(stopped)
     assert caught.value.signal_number == signal.SIGTERM
     assert [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")] == ["epoch_0001"]
-    resumed = tiny_config(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
+    resumed = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
     train(resumed)
     assert_same_state(state_of(resumed, 3), state_of(finished, 3))
 
@@ -158,27 +160,27 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
 
 
 def test_latest_without_a_checkpoint_starts_over(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)
+    config = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)
     train(config)
     assert [row["epoch"] for row in rows_of(config, "train")] == [1]
 
 
 def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0)
+    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0)
     train(config)
     assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 
 
 def test_failing_reward_stops_with_state_saved(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:raising': 1}")
+    config = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:raising': 1}")
     with pytest.raises(TrainingStopped, match=r"epoch 1 \(raising: ConnectionError: the judge is gone\)"):
         train(config)
     assert (folder_of(config) / "checkpoints" / "epoch_0000" / "state").is_dir()
 
 
 def test_too_many_missing_rewards_stop_the_run(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:missing': 1}")
+    config = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:missing': 1}")
     with pytest.raises(
         TrainingStopped,
         match="50% of the images of epoch 1 have no score .missing 50%.*max_missing_reward_fraction=0.1",
@@ -188,7 +190,7 @@ def test_too_many_missing_rewards_stop_the_run(tiny_flux_dir, tmp_path):
 
 
 def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
-    config = tiny_config(
+    config = tiny_options(
         tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'tiny_run:missing': 1}",
         train__reward_fn_kwargs="{'tiny_run:missing': {'share_of_images': 0.25}}",
         train__max_missing_reward_fraction=0.3, test__reward_fn="{'tiny_run:brightness': 1}",
@@ -201,40 +203,40 @@ def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
 
 
 def test_non_finite_loss_stops_before_the_update(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, train__gradient_step_per_epoch=1)
+    config = tiny_options(tiny_flux_dir, tmp_path, train__gradient_step_per_epoch=1)
     run = build_run(config)
-    objective, before = run.updater.objective, {n: p.detach().clone() for n, p in run.parameters.items()}
+    objective, before = run.updater.objective, {n: p.detach().clone() for n, p in run.state.parameters.items()}
 
-    def spoiled(record, policy, config):
-        loss, metrics = objective(record, policy, config)
-        return loss * float("nan"), metrics
+    def spoiled(step, policy, train):
+        terms = objective(step, policy, train)
+        return Terms(terms.loss * float("nan"), terms.metrics)
 
-    run.updater.objective = spoiled
+    run.updater.objective = dataclasses.replace(objective, function=spoiled)
     with pytest.raises(
         TrainingStopped, match=r"the loss is nan in the batch of samples \[.*epoch 1 before optimizer step 1"
     ):
-        Trainer(run).train()
-    assert all(torch.equal(before[n], p) for n, p in run.parameters.items())
+        Trainer(run).fit()
+    assert all(torch.equal(before[n], p) for n, p in run.state.parameters.items())
     assert (folder_of(config) / "checkpoints" / "stopped_epoch_0001" / "state").is_dir()
     assert ckpt.list_checkpoints(folder_of(config) / "checkpoints") == []
 
 
 def test_non_finite_gradient_stops_before_the_update(tiny_flux_dir, tmp_path):
-    run = build_run(tiny_config(tiny_flux_dir, tmp_path))
-    before = {n: p.detach().clone() for n, p in run.parameters.items()}
-    next(iter(run.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path))
+    before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
+    next(iter(run.state.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(TrainingStopped, match="the gradient is not finite"):
-        Trainer(run).train()
-    assert all(torch.equal(before[n], p) for n, p in run.parameters.items())
+        Trainer(run).fit()
+    assert all(torch.equal(before[n], p) for n, p in run.state.parameters.items())
 
 
 def test_only_the_newest_checkpoints_stay(tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, num_epochs=3, num_checkpoint_limit=2)
+    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=3, num_checkpoint_limit=2)
     train(config)
     assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002", "epoch_0003"]
 
 
 def test_checkpoint_of_another_rank_is_refused(finished, tiny_flux_dir, tmp_path):
-    config = tiny_config(tiny_flux_dir, tmp_path, resume_from=str(folder_of(finished)), train__lora_rank=2)
+    config = tiny_options(tiny_flux_dir, tmp_path, resume_from=str(folder_of(finished)), train__lora_rank=2)
     with pytest.raises(ckpt.CheckpointError, match="config.train.lora_rank"):
         train(config)

@@ -1,5 +1,6 @@
 """Options that make a run faster: each does what it says, and the exact ones change no bit."""
 
+import dataclasses
 import json
 import logging
 import threading
@@ -8,26 +9,26 @@ import time
 import numpy as np
 import pytest
 import torch
-from tiny_run import rows_of, tiny_config, train
+from tiny_run import rows_of, tiny_options, train
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import acceleration, load_policy
-from paco_grpo.training import batch_size
-from paco_grpo.training.configuration import ConfigError
-from paco_grpo.training.decoding import Decoder
-from paco_grpo.training.scoring import ScoringQueue
-from paco_grpo.training.setup import build_run
-from paco_grpo.training.speed import on_cuda
+from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.sampling.images import Batch, Decoder
+from paco_grpo.training import plan
+from paco_grpo.training.build import build_run
+from paco_grpo.training.plan import on_cuda
 from paco_grpo.training.trainer import Trainer
 
 
 @pytest.fixture
 def make(tiny_flux_dir, tmp_path_factory):
     """The configuration of a tiny run in a folder of its own, by changed options."""
-    return lambda **changes: tiny_config(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
+    return lambda **changes: tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
 
 
 def weights(run):
-    return torch.cat([parameter.detach().flatten() for parameter in run.parameters.values()])
+    return torch.cat([parameter.detach().flatten() for parameter in run.state.parameters.values()])
 
 
 def weights_after(config):
@@ -46,8 +47,8 @@ def test_exact_options_change_no_bit(make):
     config = make(**changes)
     trainer = train(config)
     assert torch.equal(weights(trainer.run), plain)
-    assert trainer.run.policy.offloads_text_encoders and trainer.run.policy._vae_duty is not None
-    assert trainer.run.policy.pipeline.vae.device.type == "cpu"
+    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._vae_duty is not None
+    assert trainer.run.state.policy.pipeline.vae.device.type == "cpu"
 
 
 def test_fused_adam_is_equal_to_rounding_and_resumes(make):
@@ -55,22 +56,22 @@ def test_fused_adam_is_equal_to_rounding_and_resumes(make):
     options = {"speed__fused_adam": True, "train__adam_epsilon": 1e-3}
     config = make(**options)
     fused = train(config)
-    assert all(group["fused"] for group in fused.run.updater.optimizer.param_groups)
+    assert all(group["fused"] for group in fused.run.state.optimizer.param_groups)
     plain = weights_after(make(train__adam_epsilon=1e-3))
     torch.testing.assert_close(weights(fused.run), plain, rtol=1e-4, atol=1e-5)
     config = make(num_epochs=1, **options)
     train(config)
-    config.num_epochs, config.resume_from = 2, "latest"
+    config = dataclasses.replace(config, num_epochs=2, resume_from="latest")
     assert torch.equal(weights_after(config), weights(fused.run))
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not acceleration.is_compiled(build_run(make()).policy)
+    assert not acceleration.is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
-    assert acceleration.is_compiled(run.policy)
-    assert "will be compiled" in caplog.text
-    blocks = run.policy.transformer.transformer_blocks
+    assert acceleration.is_compiled(run.state.policy)
+    assert "blocks are compiled" in caplog.text
+    blocks = run.state.policy.transformer.transformer_blocks
     assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)
 
 
@@ -79,8 +80,11 @@ def test_the_first_ratio_is_looked_at_where_blocks_are_compiled(make, monkeypatc
     asked = []
     for compiled in (False, True):
         run = build_run(make(num_epochs=1))
-        run.config.speed.compile = compiled
-        monkeypatch.setattr(run.updater, "_deviates", lambda rollouts, of=run.updater._deviates: asked.append(of(rollouts)))
+        speed = dataclasses.replace(run.options.speed, compile=compiled)
+        run.updater.options = dataclasses.replace(run.options, speed=speed)
+        monkeypatch.setattr(
+            run.updater, "_deviates", lambda rollouts, of=run.updater._deviates: asked.append(of(rollouts))
+        )
         Trainer(run)._epoch()
     assert asked == [False, False]
 
@@ -90,17 +94,17 @@ def test_the_first_ratio_is_looked_at_where_blocks_are_compiled(make, monkeypatc
     [
         ({"speed__attention": "_native_cudnn"}, "config.speed.attention: .* does not work on cpu"),
         ({"speed__attention": "flash3"}, "config.speed.attention='flash3' is not known"),
-        ({"max_sequence_length": 600}, "config.max_sequence_length=600 is more than .* takes: at most 512"),
+        ({"max_sequence_length": 600}, "config.max_sequence_length=600 is more than .* supports: at most 512"),
     ],
 )
 def test_refused_before_weights_are_loaded(make, monkeypatch, changes, said):
-    monkeypatch.setattr("paco_grpo.training.setup.load_generator", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said):
         build_run(make(**changes))
 
 
 def test_no_compiler_is_said_before_weights_are_loaded(make, monkeypatch):
-    monkeypatch.setattr("paco_grpo.training.setup.load_generator", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="config.speed.compile=True: .* C\\+\\+ compiler"):
         build_run(make(speed__compile=True))
@@ -115,9 +119,9 @@ def test_text_length_of_the_data_set(make, tiny_flux_dir, caplog):
         run = build_run(config)
     # The tiny tokenizer has a token for each character, and one for the end.
     longest = max(len(item.prompt) + 1 for item in [*run.train_items, *run.test_items])
-    assert 32 < longest <= 64 and run.config.max_sequence_length == 64
-    assert run.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
-    assert "64 text tokens for prompts of at most" in caplog.text and "will be cut" not in caplog.text
+    assert 32 < longest <= 64 and run.options.max_sequence_length == 64
+    assert run.state.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
+    assert "64 text tokens for prompts of at most" in caplog.text and "will be truncated" not in caplog.text
     assert "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
 
 
@@ -147,20 +151,20 @@ def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
 
 def test_batch_from_free_memory():
     peak = lambda images: 10_000 + 300 * images
-    assert batch_size.fitting(peak, 13_000) == 10
-    assert batch_size.fitting(peak, 12_999) == 9
-    assert batch_size.fitting(peak, 5) == 1
-    assert [batch_size.largest_divisor(84, most) for most in (1, 5, 16, 32, 100)] == [1, 4, 14, 28, 84]
+    assert plan.fitting(peak, 13_000) == 10
+    assert plan.fitting(peak, 12_999) == 9
+    assert plan.fitting(peak, 5) == 1
+    assert [plan.largest_divisor(84, most) for most in (1, 5, 16, 32, 100)] == [1, 4, 14, 28, 84]
 
 
 def test_batch_that_was_chosen_stays(make):
     config = make(sample__batch_size=0, num_epochs=1)
     run = train(config).run
     assert run.plan.sample_batch_size == 8 and run.plan.samples == 8  # all of the epoch, at most 16 on a CPU
-    plan = run.folder / "plan.json"
-    kept = json.loads(plan.read_text()) | {"sample_batch_size": 2}
-    plan.write_text(json.dumps(kept))
-    config.resume_from = "latest"
+    file = run.folder / "plan.json"
+    kept = json.loads(file.read_text()) | {"sample_batch_size": 2}
+    file.write_text(json.dumps(kept))
+    config = dataclasses.replace(config, resume_from="latest")
     assert build_run(config).plan.sample_batch_size == 2
 
 
@@ -195,8 +199,8 @@ def test_what_needs_no_scores_is_done_while_the_last_are_awaited(make):
         awaited.append(ready.wait(60))
         return np.arange(len(images), dtype=float)
 
-    run.train_rewards = {"brightness": reward}
-    Trainer(run).train()
+    run.rewards = dataclasses.replace(run.rewards, train={"brightness": reward})
+    Trainer(run).fit()
     assert awaited == [True, True]
     row = rows_of(config, "train")[0]
     assert 0 <= row["time/reward_hidden_share"] <= 1
@@ -228,14 +232,14 @@ class Decoding:
 @pytest.mark.parametrize("background", [False, True])
 def test_decoder_keeps_order_and_says_what_failed(background):
     policy, got = Decoding(), []
-    with Decoder(policy, lambda images, mark: got.append((images, mark)), background) as decoder:
+    with Decoder(policy, lambda images, batch: got.append((images, batch.numbers[0])), background) as decoder:
         for mark in range(5):
-            decoder.submit(torch.full((2, 1, 1), float(mark)), 8, 8, mark)
+            decoder.submit(torch.full((2, 1, 1), float(mark)), Batch([mark], 8, 8))
         decoder.wait()
     assert got == [([float(mark)] * 2, mark) for mark in range(5)]
     assert all(name.startswith("decode") == background for name in policy.threads)
     with pytest.raises(ValueError, match="VAE is gone"), Decoder(policy, print, background) as decoder:
-        decoder.submit(torch.full((1, 1, 1), -1.0), 8, 8)
+        decoder.submit(torch.full((1, 1, 1), -1.0), Batch([0], 8, 8))
         decoder.wait()
 
 
@@ -244,7 +248,12 @@ def test_decoder_keeps_order_and_says_what_failed(background):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sample__tail_steps": 1}, {"sample__tail_order": 2}, {"sample__tail_cache": 1e6}, {"sample__tail_weights": "int8"}],
+    [
+        {"sample__tail_steps": 1},
+        {"sample__tail_order": 2},
+        {"sample__tail_cache": 1e6},
+        {"sample__tail_weights": "int8"},
+    ],
     ids=str,
 )
 def test_tail_options_change_images_and_no_ratio(make, changes):

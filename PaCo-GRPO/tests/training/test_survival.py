@@ -71,7 +71,7 @@ def test_killed_while_scores_come_in(whole, tiny_flux_dir, tmp_path):
 def test_two_processes_stop_between_batches_when_one_is_asked_to(whole, tiny_flux_dir, tmp_path):
     harm = Harm("decode", 3, action="terminate", rank=1)
     assert run(tiny_flux_dir, tmp_path, 2, harm, save_freq=0) == [STOPPED] * 2
-    how = "by a signal. To go on: the same command with --config.run_name=run --config.resume_from=latest"
+    how = "by a signal. To resume: the same command with --config.run_name=run --config.resume_from=latest"
     assert how in said(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0001"]
     assert images_scored(tmp_path) <= IMAGES + 8  # the second epoch's first batches, not its last

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_run import ROOT, overrides_for
 
-from paco_grpo.training.tracking import TrackingError, build_tracker
+from paco_grpo.monitoring.trackers import TrackingError, build_tracker
 
 
 def test_missing_tracker_package_is_told(tmp_path, monkeypatch):
@@ -24,7 +24,9 @@ def test_tracker_that_does_not_start_is_told(tmp_path, monkeypatch):
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(TrackingError, match="does not start: No API key configured. Log in with `wandb login`, set WANDB_MODE"):
+    with pytest.raises(
+        TrackingError, match="does not start: No API key configured. Log in with `wandb login`, set WANDB_MODE"
+    ):
         build_tracker("wandb", tmp_path, "p", "r", {})
 
 

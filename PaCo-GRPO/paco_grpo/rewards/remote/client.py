@@ -47,9 +47,7 @@ class RemoteReward:
             )
         self.name, self.server = name, server.rstrip("/")
         self.deadline_s, self.request_size = deadline_s, request_size
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._headers = transport.json_headers(api_key)
 
     def check(self) -> None:
         """Ask the service what it serves.

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paco_reward import __version__
+from paco_reward import __version__, score_command
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing.command import add_parser as add_build_dataset
-from paco_reward.score_command import add_parser as add_score
+from paco_reward.pairing import command as build_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status (1: one line on standard error says what and how to repair it)."""
+    """Entry point; returns the exit status (1: the last line on standard error states the problem)."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_reward").setLevel(logging.INFO)
@@ -41,32 +40,26 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the configuration's")
     train.set_defaults(command=_train)
 
-    export = commands.add_parser("export", help="merge an adapter into its base")
+    export = commands.add_parser("export", help="merge an adapter into its base model")
     export.add_argument("--base", required=True, help="model folder or hub name")
     export.add_argument("--adapter", required=True, help="adapter folder that training wrote")
     export.add_argument("--output", required=True, help="folder for the merged model")
     export.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    export.add_argument("--dataset_dir", help="take the pairs of the comparison from this folder's --dataset")
+    export.add_argument("--dataset_dir", help="compare scores on pairs of this folder's --dataset")
     export.add_argument("--dataset")
     export.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
     export.set_defaults(command=_export)
 
-    add_score(commands)
+    score_command.add_parser(commands)
     accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labelled pairs")
-    _add_judge(accuracy)
+    score_command.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json")
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
     accuracy.add_argument("--max_samples", type=int, help="only the first pairs")
     accuracy.set_defaults(command=_accuracy)
-    add_build_dataset(commands)
+    build_command.add_parser(commands)
     return parser
-
-
-def _add_judge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--base", dest="model", help="model folder or hub name (served name with --server)")
-    parser.add_argument("--adapter", help="adapter folder to put on the model")
-    parser.add_argument("--batch_size", type=int, default=32, help="pairs per forward pass (default 32)")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -76,7 +69,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from paco_reward.accuracy import labelled_pairs
+    from paco_reward.datasets import labelled_pairs
     from paco_reward.export import export, largest_difference, synthetic_pairs
     from paco_reward.scorer import JudgeScorer, quiet
 
@@ -85,31 +78,21 @@ def _export(args: argparse.Namespace) -> int:
     quiet()
     pairs = labelled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
     output = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force)
-    before = JudgeScorer.from_pretrained(args.base, args.adapter)
-    after = JudgeScorer.from_pretrained(output)
+    before, after = JudgeScorer.from_pretrained(args.base, args.adapter), JudgeScorer.from_pretrained(output)
+    largest = largest_difference(before, after, pairs)
     print(f"merged model: {output}")
-    print(
-        f"largest score difference before/after on {len(pairs)} pairs: {largest_difference(before, after, pairs):.2e}"
-    )
+    print(f"largest score difference before/after on {len(pairs)} pairs: {largest:.2e}")
     return 0
 
 
-def _load(args: argparse.Namespace):
-    from paco_reward.scorer import JudgeScorer, quiet
-
-    if not args.model:
-        raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER")
-    quiet()
-    return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size)
-
-
 def _accuracy(args: argparse.Namespace) -> int:
-    from paco_reward.accuracy import labelled_pairs, measure
+    from paco_reward.datasets import labelled_pairs
+    from paco_reward.metrics import measure
 
     pairs, labels = labelled_pairs(args.dataset_dir, args.dataset, args.max_samples)
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(_load(args), pairs, labels)
-    # JSON has no NaN: what could not be computed is null.
+    report |= measure(score_command.load_judge(args), pairs, labels)
+    # JSON has no NaN: a number that could not be computed is null.
     report = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
     text = json.dumps(report, indent=2)
     if args.output:

@@ -1,72 +1,65 @@
-"""The data set from beginning to end: check, cut, rank, label, clean, split, give reasons, write.
+"""All steps of building a data set: check, cut, rank, label, clean, split, add reasons, write.
 
 OUTPUT/
   images/<idx>/…, editing_images/…        sub-figures and edits
   prompt_data.jsonl, sets.jsonl           what was paired; consistency_full_rank.jsonl: the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
-  stats.json, samples.png                 what came of it
-  work/                                   answers of the server: delete to ask anew
+  stats.json, samples.png                 numbers, and some pairs as a picture
+  work/                                   answers of the server: delete to ask again
 """
 
 import hashlib
 import json
 import logging
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing import duplicates, pairs, split
-from paco_reward.pairing.cutting import write_sub_figures
-from paco_reward.pairing.editing import EditRow, editing_pairs, grouped_by_image, read_edits
-from paco_reward.pairing.journal import Journal, write_atomically, write_json
-from paco_reward.pairing.options import Options
-from paco_reward.pairing.rankings import rank_by_order, rank_by_scores, read_rankings
-from paco_reward.pairing.reasons import PairKey, Written, given_reasons, read_reasons, write_reasons
-from paco_reward.pairing.records import LabelledPair, PromptItem, Ranking
-from paco_reward.pairing.report import dataset_numbers, write_sheet
-from paco_reward.pairing.sets import candidate_sets
-from paco_reward.pairing.sharegpt import write_datasets
-from paco_reward.pairing.sources import read_prompts
+from paco_reward.pairing import answers, inputs, outputs, select
+from paco_reward.pairing.options import check, server_of
+from paco_reward.pairing.records import TEST, TRAIN, EditRow, LabelledPair, PromptItem, Ranking
 from paco_reward.preflight import check_images
+from paco_reward.server import Server
 
 logger = logging.getLogger(__name__)
 
 
-def build(options: Options) -> dict[str, Any]:
-    """Build the data set; a run that was killed continues, with what the server answered before.
+def build(options: Namespace) -> dict[str, Any]:
+    """Build the data set; a killed run resumes, with the server's earlier answers.
 
     Returns:
-        The statistics that stats.json holds: ``counts`` and, for each data set, its numbers.
+        The content of stats.json: ``counts`` and, for each data set, its numbers.
 
     Raises:
-        PacoRewardError: the first thing that is wrong, before anything is cut or asked; or a server that stopped.
+        PacoRewardError: A problem of options, inputs or server, before anything is cut or asked; or a server that
+            stopped answering.
     """
-    options.check()
+    check(options)
     items: list[PromptItem] = []
-    if options.images is not None and options.metadata is not None:
-        items = read_prompts(options.metadata, options.images, options.grids is not None)
+    if options.metadata:
+        items = inputs.read_prompts(options.metadata, options.grids or options.sub_figures, bool(options.grids))
     by_folder = {item.folder: item for item in items}
-    edits = read_edits(options.editing, options.server is not None) if options.editing else []
-    ranked = read_rankings(options.rankings, by_folder) if options.rankings else None
-    written = read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
+    edits = inputs.read_edits(options.editing, bool(options.server)) if options.editing else []
+    ranked = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
+    written = inputs.read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
     if ranked is None and items:
         _check_sets(items)
-    options = _checked_server(options)
+    server, reason_server = _checked_servers(options)
     _check_images(items, edits)
-    _claim_output(options, items, edits)
+    _claim_output(options, items)
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
-    counts["sub_figures"] = write_sub_figures(items, options.output)
+    counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
     datasets: dict[str, list[LabelledPair]] = {}
     if items:
-        rankings = _rankings(options, items, by_folder, ranked, counts)
+        rankings = _rankings(options, by_folder, server, ranked, counts)
         if options.sets_only:
             return _finish(options, counts, datasets)
-        labelled = pairs.pairs_of_rankings(
+        labelled = select.pairs_of_rankings(
             rankings,
             by_folder,
             yes_ranks=options.yes_ranks,
@@ -76,16 +69,16 @@ def build(options: Options) -> dict[str, Any]:
             counts=counts,
         )
         decided = {item.group: item.split for item in items if item.split}
-        datasets |= _datasets(options, options.name, labelled, counts, decided, written)
+        datasets |= _datasets(options, options.name, labelled, counts, reason_server, decided, written)
     if edits:
-        journal = Journal(options.output / "work" / "editing.jsonl")
-        labelled = editing_pairs(edits, options.output, options.server, journal, options.min_gap, counts)
-        datasets |= _datasets(options, options.editing_name, labelled, counts)
+        journal = answers.Journal(options.output / "work" / "editing.jsonl")
+        labelled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
+        datasets |= _datasets(options, options.editing_name, labelled, counts, reason_server)
     return _finish(options, counts, datasets)
 
 
 def _check_sets(items: Sequence[PromptItem]) -> None:
-    if any(len(item.generations) > 1 and item.rows * item.cols > 1 for item in items):
+    if any(len(item.generations) > 1 and item.panels > 1 for item in items):
         return
     item = items[0]
     raise PacoRewardError(
@@ -94,16 +87,18 @@ def _check_sets(items: Sequence[PromptItem]) -> None:
     )
 
 
-def _checked_server(options: Options) -> Options:
-    """The options with the names under which the server serves the models."""
-    if options.server is None:
-        return options
-    server = replace(options.server, model=options.server.check())
+def _checked_servers(options: Namespace) -> tuple[Server | None, Server | None]:
+    """The server for labels and the one for reasons, with the served names of their models."""
+    server = server_of(options)
+    if server is None:
+        return None, None
+    server = replace(server, model=server.check())
     logger.info("server: %s serves %s", server.url, server.model)
-    reason_model = options.reason_model
-    if options.reasons and reason_model:
-        reason_model = replace(server, model=reason_model).check()
-    return replace(options, server=server, reason_model=reason_model)
+    if not options.reasons:
+        return server, None
+    if not options.reason_model:
+        return server, server
+    return server, replace(server, model=replace(server, model=options.reason_model).check())
 
 
 def _check_images(items: Iterable[PromptItem], edits: Iterable[EditRow]) -> None:
@@ -113,11 +108,11 @@ def _check_images(items: Iterable[PromptItem], edits: Iterable[EditRow]) -> None
     logger.info("images: %d files readable", len(files))
 
 
-def _claim_output(options: Options, items: Sequence[PromptItem], edits: Sequence[EditRow]) -> None:
-    """Note which inputs the output folder is made from; images cut from others would be taken for these.
+def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
+    """Record the inputs of the output folder, so that sub-figures of other inputs are never reused.
 
     Raises:
-        PacoRewardError: the folder cannot be made, or belongs to other inputs.
+        PacoRewardError: The folder cannot be created, or belongs to other inputs.
     """
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
@@ -130,127 +125,127 @@ def _claim_output(options: Options, items: Sequence[PromptItem], edits: Sequence
     try:
         if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != record:
             raise PacoRewardError(
-                f"{options.output} was built from other prompts or images than these; name another --output, or delete it"
+                f"{options.output} was built from other prompts or images; choose another --output, or delete it"
             )
-        write_json(note, record)
+        outputs.write_json(note, record)
     except (OSError, ValueError) as error:
-        raise PacoRewardError(f"--output {options.output} cannot be used: {error}; name another folder") from error
+        raise PacoRewardError(f"--output {options.output} cannot be used: {error}; choose another folder") from error
 
 
 def _rankings(
-    options: Options,
-    items: Sequence[PromptItem],
-    by_folder: dict[str, PromptItem],
+    options: Namespace,
+    items: Mapping[str, PromptItem],
+    server: Server | None,
     ranked: list[Ranking] | None,
     counts: Counter,
 ) -> list[Ranking]:
-    """Rankings from the file, else of sets formed here (none yet with --sets_only). All are written down."""
-    _write_lines(options.output / "prompt_data.jsonl", ({"idx": i.folder, "prompt": i.prompt} for i in items))
+    """Rankings from the file, else of sets formed here (none yet with --sets_only); written to OUTPUT."""
+    output = options.output
+    outputs.write_lines(
+        output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items.values())
+    )
     if ranked is None:
         sets = []
-        for item in items:
-            own = candidate_sets(item, options.candidates, options.sets_per_prompt, options.seed)
+        for item in items.values():
+            own = select.candidate_sets(item, options.candidates, options.sets_per_prompt, options.seed)
             counts["prompts_without_sets"] += not own
             sets += own
         counts["sets"] = len(sets)
         logger.info("sets: %d of %d prompts", len(sets), len(items))
-        _write_lines(options.output / "sets.jsonl", map(asdict, sets))
-        if options.sets_only or options.server is None:
+        outputs.write_lines(output / "sets.jsonl", map(asdict, sets))
+        if options.sets_only or server is None:
             return []
-        rank = rank_by_scores if options.rank_by == "scores" else rank_by_order
-        journal = Journal(options.output / "work" / "rankings.jsonl")
-        ranked = rank(sets, by_folder, options.output, options.server, journal, counts)
+        rank = answers.rank_by_scores if options.rank_by == "scores" else answers.rank_by_order
+        ranked = rank(sets, items, output, server, answers.Journal(output / "work" / "rankings.jsonl"), counts)
     counts["rankings"] = len(ranked)
     rows = (
         {
-            "folder": r.folder,
-            "ref_image": r.ref_image,
-            "comp_images": sorted(r.rank_images),
-            "rank_images": r.rank_images,
+            "folder": ranking.folder,
+            "ref_image": ranking.ref_image,
+            "comp_images": sorted(ranking.rank_images),
+            "rank_images": ranking.rank_images,
         }
-        for r in ranked
+        for ranking in ranked
     )
-    _write_lines(options.output / "consistency_full_rank.jsonl", rows)
+    outputs.write_lines(output / "consistency_full_rank.jsonl", rows)
     return ranked
 
 
-def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
-
-
 def _datasets(
-    options: Options,
+    options: Namespace,
     name: str,
     labelled: Sequence[LabelledPair],
     counts: Counter,
+    reason_server: Server | None,
     decided: Mapping[str, str] = MappingProxyType({}),
-    written: Mapping[PairKey, Written] | None = None,
+    written: Mapping[inputs.PairKey, inputs.Written] | None = None,
 ) -> dict[str, list[LabelledPair]]:
-    """Clean, split, balance and shuffle labelled pairs, with reasons where they are asked for; by data set name.
+    """Clean, split, balance and shuffle labelled pairs, and add reasons; by data set name.
 
-    ``decided``: the split of the groups whose metadata says it. ``written``: reasons from a file.
+    Args:
+        reason_server: Writes reasons.
+        decided: The split of the groups whose metadata states it.
+        written: Reasons from a file.
     """
     counts["pairs_labelled"] += len(labelled)
     images = {image for pair in labelled for image in (pair.first, pair.second)}
-    leader = duplicates.leaders(images, options.output, options.duplicate_bits)
-    kept = duplicates.without_duplicates(split.shuffled(labelled, options.seed), leader, counts)
+    leader = select.leaders(images, options.output, options.duplicate_bits)
+    kept = select.without_duplicates(select.shuffled(labelled, options.seed), leader, counts)
     if name == options.editing_name:
-        kept = grouped_by_image(kept, leader)
-    drawn = {pair.group for pair in kept} - set(decided)
-    testing = split.test_groups(drawn, options.test_share, options.seed)
-    testing |= {group for group, part in decided.items() if part == split.TEST}
-    made = _parts(options, kept, testing, counts)
-    everything = [*made[split.TRAIN], *made[split.TEST]]
+        kept = select.grouped_by_image(kept, leader)
+    undecided = {pair.group for pair in kept} - set(decided)
+    testing = select.groups_for_testing(undecided, options.test_share, options.seed)
+    testing |= {group for group, part in decided.items() if part == TEST}
+    parts = _split(options, kept, testing, counts)
+    everything = [*parts[TRAIN], *parts[TEST]]
     if written is not None:
-        everything = given_reasons(everything, written, counts)
-    elif options.reasons and options.server is not None:
-        server = replace(options.server, model=options.reason_model or options.server.model)
-        journal = Journal(options.output / "work" / "reasons.jsonl")
-        everything = write_reasons(everything, options.output, server, journal, counts, options.reason_tokens)
-    if written is not None or options.reasons:
-        made, name = _parts(options, everything, testing, counts), f"{name}_cot"
-    return {f"{name}_{part}": own for part, own in made.items() if own}
+        everything = answers.given_reasons(everything, written, counts)
+    elif reason_server is not None:
+        journal = answers.Journal(options.output / "work" / "reasons.jsonl")
+        everything = answers.write_reasons(
+            everything, options.output, reason_server, journal, counts, options.reason_tokens
+        )
+    if written is not None or reason_server is not None:
+        parts, name = _split(options, everything, testing, counts), f"{name}_cot"
+    return {f"{name}_{part}": own for part, own in parts.items() if own}
 
 
-def _parts(
-    options: Options, pairs: Sequence[LabelledPair], testing: set[str], counts: Counter
+def _split(
+    options: Namespace, pairs: Sequence[LabelledPair], testing: set[str], counts: Counter
 ) -> dict[str, list[LabelledPair]]:
-    """The pairs of either split, balanced."""
+    """The pairs of both splits, balanced."""
     parts = {}
-    for part in (split.TRAIN, split.TEST):
-        own = [pair for pair in pairs if (pair.group in testing) == (part == split.TEST)]
-        parts[part] = split.balanced(own, options.seed)
+    for part in (TRAIN, TEST):
+        own = [pair for pair in pairs if (pair.group in testing) == (part == TEST)]
+        parts[part] = select.balanced(own, options.seed)
         counts["unbalanced"] += len(own) - len(parts[part])
     return parts
 
 
-def _finish(options: Options, counts: Counter, datasets: dict[str, list[LabelledPair]]) -> dict[str, Any]:
+def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabelledPair]]) -> dict[str, Any]:
     stats = {
         "seed": options.seed,
         "counts": {name: value for name, value in counts.items() if value},
-        "datasets": {name: dataset_numbers(own) for name, own in datasets.items()},
+        "datasets": {name: _numbers(pairs) for name, pairs in datasets.items()},
     }
     if not options.sets_only:
         if not datasets:
+            losses = ("rankings_unclear", "pairs_disputed", "near_duplicate", "repeated", "repeated_disputed")
+            losses += ("unbalanced", "reasons_contradicting", "reasons_missing")
+            lost = ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"
             raise PacoRewardError(
-                f"no balanced pairs are left of {counts['pairs_labelled']} labelled ones ({_largest_loss(counts)}); add "
-                "images or rankings, or loosen --min_gap, --duplicate_bits or --yes_ranks and --no_ranks"
+                f"no balanced pairs are left of {counts['pairs_labelled']} labelled ones ({lost}); add images or "
+                "rankings, or loosen --min_gap, --duplicate_bits or --yes_ranks and --no_ranks"
             )
-        write_datasets(options.output, datasets)
-        write_sheet(options.output, datasets)
-    write_json(options.output / "stats.json", stats)
+        outputs.write_datasets(options.output, datasets)
+        outputs.write_samples(options.output, datasets)
+    outputs.write_json(options.output / "stats.json", stats)
     return stats
 
 
-def _largest_loss(counts: Counter) -> str:
-    losses = (
-        "rankings_unclear",
-        "pairs_disputed",
-        "near_duplicate",
-        "repeated",
-        "repeated_disputed",
-        "unbalanced",
-        "reasons_contradicting",
-        "reasons_missing",
-    )
-    return ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"
+def _numbers(pairs: Sequence[LabelledPair]) -> dict[str, int]:
+    """Pairs, Yes, No, different images and groups (themes, or sources of edits) of one data set."""
+    yes = sum(pair.label for pair in pairs)
+    images = {name for pair in pairs for name in (pair.first, pair.second)}
+    groups = len({pair.group for pair in pairs})
+    return {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "images": len(images), "groups": groups}

@@ -1,15 +1,17 @@
-"""What travels between the steps of building a data set."""
+"""What the steps of building a data set exchange."""
 
 from dataclasses import dataclass
 from pathlib import Path
+
+TRAIN, TEST = "train", "test"
 
 
 @dataclass(frozen=True)
 class Generation:
     """One generated set of sub-figures.
 
-    ``files``: one grid image that is still to be cut (``is_grid``), or rows x cols files, row-major. ``names``: what its
-    rows x cols sub-figures are called inside the prompt's folder, row-major.
+    ``files``: one grid image to be cut (``is_grid``), or rows x cols files, row-major. ``names``: of its rows x cols
+    sub-figures inside the prompt's folder, row-major.
     """
 
     files: tuple[Path, ...]
@@ -22,9 +24,9 @@ class PromptItem:
     """One prompt with its images.
 
     ``folder``: its name in every file written (the metadata's ``idx``). ``group``: equal for prompts that share a
-    theme; train and test are split by it. ``loose``: names and files of sub-figures whose generation is not known, which
-    only a file of rankings can pair. ``split``: ``train`` or ``test`` where the metadata decides, else empty. ``place``:
-    where the prompt was read.
+    theme; train and test are split by it. ``loose``: names and files of sub-figures of unknown generation, which only a
+    file of rankings can pair. ``split``: ``train`` or ``test`` where the metadata decides, else empty. ``place``: the
+    line it was read from.
     """
 
     folder: str
@@ -38,6 +40,10 @@ class PromptItem:
     loose: tuple[tuple[str, Path], ...] = ()
     split: str = ""
 
+    @property
+    def panels(self) -> int:
+        return self.rows * self.cols
+
     def names(self) -> dict[str, None]:
         """The names of all its sub-figures, in order."""
         own = [name for generation in self.generations for name in generation.names]
@@ -46,6 +52,17 @@ class PromptItem:
     def files(self) -> list[Path]:
         """All its image files."""
         return [file for g in self.generations for file in g.files] + [file for _, file in self.loose]
+
+
+@dataclass(frozen=True)
+class EditRow:
+    """One edit; ``labels`` holds the known ones of ``consistency`` and ``follows``."""
+
+    place: str
+    source: Path
+    edited: Path
+    instruction: str
+    labels: dict[str, bool]
 
 
 @dataclass(frozen=True)
@@ -69,10 +86,10 @@ class Ranking:
 
 @dataclass(frozen=True)
 class LabelledPair:
-    """Two images (paths relative to the data set's folder), the question on them and its answer.
+    """Two images (paths relative to the data set's folder), the question about them and its answer.
 
-    ``kind``: ``theme``, ``editing_consistency`` or ``editing_instruction``. ``group``: what train and test are split
-    by. ``reason``: the whole answer, beginning with Yes or No; None until one is written.
+    ``kind``: ``theme``, ``editing_consistency`` or ``editing_instruction``. ``group``: the unit of the train/test
+    split. ``reason``: the whole answer, beginning with Yes or No, once it is written.
     """
 
     first: str
@@ -90,5 +107,5 @@ class LabelledPair:
 
     @property
     def answer(self) -> str:
-        """What the judge learns to answer."""
+        """The training target."""
         return self.reason or self.verdict

@@ -1,13 +1,11 @@
-"""Questions to a vision-language model over an OpenAI-compatible server, many at a time.
-
-Everything that travels uses paco_judge's event loop, connections and retries.
-"""
+"""A vision-language model behind an OpenAI-compatible server: many questions at a time, retried by paco_judge."""
 
 import asyncio
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,13 +16,26 @@ from paco_reward.errors import PacoRewardError
 
 logger = logging.getLogger(__name__)
 
-_USELESS_TO_GO_ON = (401, 403, 404)  # what one request is refused with, all will be
-_SAY_EVERY_S = 10.0
+_REFUSES_ALL = (401, 403, 404)  # an error that every other request would get too
+_LOG_EVERY_S = 10.0
+
+
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable (other users can see command lines); None if no variable is named.
+
+    Raises:
+        PacoRewardError: The variable is not set.
+    """
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise PacoRewardError(f"--api_key_env {variable}: this environment variable is not set; export it")
+    return os.environ[variable]
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a model answers. ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token."""
+    """Where a model is served. ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token."""
 
     url: str
     model: str
@@ -36,17 +47,11 @@ class Server:
         """A client that asks this model for P(Yes).
 
         Raises:
-            PacoRewardError: the URL is none.
+            PacoRewardError: The URL is malformed.
         """
+        settings = {"api_key": self.api_key, "max_concurrency": self.max_concurrency, "deadline_s": self.timeout_s}
         try:
-            return JudgeClient(
-                self.url,
-                self.model,
-                api_key=self.api_key,
-                max_concurrency=self.max_concurrency,
-                deadline_s=self.timeout_s,
-                variants=True,
-            )
+            return JudgeClient(self.url, self.model, variants=True, **settings)
         except ValueError as error:
             raise PacoRewardError(f"--server: {error}; for example http://127.0.0.1:8000") from error
 
@@ -54,7 +59,7 @@ class Server:
         """The served name of the model.
 
         Raises:
-            PacoRewardError: nothing answers, or it does not serve the model; says which it serves.
+            PacoRewardError: The server does not answer, or does not serve the model.
         """
         try:
             return self.judge().check()
@@ -63,68 +68,66 @@ class Server:
 
 
 class Progress:
-    """A line of the log every ten seconds: what is done, what is left."""
+    """A line of the log every ten seconds, with the time left."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._started = self._said = time.monotonic()
+        self._started = self._logged = time.monotonic()
 
     def step(self) -> None:
         """One more is done."""
         self.done += 1
         now = time.monotonic()
-        if now - self._said < _SAY_EVERY_S and self.done < self.total:
+        if now - self._logged < _LOG_EVERY_S and self.done < self.total:
             return
-        self._said = now
+        self._logged = now
         elapsed = now - self._started
         left = elapsed / self.done * (self.total - self.done)
         clock = [str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left)]
         logger.info("%s: %d/%d  elapsed %s  left %s", self.what, self.done, self.total, *clock)
 
 
-@dataclass(frozen=True)
-class Question:
-    """``messages`` builds the OpenAI messages when they are needed (images are large as text)."""
-
-    key: str
-    messages: Callable[[], list[dict]]
-
-
 def ask_all(
-    server: Server, questions: Sequence[Question], on_answer: Callable[[str, str], None], what: str, max_tokens: int
+    server: Server,
+    questions: Mapping[str, Callable[[], list[dict]]],
+    on_answer: Callable[[str, str], None],
+    what: str,
+    max_tokens: int,
 ) -> dict[str, str]:
-    """Ask every question once; ``on_answer(key, text)`` is called as answers come, one at a time.
+    """Ask every question once.
+
+    Args:
+        questions: By key, builders of OpenAI messages (images are large as text).
+        on_answer: Called with key and answer as answers arrive, one at a time.
+        what: Named in messages.
 
     Returns:
-        The questions that the server refused, with its reason; they may be asked again.
+        The refused questions, with the server's reason.
 
     Raises:
-        PacoRewardError: the server stopped answering or refuses all; what was answered has been handed over.
+        PacoRewardError: The server stopped answering, or refuses all; earlier answers were handed over.
     """
     if not questions:
         return {}
     url = server.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     model = server.check()
-    headers = {"content-type": "application/json"}
-    if server.api_key:
-        headers["authorization"] = f"Bearer {server.api_key}"
+    headers = transport.json_headers(server.api_key)
     progress, refused = Progress(what, len(questions)), {}
     waiting = list(reversed(questions))
 
     async def worker() -> None:
         runtime = transport.runtime()
         while waiting:
-            question = waiting.pop()
-            messages = await runtime.loop.run_in_executor(None, question.messages)
+            key = waiting.pop()
+            messages = await runtime.loop.run_in_executor(None, questions[key])
             request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
             deadline = runtime.loop.time() + server.timeout_s
             try:
-                answer = _text(await runtime.post(url, headers, json.dumps(request).encode("ascii"), deadline))
-                on_answer(question.key, answer)
+                on_answer(key, _text(await runtime.post(url, headers, json.dumps(request).encode("ascii"), deadline)))
             except Refused as error:
-                if error.status in _USELESS_TO_GO_ON:
+                if error.status in _REFUSES_ALL:
                     raise
-                refused[question.key] = str(error)
+                refused[key] = str(error)
             progress.step()
 
     async def work() -> None:
@@ -145,7 +148,7 @@ def ask_all(
     if len(refused) == len(questions):
         raise PacoRewardError(
             f"the server at {server.url} refused all {len(questions)} questions ({what}), first: "
-            f"{next(iter(refused.values()))}; is {server.model} a model that takes several images?"
+            f"{next(iter(refused.values()))}; does {server.model} accept several images?"
         )
     return refused
 

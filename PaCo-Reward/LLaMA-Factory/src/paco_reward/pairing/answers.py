@@ -1,0 +1,340 @@
+"""A model's answers over a server: rankings, labels of edits, reasons. Each is journaled as it arrives."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paco_judge.client import JudgeError, Pair
+from paco_judge.images import png_data_url
+from paco_judge.questions import editing_consistency_question, editing_instruction_question, theme_question
+from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
+from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
+from paco_reward.pairing.outputs import copy
+from paco_reward.pairing.records import CandidateSet, EditRow, LabelledPair, PromptItem, Ranking
+from paco_reward.server import Progress, Server, ask_all
+
+_SETS_AT_ONCE, _EDITS_AT_ONCE = 16, 64
+_ORDER_TOKENS = 128
+_VERDICT = re.compile(r"^[\s\"'“”*_#>\-]*(yes|no)\b[\s\"'“”*_.,:;!\-–—]*", re.IGNORECASE)
+_ORDER = re.compile(r"\d+(?:\s*>\s*\d+)+")
+_FEWEST_REASON_CHARACTERS = 12
+_EDIT_QUESTIONS = {
+    "consistency": ("editing_consistency", editing_consistency_question),
+    "follows": ("editing_instruction", editing_instruction_question),
+}
+
+
+class Journal:
+    """A file of ``{"key": …, "value": …}`` lines, so that a killed run repeats no question.
+
+    A line that was cut off by a kill is removed when the file is opened.
+
+    Raises:
+        PacoRewardError: A complete line is damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.values: dict[str, Any] = {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        raw = file.read_bytes() if file.exists() else b""
+        whole = raw[: raw.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                self.values.setdefault(row["key"], row["value"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise PacoRewardError(f"{file} line {number} is damaged ({error}); remove this line") from error
+        self._file = file
+        if len(whole) != len(raw):
+            file.write_bytes(whole)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep the first answer to a question; it is in the file when this returns."""
+        if key in self.values:
+            return
+        self.values[key] = value
+        with self._file.open("ab") as file:
+            file.write((json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def rank_by_scores(
+    sets: Sequence[CandidateSet],
+    items: Mapping[str, PromptItem],
+    output: Path,
+    server: Server,
+    journal: Journal,
+    counts: Counter,
+) -> list[Ranking]:
+    """Rank each set by a judge's P(Yes) of the theme question on (reference, candidate).
+
+    A set with a missing score is left out and counted (``rankings_without_answer``); the next run asks again.
+
+    Raises:
+        PacoRewardError: The server stopped answering, or gives no scores.
+    """
+
+    def pairs(candidates: CandidateSet) -> list[Pair]:
+        folder = output / "images" / candidates.folder
+        question = theme_question(items[candidates.folder].theme)
+        reference = open_image(folder / candidates.ref_image)
+        return [Pair(reference, open_image(folder / name), question) for name in candidates.comp_images]
+
+    keys = {candidates: _set_key("scores", server, candidates) for candidates in sets}
+    builders = {keys[candidates]: (lambda c=candidates: pairs(c)) for candidates in sets}
+    hint = ", or use --rank_by order for a model without log-probabilities"
+    _score_groups(server, journal, builders, "rankings", _SETS_AT_ONCE, hint)
+    rankings = []
+    for candidates in sets:
+        if keys[candidates] not in journal:
+            counts["rankings_without_answer"] += 1
+            continue
+        scores = journal[keys[candidates]]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        ranked = tuple(candidates.comp_images[index] for index in order)
+        scored = tuple(scores[index] for index in order)
+        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked, scored))
+    return rankings
+
+
+def rank_by_order(
+    sets: Sequence[CandidateSet],
+    items: Mapping[str, PromptItem],
+    output: Path,
+    server: Server,
+    journal: Journal,
+    counts: Counter,
+) -> list[Ranking]:
+    """Ask for each set's order in one question with all its images.
+
+    Left out and counted: answers without an order (``rankings_unreadable``), and sets that the server refused
+    (``rankings_without_answer``; the next run asks again).
+
+    Raises:
+        PacoRewardError: The server stopped answering.
+    """
+
+    def messages(candidates: CandidateSet) -> list[dict]:
+        folder = output / "images" / candidates.folder
+        files = [folder / name for name in (candidates.ref_image, *candidates.comp_images)]
+        return _messages(files, _ranking_request(items[candidates.folder].theme, len(candidates.comp_images)))
+
+    keys = {candidates: _set_key("order", server, candidates) for candidates in sets}
+    questions = {key: (lambda c=candidates: messages(c)) for candidates, key in keys.items() if key not in journal}
+    refused = ask_all(server, questions, journal.add, "rankings", _ORDER_TOKENS)
+    counts["rankings_without_answer"] += len(refused)
+    rankings = []
+    for candidates, key in keys.items():
+        if key in refused:
+            continue
+        order = read_order(journal[key], len(candidates.comp_images))
+        if order is None:
+            counts["rankings_unreadable"] += 1
+            continue
+        ranked = tuple(candidates.comp_images[index] for index in order)
+        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked))
+    return rankings
+
+
+def _set_key(method: str, server: Server, candidates: CandidateSet) -> str:
+    return json.dumps([method, server.model, candidates.folder, candidates.ref_image, *candidates.comp_images])
+
+
+def _score_groups(
+    server: Server,
+    journal: Journal,
+    groups: Mapping[str, Callable[[], list[Pair]]],
+    what: str,
+    at_once: int,
+    hint: str = "",
+) -> None:
+    """Journal P(Yes) of the pairs of each group that has no entry yet: a list, or one number for a group of one.
+
+    Groups with a missing score get no entry.
+    """
+    todo = [key for key in groups if key not in journal]
+    judge, progress = server.judge(), Progress(what, len(todo))
+    for start in range(0, len(todo), at_once):
+        part = {key: groups[key]() for key in todo[start : start + at_once]}
+        try:
+            verdicts = iter(judge.score_blocking([pair for pairs in part.values() for pair in pairs]))
+        except JudgeError as error:
+            raise PacoRewardError(f"--server {server.url}: {error}; run the same command again to continue") from error
+        errors = []
+        for key, pairs in part.items():
+            own = [next(verdicts) for _ in pairs]
+            failed = [verdict.error for verdict in own if not verdict.ok]
+            if failed:
+                errors.append(failed[0])
+            else:
+                journal.add(key, [v.p_yes for v in own] if len(own) > 1 else own[0].p_yes)
+            progress.step()
+        if len(errors) == len(part):
+            raise PacoRewardError(
+                f"--server {server.url}: none of {len(part)} {what} has a score ({errors[0]}); earlier answers are "
+                f"saved: run the same command again to continue{hint}"
+            )
+
+
+def editing_pairs(
+    edits: Sequence[EditRow], output: Path, server: Server | None, journal: Journal, min_gap: float, counts: Counter
+) -> list[LabelledPair]:
+    """A labelled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
+
+    Missing labels come from a judge: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2. ``counts`` receives
+    ``editing_unclear`` (in between) and ``editing_without_answer`` (no score; the next run asks again).
+
+    Raises:
+        PacoRewardError: The server stopped answering, or gives no scores.
+    """
+    pairs: list[LabelledPair] = []
+    unlabelled: list[tuple[str, LabelledPair]] = []
+    for edit in edits:
+        first, second = (_store(file, output) for file in (edit.source, edit.edited))
+        for name, (kind, question) in _EDIT_QUESTIONS.items():
+            pair = LabelledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
+            if name in edit.labels:
+                pairs.append(pair)
+            elif server is not None:
+                unlabelled.append((json.dumps([server.model, first, second, pair.question]), pair))
+    if server is None or not unlabelled:
+        return pairs
+    builders = {
+        key: (lambda p=pair: [Pair(open_image(output / p.first), open_image(output / p.second), p.question)])
+        for key, pair in unlabelled
+    }
+    _score_groups(server, journal, builders, "editing labels", _EDITS_AT_ONCE)
+    for key, pair in unlabelled:
+        if key not in journal:
+            counts["editing_without_answer"] += 1
+        elif abs(journal[key] - 0.5) < min_gap / 2:
+            counts["editing_unclear"] += 1
+        else:
+            pairs.append(replace(pair, label=journal[key] >= 0.5))
+    return pairs
+
+
+def _store(file: Path, output: Path) -> str:
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    name = f"editing_images/{digest}{file.suffix.lower()}"
+    copy(file, output / name)
+    return name
+
+
+def write_reasons(
+    pairs: Sequence[LabelledPair], output: Path, server: Server, journal: Journal, counts: Counter, max_tokens: int
+) -> list[LabelledPair]:
+    """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``).
+
+    Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
+    (``reasons_unreadable``), and questions that the server refused (``reasons_without_answer``; the next run asks
+    again).
+
+    Raises:
+        PacoRewardError: The server stopped answering.
+    """
+    keys = {
+        pair: json.dumps([server.model, pair.kind, pair.first, pair.second, pair.question, pair.verdict])
+        for pair in pairs
+    }
+
+    def messages(pair: LabelledPair) -> list[dict]:
+        return _messages([output / pair.first, output / pair.second], _reason_request(pair.question, pair.verdict))
+
+    questions = {key: (lambda p=pair: messages(p)) for pair, key in keys.items() if key not in journal}
+    refused = ask_all(server, questions, journal.add, "reasons", max_tokens)
+    counts["reasons_without_answer"] += len(refused)
+    return _agreeing([(pair, journal[key]) for pair, key in keys.items() if key not in refused], counts)
+
+
+def given_reasons(
+    pairs: Sequence[LabelledPair], written: Mapping[PairKey, Written], counts: Counter
+) -> list[LabelledPair]:
+    """The pairs whose human-written reason agrees with their label, in its image order.
+
+    Counted as by ``write_reasons``, and ``reasons_missing``: pairs without a written reason.
+    """
+    answered = []
+    for pair in pairs:
+        folder = Path(pair.first).parts[1]  # images/<idx>/<name>
+        prefix = f"images/{folder}/"
+        key = (folder, *sorted(name.removeprefix(prefix) for name in (pair.first, pair.second)))
+        if key not in written:
+            counts["reasons_missing"] += 1
+            continue
+        (first, second), reason = written[key]
+        answered.append((replace(pair, first=prefix + first, second=prefix + second), reason))
+    return _agreeing(answered, counts)
+
+
+def _agreeing(answered: Sequence[tuple[LabelledPair, str]], counts: Counter) -> list[LabelledPair]:
+    kept = []
+    for pair, answer in answered:
+        read = read_reason(answer)
+        if read is None:
+            counts["reasons_unreadable"] += 1
+        elif read[0] != pair.verdict:
+            counts["reasons_contradicting"] += 1
+        else:
+            counts["reasons_kept"] += 1
+            kept.append(replace(pair, reason=f"{read[0]}. {read[1]}"))
+    return kept
+
+
+# Wording of ours.
+
+
+def _messages(files: Sequence[Path], text: str) -> list[dict]:
+    images = [{"type": "image_url", "image_url": {"url": png_data_url(open_image(file))}} for file in files]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def _ranking_request(theme: str, candidates: int) -> str:
+    """Asked with the reference first, then the candidates."""
+    return (
+        f"The first image is a reference. The {candidates} images after it are candidates, numbered 1 to {candidates} "
+        f'in this order. All were generated based on the theme: "{theme}". Rank the candidates by how well each '
+        "maintains consistency with the reference in terms of style, logic and identity, the best first. Answer with "
+        'all numbers separated by ">" and nothing else, in the form: best > … > worst.'
+    )
+
+
+def read_order(answer: str, candidates: int) -> tuple[int, ...] | None:
+    """The last order in an answer such as ``2 > 1 > 3``, as indices from 0, best first; None without a complete one."""
+    for found in reversed(_ORDER.findall(answer)):
+        order = tuple(int(number) - 1 for number in re.findall(r"\d+", found))
+        if sorted(order) == list(range(candidates)):
+            return order
+    return None
+
+
+def _reason_request(question: str, verdict: str) -> str:
+    """Lets the model disagree with the verdict: the pair is then left out."""
+    return (
+        f"This question was asked about the two images:\n\n{question}\n\nThe verdict that was given is: {verdict}. "
+        f'Write the answer. Begin with the word "{verdict}." and then give, in two to four sentences, the detailed '
+        "reasons that can be seen in the two images. Do not mention that a verdict was given. If what you see clearly "
+        "contradicts the verdict, begin with the verdict that you would give instead."
+    )
+
+
+def read_reason(answer: str) -> tuple[str, str] | None:
+    """(verdict, reasons) of a written answer: ``("Yes", "Both show …")``; None without a verdict or without reasons."""
+    match = _VERDICT.match(answer)
+    if match is None:
+        return None
+    reasons = " ".join(answer[match.end() :].split()).strip("*_ ")
+    if len(reasons) < _FEWEST_REASON_CHARACTERS or IMAGE_TAG in reasons:
+        return None
+    return match[1].capitalize(), reasons[0].upper() + reasons[1:]

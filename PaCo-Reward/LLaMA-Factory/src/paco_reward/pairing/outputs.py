@@ -1,0 +1,132 @@
+"""Writing the data set: sub-figures, the files that LLaMA-Factory reads, a picture of samples."""
+
+import io
+import json
+import logging
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from paco_judge.grid import split_image
+from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
+from paco_reward.pairing.inputs import IMAGE_TAG
+from paco_reward.pairing.records import LabelledPair, PromptItem
+
+logger = logging.getLogger(__name__)
+
+_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+_SIDE, _TEXT, _GAP, _EACH = 144, 330, 10, 4  # of samples.png: pixels, and pairs of each label
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file so that it is either complete or absent, however the process ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(file)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Indented JSON."""
+    write_atomically(file, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file unless the target exists."""
+    if not target.exists():
+        write_atomically(target, source.read_bytes())
+
+
+def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
+    """Cut grids into OUTPUT/images/<idx>/ and copy loose sub-figures there, except for files that exist.
+
+    Returns:
+        The number of sub-figures of all items.
+
+    Raises:
+        PacoRewardError: An image cannot be read, or is too small for its prompt's layout.
+    """
+    count = 0
+    for item in items:
+        folder = output / "images" / item.folder
+        for generation in item.generations:
+            if not generation.is_grid:
+                for name, file in zip(generation.names, generation.files, strict=True):
+                    copy(file, folder / name)
+            elif not all((folder / name).exists() for name in generation.names):
+                try:
+                    panels = split_image(open_image(generation.files[0]), item.rows, item.cols)
+                except ValueError as error:
+                    raise PacoRewardError(f"{item.place}: {generation.files[0]}: {error}") from error
+                for name, panel in zip(generation.names, panels, strict=True):
+                    buffer = io.BytesIO()
+                    panel.save(buffer, format="PNG", compress_level=3)
+                    write_atomically(folder / name, buffer.getvalue())
+        for name, file in item.loose:
+            copy(file, folder / name)
+        count += len(item.names())
+    logger.info("sub-figures: %d of %d prompts in %s", count, len(items), output / "images")
+    return count
+
+
+def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabelledPair]]) -> None:
+    """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json."""
+    info = {}
+    for name, pairs in datasets.items():
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{IMAGE_TAG * 2}{pair.question}"},
+                    {"role": "assistant", "content": pair.answer},
+                ],
+                "images": [pair.first, pair.second],
+            }
+            for pair in pairs
+        ]
+        text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        write_atomically(output / f"{name}.json", f"[\n{text}\n]\n".encode())
+        info[name] = {
+            "file_name": f"{name}.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages", "images": "images"},
+            "tags": _TAGS,
+        }
+    write_json(output / "dataset_info.json", info)
+
+
+def write_samples(output: Path, datasets: Mapping[str, Sequence[LabelledPair]]) -> None:
+    """samples.png: the first pairs of each label of each data set, with answer and question."""
+    samples = [
+        (name, pair)
+        for name, pairs in datasets.items()
+        for label in (True, False)
+        for pair in [pair for pair in pairs if pair.label == label][:_EACH]
+    ]
+    width, row = 2 * (2 * _SIDE + _TEXT + 2 * _GAP), _SIDE + _GAP
+    sheet = Image.new("RGB", (width, _GAP + row * -(-len(samples) // 2)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for index, (name, pair) in enumerate(samples):
+        left, top = index % 2 * (width // 2) + _GAP, index // 2 * row + _GAP
+        for place, file in enumerate((pair.first, pair.second)):
+            image = ImageOps.contain(open_image(output / file), (_SIDE, _SIDE))
+            corner = (left + place * (_SIDE + 4), top)
+            sheet.paste(image, corner)
+            end = (corner[0] + image.width, corner[1] + image.height)
+            draw.rectangle((corner[0] - 1, corner[1] - 1, *end), outline=(190, 190, 190))
+        color = (20, 120, 50) if pair.label else (170, 30, 30)
+        text = left + 2 * _SIDE + _GAP
+        draw.text((text, top), f"{pair.verdict}   {name}", fill=color, font=font)
+        body = [*textwrap.wrap(pair.question, 50)[:4], "", *textwrap.wrap(pair.answer, 50)[:4]]
+        draw.multiline_text((text, top + 17), "\n".join(body), fill=(40, 40, 40), font=font, spacing=1)
+    buffer = io.BytesIO()
+    sheet.save(buffer, format="PNG")
+    write_atomically(output / "samples.png", buffer.getvalue())

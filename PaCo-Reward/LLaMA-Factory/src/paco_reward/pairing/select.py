@@ -1,0 +1,224 @@
+"""The selection rules: candidate sets, labels from rankings, near-duplicates, splits, balance.
+
+Random choices depend on the seed and on the chosen thing only, not on other inputs or on the order of the work.
+"""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from paco_judge.questions import theme_question
+from paco_reward.images import open_image
+from paco_reward.pairing.inputs import connected
+from paco_reward.pairing.records import CandidateSet, LabelledPair, PromptItem, Ranking
+
+THUMBNAIL = 16
+LARGEST_RMS = 6.0
+
+
+def order_key(seed: int, *parts: object) -> bytes:
+    """Sort key of a seeded shuffle: 16 bytes, the same for the same seed and parts on every machine."""
+    text = "\x1f".join(str(part) for part in (seed, *parts))
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
+def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> list[CandidateSet]:
+    """Up to ``sets`` sets of one prompt: a reference and candidates from different generations.
+
+    The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. All
+    candidates answer one panel text, so they differ in how consistent they are with the reference, not in content.
+
+    Args:
+        candidates: Candidates of a set, at most (at least 2); fewer where the prompt has fewer generations.
+
+    Returns:
+        An empty list for a prompt with fewer than two generations or two panels.
+    """
+    generations = len(item.generations)
+    if generations < 2 or item.panels < 2:
+        return []
+    rng = random.Random(order_key(seed, item.folder, "sets"))
+    places = [p for p in product(range(generations), range(item.panels), range(item.panels)) if p[1] != p[2]]
+    formed = []
+    for own, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
+        others = [g for g in range(generations) if g != own]
+        chosen = [own, *rng.sample(others, min(candidates - 1, len(others)))]
+        names = tuple(item.generations[g].names[panel] for g in sorted(chosen))
+        formed.append(CandidateSet(item.folder, item.generations[own].names[reference], names))
+    return formed
+
+
+def labels_of_ranking(
+    ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float = 0.0
+) -> list[tuple[str, bool]] | None:
+    """(candidate, label): Yes for the best ``yes_ranks`` of a ranking, No for the worst ``no_ranks``.
+
+    Those between are left out: people disagree on them most.
+
+    Returns:
+        None if the ranking is too short, or if its scores for Yes and No differ by less than ``min_gap``.
+    """
+    names = ranking.rank_images
+    if len(names) < yes_ranks + no_ranks:
+        return None
+    if ranking.scores is not None and ranking.scores[yes_ranks - 1] - ranking.scores[-no_ranks] < min_gap:
+        return None
+    return [(name, True) for name in names[:yes_ranks]] + [(name, False) for name in names[-no_ranks:]]
+
+
+def pairs_of_rankings(
+    rankings: Sequence[Ranking],
+    items: Mapping[str, PromptItem],
+    *,
+    yes_ranks: int,
+    no_ranks: int,
+    min_gap: float,
+    seed: int,
+    counts: Counter,
+) -> list[LabelledPair]:
+    """The labelled pairs of all rankings, each pair of images once, in an order of the two chosen by the seed.
+
+    Where rankings disagree on a pair the majority decides; a tie leaves it out. ``counts`` receives
+    ``rankings_unclear`` (no labels), ``rankings_used``, ``pairs_merged`` (further votes) and ``pairs_disputed`` (ties).
+    """
+    votes: dict[tuple[str, str, str], list[bool]] = {}
+    for ranking in rankings:
+        labelled = labels_of_ranking(ranking, yes_ranks, no_ranks, min_gap)
+        counts["rankings_unclear" if labelled is None else "rankings_used"] += 1
+        for name, label in labelled or []:
+            first, second = sorted((ranking.ref_image, name))
+            votes.setdefault((ranking.folder, first, second), []).append(label)
+    pairs = []
+    for (folder, first, second), labels in sorted(votes.items()):
+        yes, no = labels.count(True), labels.count(False)
+        counts["pairs_merged"] += len(labels) - 1
+        if yes == no:
+            counts["pairs_disputed"] += 1
+            continue
+        shown = [f"images/{folder}/{first}", f"images/{folder}/{second}"]
+        if order_key(seed, *shown)[0] % 2:
+            shown.reverse()
+        item = items[folder]
+        pairs.append(LabelledPair(*shown, theme_question(item.theme), yes > no, "theme", item.group))
+    return pairs
+
+
+def fingerprint(file: Path) -> tuple[int, np.ndarray]:
+    """The perceptual hash as a 64-bit number, and a thumbnail as float32 (768,) in [0, 255].
+
+    The hash holds the signs of low DCT frequencies of the gray image (library ``imagehash``).
+
+    Raises:
+        PacoRewardError: The image cannot be read.
+    """
+    import imagehash
+    from PIL import Image
+
+    image = open_image(file)
+    bits = np.packbits(imagehash.phash(image).hash.ravel())
+    small = image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+    return int.from_bytes(bits.tobytes(), "big"), np.asarray(small, dtype=np.float32).ravel()
+
+
+def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
+    """For each image the first one (by name) that it is a near-duplicate of; itself if there is none.
+
+    Near-duplicates have hashes that differ in at most ``bits`` of 64 bits and 16 x 16 thumbnails within 6/255
+    root-mean-square: the hash ignores color.
+
+    Args:
+        names: Paths relative to ``root``.
+        bits: 0 to 64.
+    """
+    hashes = np.empty(256, dtype=np.uint64)
+    thumbnails: list[np.ndarray] = []
+    firsts: list[str] = []
+    found: dict[str, str] = {}
+    for name in sorted(set(names)):
+        number, thumbnail = fingerprint(root / name)
+        near = np.flatnonzero(np.bitwise_count(hashes[: len(firsts)] ^ np.uint64(number)) <= bits)
+        alike = (i for i in near if np.sqrt(np.mean((thumbnails[i] - thumbnail) ** 2)) <= LARGEST_RMS)
+        match = next(alike, None)
+        if match is not None:
+            found[name] = firsts[match]
+            continue
+        if len(firsts) == len(hashes):
+            hashes = np.concatenate([hashes, np.empty_like(hashes)])
+        hashes[len(firsts)] = number
+        firsts.append(name)
+        thumbnails.append(thumbnail)
+        found[name] = name
+    return found
+
+
+def without_duplicates(pairs: Sequence[LabelledPair], leader: dict[str, str], counts: Counter) -> list[LabelledPair]:
+    """The pairs without near-duplicates; order is kept.
+
+    A theme pair of two near-duplicates is left out (``near_duplicate``): a copy says nothing about consistency. An
+    editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left out (``repeated``);
+    with another label, both are (``repeated_disputed``). Theme pairs are compared regardless of image order and theme.
+    """
+    groups: dict[tuple, list[LabelledPair]] = {}
+    for pair in pairs:
+        shown = (leader[pair.first], leader[pair.second])
+        if pair.kind == "theme" and shown[0] == shown[1]:
+            counts["near_duplicate"] += 1
+            continue
+        key = (pair.kind, *sorted(shown)) if pair.kind == "theme" else (pair.kind, *shown, pair.question)
+        groups.setdefault(key, []).append(pair)
+    kept = []
+    for alike in groups.values():
+        if len({pair.label for pair in alike}) > 1:
+            counts["repeated_disputed"] += len(alike)
+        else:
+            counts["repeated"] += len(alike) - 1
+            kept.append(alike[0])
+    return kept
+
+
+def grouped_by_image(pairs: Sequence[LabelledPair], leader: dict[str, str]) -> list[LabelledPair]:
+    """The pairs with new groups: those that share an image, or near-duplicates of one, directly or through others."""
+    groups = connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
+    return [replace(pair, group=pairs[group].first) for pair, group in zip(pairs, groups, strict=True)]
+
+
+def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
+    """The groups of the test split: ``share`` in [0, 1) of them, rounded.
+
+    Of two or more groups at least one is for testing and one for training, unless ``share`` is 0.
+    """
+    known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
+    if share <= 0 or len(known) < 2:
+        return set()
+    return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
+
+
+def balanced(pairs: Sequence[LabelledPair], seed: int) -> list[LabelledPair]:
+    """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
+    kept: set[int] = set()
+    for kind in {pair.kind for pair in pairs}:
+        sides = [
+            sorted(
+                (index for index, pair in enumerate(pairs) if pair.kind == kind and pair.label == label),
+                key=lambda index: _pair_key(pairs[index], seed),
+            )
+            for label in (True, False)
+        ]
+        count = min(len(side) for side in sides)
+        kept.update(index for side in sides for index in side[:count])
+    return [pair for index, pair in enumerate(pairs) if index in kept]
+
+
+def shuffled(pairs: Sequence[LabelledPair], seed: int) -> list[LabelledPair]:
+    """The pairs in an order chosen by the seed."""
+    return sorted(pairs, key=lambda pair: _pair_key(pair, seed))
+
+
+def _pair_key(pair: LabelledPair, seed: int) -> bytes:
+    return order_key(seed, pair.kind, pair.first, pair.second, pair.question)
