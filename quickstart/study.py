@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,39 +93,35 @@ def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
     return [*command, "--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
 
 
+def _train(run: StudyRun, minutes: float, every: int) -> None:
+    path = OUT / f"{run.name}.log"
+    print(f"started {run.name}; log: {path}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
+    command = _command(run, minutes, every)
+    with path.open("w") as log:
+        status = subprocess.run(
+            command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status != 0:
+        raise SystemExit(failure(run.name, status, path.read_text(errors="replace"), path))
+    (run.folder / "study.done").touch()
+    print(f"finished {run.name}", flush=True)
+
+
 def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, jobs: int) -> None:
     """Runs ``jobs`` trainings at a time, one thread each, and one server; a finished run is not run again."""
     waiting = [run for run in runs if not run.is_done]
-    running: dict[StudyRun, subprocess.Popen] = {}
     if not waiting:
         return
     OUT.mkdir(parents=True, exist_ok=True)
     served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL}
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
+    pool = ThreadPoolExecutor(jobs)
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                with (OUT / f"{run.name}.log").open("w") as log:
-                    print(f"started {run.name} ({len(waiting)} waiting); log: {log.name}", flush=True)
-                    running[run] = subprocess.Popen(
-                        _command(run, minutes, every), cwd=GRPO, stdout=log, stderr=subprocess.STDOUT,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"},
-                    )  # fmt: skip
-            for run, process in list(running.items()):
-                try:
-                    process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    continue
-                del running[run]
-                if process.returncode != 0:
-                    log = OUT / f"{run.name}.log"
-                    raise SystemExit(failure(run.name, process.returncode, log.read_text(errors="replace"), log))
-                (run.folder / "study.done").touch()
-                print(f"finished {run.name}", flush=True)
+        for future in as_completed([pool.submit(_train, run, minutes, every) for run in waiting]):
+            future.result()
     finally:
-        for process in running.values():
-            process.terminate()
+        pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
 
 
