@@ -85,7 +85,7 @@ def test_trained_rewards_beside_watched_ones():
     assert judge_evaluation([first, good], ["judge"], LIMITS) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
     assert judge_evaluation([first], ["judge"], LIMITS) == []
-    wider = dataclasses.replace(LIMITS, max_reward_divergence=8.0)
+    wider = load("t2is", *{"health.max_reward_divergence": "8"}.items()).health
     assert judge_evaluation([first, hacked], ["judge"], wider) == []
     assert changes_since_first([first, hacked], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
     assert changes_since_first([first], ["judge"]) == ""

@@ -375,7 +375,7 @@ def test_8_bit_adam_needs_its_package(make, monkeypatch):
         make(train__use_8bit_adam=True)
     stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs), __spec__="found")
     monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one needs a GPU
-    assert make(train__use_8bit_adam=True).run.state.optimizer == {
+    assert make(train__use_8bit_adam=True).state.optimizer == {
         "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
     }  # fmt: skip
 
