@@ -1,6 +1,5 @@
-"""setup.sh: which Python, what it says when something is missing, and pins that name no host."""
+"""setup.sh: choice of Python, messages when something is missing, and pins that name no host."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -9,19 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import environment
+import installer
+
 REPO = Path(__file__).resolve().parents[2]
-
-
-def load(name: str):
-    """tools/ is no package (it runs before anything is installed): load its files as they are."""
-    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-installer = load("installer")
-environment = load("environment")
 
 
 @pytest.fixture
@@ -33,9 +23,9 @@ def clone(tmp_path, monkeypatch):
         target.write_text((REPO / name).read_text())
     for pins in (REPO / "constraints").glob("*.txt"):
         (tmp_path / "constraints" / pins.name).write_text(pins.read_text())
-    for folder in environment.EDITABLE:
+    for number, folder in enumerate(environment.EDITABLE):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "pyproject.toml").write_text("[project]\nname='x'\nversion='0'\n")
+        (tmp_path / folder / "pyproject.toml").write_text(f"[project]\nname='x{number}'\nversion='0'\n")
     monkeypatch.setattr(installer, "REPO", tmp_path)
     monkeypatch.setattr(environment, "REPO", tmp_path)
     return tmp_path
@@ -52,9 +42,6 @@ def fake_python(folder: Path, version: str) -> Path:
     path.write_text(f"#!/bin/sh\necho {version}\n")
     path.chmod(0o755)
     return path
-
-
-# ---------------------------------------------------------------- the shell part
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
@@ -93,9 +80,6 @@ def test_unreachable_registry_is_one_clear_message(clone):
     assert "Traceback" not in done.stderr
 
 
-# ---------------------------------------------------------------- the Python part
-
-
 def test_stamp_follows_pins_and_packages(clone, monkeypatch):
     env = clone / ".venv"
     (env / "bin").mkdir(parents=True)
@@ -127,7 +111,7 @@ def test_too_little_disk_is_refused_before_anything_is_made(clone, monkeypatch):
     ("error sending request for url\n dns error", "registry could not be reached"),
     ("error: operation timed out", "registry could not be reached"),
     ("x No solution found when resolving dependencies", "does not have a pinned version"),
-    ("error: something else", "installer's own words"),
+    ("error: something else", "Output of the installer"),
 ])
 def test_failures_are_explained(output, remedy):
     text = installer.explain("installing", output)
@@ -176,9 +160,6 @@ def test_cpu_builds_only_where_they_are_reached(monkeypatch, tmp_path):
     assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cu128"]
     monkeypatch.setenv("PACO_TORCH_BACKEND", "default")
     assert installer.torch_backend("uv", tmp_path) == []
-
-
-# ---------------------------------------------------------------- the pins
 
 
 @pytest.mark.parametrize("name", ["py311.txt", "py312.txt", "vllm-py311.txt", "vllm-py312.txt"])

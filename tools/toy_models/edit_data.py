@@ -1,7 +1,7 @@
-"""Training edits for the toy editors: scenes, instructions, and targets that honestly depart from what is asked.
+"""Training edits for the toy editors: scenes, instructions, and targets that sometimes depart from the instruction.
 
-A target departs with probability `DEPARTURE`, so that a base learns to draw well and to keep what it sees, and *not* to do
-reliably as it is told: that is left to RL.
+A target departs with a given probability. A base editor thus learns to draw well and to keep what it sees, but does not
+follow instructions reliably: that is left to RL.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from paco_toy.bases.panels import PanelCache
 from paco_toy.world import COLOURS, SHAPES, STYLES, VIEWS
+from toy_models.panels import PanelCache
 
 DEPARTURE = 0.35
-# How it departs: nothing changes; the panel gets another value than asked; another panel gets the value; another panel
-# changes as well. The last one still follows the instruction.
+# How a target departs: nothing changes; the panel gets another value; another panel gets the value; a second panel changes
+# as well. The last one still follows the instruction.
 KINDS = {"untouched": 0.35, "other value": 0.30, "other panel": 0.15, "one more": 0.20}
-VALUES = (*COLOURS, *STYLES)  # what an instruction can ask for
+VALUES = (*COLOURS, *STYLES)
+INSTRUCTIONS = [f"make the {shape} {value}" for shape in SHAPES for value in VALUES]
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,18 @@ class EditBatch:
     before: np.ndarray  # int (B, 4), characters of the reference image
     after: np.ndarray  # int (B, 4), characters of the target
     views: np.ndarray  # int (B, 4), of both
-    variants: np.ndarray  # int (B, 4) in {0, 1}, of both: what stays is the same to the last pixel
+    variants: np.ndarray  # int (B, 4) in {0, 1}, of both: an unchanged panel is the same to the last pixel
     place: np.ndarray  # int (B,), the panel that the instruction names
     value: np.ndarray  # int (B,), index into VALUES
     instructions: list[str]
 
 
-def draw_edits(count: int, rng: np.random.Generator, departure: float = DEPARTURE) -> EditBatch:
+def sample_edits(count: int, rng: np.random.Generator, departure: float = DEPARTURE) -> EditBatch:
     """Random edits of scenes of four different shapes, over all characters."""
     shape = rng.random((count, len(SHAPES))).argsort(axis=1)[:, :4]
     looks = np.stack([rng.integers(len(COLOURS), size=(count, 4)), rng.integers(len(STYLES), size=(count, 4))])
     place, attribute = rng.integers(4, size=count), rng.integers(2, size=count)
-    row = np.arange(count)
-    asked = _other(looks[attribute, row, place], attribute, rng)
+    asked = _other(looks[attribute, np.arange(count), place], attribute, rng)
     kind = rng.choice(list(KINDS), p=list(KINDS.values()), size=count)
     kind[rng.random(count) >= departure] = "followed"
     after = looks.copy()
@@ -56,15 +57,26 @@ def draw_edits(count: int, rng: np.random.Generator, departure: float = DEPARTUR
         if kind[b] == "one more":
             after[a, b, e] = _other(looks[a, b, e], a, rng)
     value = asked + len(COLOURS) * attribute
-    words = [f"make the {SHAPES[shape[b, place[b]]]} {VALUES[value[b]]}" for b in range(count)]
+    words = [INSTRUCTIONS[shape[b, place[b]] * len(VALUES) + value[b]] for b in range(count)]
     views = rng.integers(len(VIEWS), size=(count, 4))
     variants = rng.integers(2, size=(count, 4))
     return EditBatch(_characters(shape, looks), _characters(shape, after), views, variants, place, value, words)
 
 
-def draw_pixels(batch: EditBatch, panels: PanelCache) -> tuple[np.ndarray, np.ndarray]:
-    """Reference and target images, uint8 (B, 2S, 2S, 3) each; a panel that stays is the same in both."""
-    return tuple(panels.assemble(panels.pixels[kind, batch.views, batch.variants]) for kind in (batch.before, batch.after))
+def render_edits(batch: EditBatch, panels: PanelCache) -> tuple[np.ndarray, np.ndarray]:
+    """Reference and target images, uint8 (B, 2S, 2S, 3) each."""
+    return tuple(panels.assemble(panels.get(kind, batch.views, batch.variants)) for kind in (batch.before, batch.after))
+
+
+def panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:
+    """Values of panels (B, 4), row-major, repeated for their tokens: (B, 4·P²) for panels of P x P tokens (``side``)."""
+    grid = torch.from_numpy(values).unflatten(1, (2, 2))
+    return grid.repeat_interleave(side, 1).repeat_interleave(side, 2).flatten(1)
+
+
+def asked_tokens(place: np.ndarray, side: int) -> torch.Tensor:
+    """1 for tokens of the panels (B,) that the instructions name, else 0: float (B, 4·P²)."""
+    return panel_tokens(np.eye(4, dtype=np.float32)[place], side)
 
 
 def _characters(shape: np.ndarray, looks: np.ndarray) -> np.ndarray:
