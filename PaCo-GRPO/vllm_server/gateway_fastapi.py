@@ -35,6 +35,7 @@ from vllm_server.gateway.metrics import Metrics
 from vllm_server.gateway.replicas import Replicas
 
 CHAT_PATH = "/v1/chat/completions"
+_CHAT_ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 502, 503, 504)
 _ROUTES = "POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
 _SETTINGS = "PACO_GATEWAY_SETTINGS"  # passes them to worker processes
 
@@ -117,7 +118,12 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
         200: {"description": "The engine's answer", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
     }
 
-    @app.post(CHAT_PATH, dependencies=guarded, response_model=schema.Completion, responses=schema.errors() | streams)
+    @app.post(
+        CHAT_PATH,
+        dependencies=guarded,
+        response_model=schema.Completion,
+        responses=schema.errors(*_CHAT_ERRORS) | streams,
+    )
     async def chat(body: schema.chat_body(list(settings.models))):
         """Chat completion by a replica of the model; an event stream where `stream` is true."""
         raise NotImplementedError  # ChatShortcut answers
