@@ -97,7 +97,7 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
         reward.check()
     policy = load_generator(options, strategy.loading_device)
     if adapter is None:
-        logging.info("no --adapter: evaluating the base model %s", options.pretrained.model)
+        logging.getLogger(__name__).info("no --adapter: evaluating the base model %s", options.pretrained.model)
     else:
         load_adapter(policy, adapter)
     strategy.place(policy)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paco_reward import preflight
+from paco_reward.datasets import Example, load_examples
 from paco_reward.pairing.options import add_options
+from paco_reward.preflight import check_images
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
 
 HERE = Path(__file__).parent
@@ -119,10 +120,10 @@ def all_bytes(output: Path) -> dict[str, str]:
     }
 
 
-def accepted(output: Path, name: str) -> list[preflight.Example]:
+def accepted(output: Path, name: str) -> list[Example]:
     """The examples as training reads them, with readable images."""
-    examples = preflight.load_examples(output, name)
-    preflight.check_images({image: example.place for example in examples for image in example.images})
+    examples = load_examples(output, name)
+    check_images({image: example.place for example in examples for image in example.images})
     return examples
 
 

@@ -1,7 +1,6 @@
 """What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -74,36 +73,35 @@ def test_two_runs_do_not_write_one_file(rank, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rank", pytest.param("edits", marks=pytest.mark.long)])
-def test_a_killed_command_continues(name, answering_judge, request, tmp_path):
+@COMMANDS
+def test_a_killed_command_continues(name, fake_judge, request, tmp_path):
     """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
-    command = request.getfixturevalue(name)
+    command, count = request.getfixturevalue(name), {"rank": 5, "edits": 20}[name]
     script, folder = {
         "rank": ("eval_vllm.py", RANK_FOLDER),
         "edits": ("evaluate_vllm_PaCoReward.sh", EDIT_FOLDER),
     }[name]
-    arguments = [*command.arguments, "--model", answering_judge, "--engine", "transformers", "--batch_size", "1"]
-    file = command.file
-    first = start_script(script, *arguments, folder=folder)
-    deadline = time.monotonic() + 280
-    while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
-        time.sleep(0.002)
-    first.send_signal(signal.SIGKILL)
-    assert outcome(first)[0] == -signal.SIGKILL
-    kept = file.read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
-    count = 5 if name == "rank" else 20
+    with fake_judge.FakeJudge(models=["judge"], delay_s=0.2) as judge:
+        arguments = [*command.arguments, "--server", judge.url, "--model", "judge", "--batch_size", "1"]
+        first = start_script(script, *arguments, folder=folder)
+        deadline = time.monotonic() + 120
+        while not (command.file.exists() and command.file.read_bytes().count(b"\n") >= 2):
+            assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
+            time.sleep(0.01)
+        first.send_signal(signal.SIGKILL)
+        assert outcome(first)[0] == -signal.SIGKILL
+        kept = command.file.read_bytes()
+        kept = kept[: kept.rfind(b"\n") + 1]
+        status, output = outcome(start_script(script, *arguments, folder=folder))
     assert kept.count(b"\n") < count
-    status, output = outcome(start_script(script, *arguments, folder=folder))
     assert status == 0 and f"{count}/{count} items" in output, output[-2000:]
-    assert file.read_bytes().startswith(kept) and [row["index"] for row in command.rows] == list(range(count))
-    if name == "rank":
-        table = ["--results_dir", file.parent, "--output_file", tmp_path / "s.txt", "--output_format", "txt"]
-        status, output = outcome(start_script("print_eval_table.py", *table))
-        assert status == 0 and "judge-v3" in output and (tmp_path / "s.txt").read_text() == output
-    else:
+    assert command.file.read_bytes().startswith(kept) and [row["index"] for row in command.rows] == list(range(count))
+    if name == "edits":
         assert (tmp_path / "summary.txt").read_text() in output
+        return
+    table = ["--results_dir", command.file.parent, "--output_file", tmp_path / "s.txt", "--output_format", "txt"]
+    status, output = outcome(start_script("print_eval_table.py", *table))
+    assert status == 0 and "judge-v3" in output and (tmp_path / "s.txt").read_text() == output
 
 
 # ---------------------------------------------------------------- batches and failing engines
@@ -245,16 +243,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys)
     progress.step()
     assert "5/8 items  elapsed 0:01:40  left 0:05:00" in capsys.readouterr().err
 
-    main, other = os.openpty()
-    with open(other, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        progress = Progress(2, 0)
-        progress.step()
-        progress.write("row 1: broken")
-        progress.step()
-        progress.close()
-        shown = ""
-        while "2/2" not in shown:  # a terminal delivers its text in pieces
-            shown += os.read(main, 65536).decode()
-    os.close(main)
-    assert "row 1: broken" in shown and "100%" in shown
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(2, 0)
+    progress.step()
+    progress.write("row 1: broken")
+    progress.step()
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "row 1: broken" in shown and "100%" in shown and "elapsed" not in shown

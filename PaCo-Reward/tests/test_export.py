@@ -1,4 +1,4 @@
-"""Merging: the same scores, everything a server needs, and no half exports."""
+"""Merging: the same scores, every file a server needs, and no incomplete exports."""
 
 import numpy as np
 import pytest
@@ -46,13 +46,13 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, tmp_path, caps
         assert (output / name).read_bytes() == (judge_dir / name).read_bytes()
 
     assert main(arguments) == 1  # not empty
-    assert "add --force" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err
     assert main([*arguments, "--force", "--dtype", "bfloat16"]) == 0
     assert JudgeScorer.from_pretrained(output).model.config.dtype is not None
     assert not output.with_name("merged.partial").exists()
 
 
 def test_missing_adapter_leaves_nothing(judge_dir, tmp_path):
-    with pytest.raises(PacoRewardError, match="no adapter_config.json"):
+    with pytest.raises(PacoRewardError, match="adapter folder"):
         export(str(judge_dir), str(tmp_path / "no"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

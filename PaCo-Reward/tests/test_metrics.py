@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, pair_accuracy
+from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
 coarse = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40)
@@ -36,10 +36,11 @@ def test_calibration_error_by_bins(data):
 
 
 def test_accuracy_and_missing_scores():
-    assert pair_accuracy([0.9, 0.5, 0.2], [True, True, False]) == pytest.approx(2 / 3)
+    assert judge_report([0.9, 0.5, 0.2], [True, True, False])["accuracy"] == pytest.approx(2 / 3)
     assert judge_report([0.9, np.nan, 0.2], [True, True, False])["n"] == 2
-    with pytest.raises(ValueError, match="one length"):
-        auc([0.1], [True, False])
+    assert np.isnan(judge_report([np.nan], [True])["accuracy"])
+    with pytest.raises(ValueError):
+        judge_report([0.1], [True, False])
 
 
 def test_metrics_of_batches_equal_metrics_of_all():

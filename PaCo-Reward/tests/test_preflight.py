@@ -1,4 +1,4 @@
-"""What is wrong with a configuration is said in one line, before anything is loaded."""
+"""Problems of a training configuration are reported before anything is loaded."""
 
 import json
 import shutil
@@ -38,44 +38,40 @@ def problem(config) -> str:
     return message
 
 
-def test_a_good_configuration_passes(config):
-    said = []
-    preflight.check_training(config | {"eval_dataset": "held_out"}, said.append)
-    assert "dataset pairs: 16 examples" in said and "images: 52 files readable" in said
+def test_a_valid_configuration_passes(config):
+    logged = []
+    preflight.check_training(config | {"eval_dataset": "held_out"}, logged.append)
+    assert "dataset pairs: 16 examples" in logged and "images: 52 files readable" in logged
 
 
 def test_model_problems(config, tmp_path):
-    assert "model folder /no/such does not exist" in problem(config | {"model_name_or_path": "/no/such"})
-    assert "model folder ../quickstart/models/x does not" in problem(
-        config | {"model_name_or_path": "../quickstart/models/x"}
-    )
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in problem(config | {"model_name_or_path": str(tmp_path / "empty")})
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    assert "holds no weights" in problem(config | {"model_name_or_path": str(tmp_path / "empty")})
-    assert "set model_name_or_path" in problem(config | {"model_name_or_path": None})
+    folder = tmp_path / "empty"
+    for name in ("/no/such", "../quickstart/models/x", "./x/y", str(folder)):
+        assert f"{name} does not exist" in problem(config | {"model_name_or_path": name})
+    folder.mkdir()
+    assert "config.json" in problem(config | {"model_name_or_path": str(folder)})
+    (folder / "config.json").write_text("{}")
+    assert "weights" in problem(config | {"model_name_or_path": str(folder)})
+    assert "model_name_or_path" in problem(config | {"model_name_or_path": None})
 
 
-@pytest.mark.parametrize("error", ["ConnectError", "RepositoryNotFoundError", "OSError"])
+@pytest.mark.parametrize("error", ["ConnectError", "RepositoryNotFoundError", "GatedRepoError", "OSError"])
 def test_hub_problems(config, monkeypatch, error):
     import httpx
     import huggingface_hub
     from huggingface_hub import errors
 
     response = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1"))
-    raised = {
-        "ConnectError": httpx.ConnectError("no network"),
-        "RepositoryNotFoundError": errors.RepositoryNotFoundError("none", response=response),
-        "OSError": OSError("no route"),
-    }[error]
+    raised = {"ConnectError": httpx.ConnectError("no network"), "OSError": OSError("no route")}.get(error)
 
     def fail(*args, **kwargs):
-        raise raised
+        raise raised or getattr(errors, error)("none", response=response)
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     message = problem(config | {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"})
-    assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "name the folder: /path/to/Qwen2.5-VL-7B-Instruct" in message
-    assert ("on the hub; check the name" in message) == (error == "RepositoryNotFoundError")
+    assert "Qwen/Qwen2.5-VL-7B-Instruct" in message and "/path/to/Qwen2.5-VL-7B-Instruct" in message
+    assert ("check the name" in message) == (error == "RepositoryNotFoundError")
+    assert ("hf auth login" in message) == (error == "GatedRepoError")
     with pytest.raises(PacoRewardError, match="adapter some/lora"):
         preflight.check_adapter("some/lora")
 
@@ -85,12 +81,20 @@ def test_dataset_problems(config, data, tmp_path):
     assert "names no dataset" in problem(config | {"dataset": None})
     assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
     rows = json.loads((data / "pairs.json").read_text())
-    broken = [{**rows[0], "images": rows[0]["images"][:1]}, *rows[1:]]
-    (data / "pairs.json").write_text(json.dumps(broken))
-    assert "pairs row 0: 2 <image> tags but 1 images" in problem(config)
-    del rows[3]["images"]
-    (data / "pairs.json").write_text(json.dumps(rows))
-    assert "pairs row 3: column 'images' is missing; it has messages" in problem(config)
+    turns = rows[0]["messages"]
+    for number, change, named in (
+        (0, {"images": rows[0]["images"][:1]}, "1 images"),
+        (3, {"images": None}, "'images'"),
+        (1, {"messages": turns[:1]}, "'assistant'"),
+        (1, {"messages": [{"role": "user"}]}, "'content'"),
+    ):
+        changed = {key: value for key, value in (rows[number] | change).items() if value is not None}
+        (data / "pairs.json").write_text(json.dumps([*rows[:number], changed, *rows[number + 1 :]]))
+        message = problem(config)
+        assert f"pairs row {number}" in message and named in message
+    for text in ("[]", "{broken"):
+        (data / "pairs.json").write_text(text)
+        assert "pairs.json" in problem(config)
     (data / "pairs.json").unlink()
     assert "pairs.json does not exist" in problem(config)
 
@@ -102,15 +106,13 @@ def test_unreadable_images_are_counted_and_the_first_are_listed(config, data):
     for file in files[2:]:
         file.write_bytes(file.read_bytes()[:-30])
     message = problem(config)
-    assert "7 of 32 images cannot be read" in message
-    assert message.count("pairs row") == preflight.SHOWN
-    assert "not an image" in message
+    assert "7 of 32 images" in message and "not an image" in message and "missing" in message
+    assert message.count("pairs row") == preflight.LISTED
 
 
 def test_no_space_left(config, monkeypatch):
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
-    message = problem(config)
-    assert "0.0 GiB free" in message and "output_dir" in message
+    assert "output_dir" in problem(config)
 
 
 def test_configuration_files(tmp_path):
@@ -118,25 +120,30 @@ def test_configuration_files(tmp_path):
         config = load_config(CONFIGS / f"{name}.yaml", ["learning_rate=1e-5"])
         assert config["learning_rate"] == 1e-5 and config["template"] == "qwen2_vl"
         assert config["first_token_weight"] == 0.1 and config["first_token_scheme"] == "sequence"
-    with pytest.raises(PacoRewardError, match="toy_reward_lora.yaml"):
-        load_config(CONFIGS / "toy.yaml")
-    with pytest.raises(PacoRewardError, match="'lr' is not key=value"):
-        load_config(CONFIGS / "toy_reward_lora.yaml", ["lr"])
     (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(PacoRewardError, match="cannot be read"):
-        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- a")
+    toy = CONFIGS / "toy_reward_lora.yaml"
+    for file, overrides, named in (
+        (CONFIGS / "toy.yaml", [], "toy_reward_lora.yaml"),
+        (toy, ["lr"], "'lr'"),
+        (tmp_path / "bad.yaml", [], "bad.yaml"),
+        (tmp_path / "list.yaml", [], "list.yaml"),
+    ):
+        with pytest.raises(PacoRewardError, match=named):
+            load_config(file, overrides)
 
 
-def test_packages_that_a_setting_needs(config, monkeypatch):
+def test_packages_of_settings(config, monkeypatch):
     missing = {"wandb", "swanlab", "bitsandbytes", "deepspeed"}
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name in missing else object())
-    for changes, message in (
-        ({"report_to": ["tensorboard", "wandb"]}, "report_to: wandb needs the package wandb: pip install wandb"),
-        ({"use_swanlab": True}, "pip install swanlab"),
-        ({"quantization_bit": 4}, "pip install bitsandbytes"),
-        ({"deepspeed": str(CONFIGS / "deepspeed/zero3.json")}, "pip install deepspeed"),
+    for changes, package in (
+        ({"report_to": ["tensorboard", "wandb"]}, "wandb"),
+        ({"use_swanlab": True}, "swanlab"),
+        ({"quantization_bit": 4}, "bitsandbytes"),
+        ({"deepspeed": str(CONFIGS / "deepspeed/zero3.json")}, "deepspeed"),
     ):
-        assert message in problem(config | changes)
+        message = problem(config | changes)
+        assert f"pip install {package}" in message and next(iter(changes)) in message
     missing.clear()
     assert "no.json cannot be read" in problem(config | {"deepspeed": "no.json"})
 
@@ -145,23 +152,34 @@ def test_packages_that_a_setting_needs(config, monkeypatch):
 def test_deepspeed_configurations_leave_the_batch_to_the_trainer(file):
     """Every number that the training configuration sets is "auto", so that the two cannot contradict each other."""
     found = json.loads(file.read_text())
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for name in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         assert found[name] == "auto"
     zero = found["zero_optimization"]
     assert zero["stage"] == int(file.stem[4]) and ("offload" in file.stem) == ("offload_optimizer" in zero)
     assert ("zero3_offload" == file.stem) == ("offload_param" in zero) and found["bf16"] == {"enabled": "auto"}
 
 
-def test_combinations_that_cannot_be_right():
-    check_combinations({"train_on_prompt": True})
-    with pytest.raises(PacoRewardError, match="train_on_prompt: false"):
-        check_combinations({"first_token_weight": 0.1, "train_on_prompt": True})
-    with pytest.raises(PacoRewardError, match="neat_packing: true"):
-        check_combinations({"first_token_weight": 0.1, "packing": True})
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"train_on_prompt": True}, "train_on_prompt"),
+        ({"packing": True}, "neat_packing"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+    ],
+)
+def test_invalid_combinations(config, named):
+    check_combinations(config)
+    with pytest.raises(PacoRewardError, match=named):
+        check_combinations({"first_token_weight": 0.1} | config)
     check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
 
 
-def test_processes(monkeypatch):
+def test_the_torchrun_command():
     assert torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is None
     command = torchrun_command({}, "c.yaml", ["a=1"], {"NPROC_PER_NODE": "2", "MASTER_PORT": "1234"})
     assert command[-4:] == ["-m", "paco_reward.worker", "c.yaml", "a=1"]

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL of 1.1 M random parameters with a tokenizer of its own, and a small pair data set: made in a second."""
+"""A Qwen2.5-VL of 1.1 M random parameters with a small tokenizer, and a small pair data set."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SPECIAL_TOKENS = [
     *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 ]
-# Qwen2.5-VL's own template, without videos and picture numbers.
+# Qwen2.5-VL's template without videos and image numbers.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
@@ -108,7 +108,7 @@ def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForCo
 
 
 def save_judge(folder: Path, seed: int = 0) -> Path:
-    """A model folder as a hub would have it."""
+    """A complete model folder."""
     processor = make_processor()
     make_model(processor, seed).save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -116,13 +116,13 @@ def save_judge(folder: Path, seed: int = 0) -> Path:
 
 
 def picture(seed: int, size: int = 32) -> Image.Image:
-    """A smooth random picture."""
+    """A smooth random image."""
     pixels = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
 
 
 def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0) -> Path:
-    """A ShareGPT data set of `count` pairs with answers of different length; returns the folder."""
+    """A ShareGPT data set of ``count`` pairs with answers of different lengths; returns the folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for index in range(count):

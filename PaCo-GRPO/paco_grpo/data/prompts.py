@@ -91,7 +91,7 @@ def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
 
     Args:
         item: Its height and width are used if it has them.
-        resolution: Side of a square of the wanted area.
+        resolution: Side of a square of the target area.
         mode: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
     """
     if item.height is None or item.width is None:

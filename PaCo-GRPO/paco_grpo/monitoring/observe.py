@@ -24,7 +24,7 @@ _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 def image_statistics(image: Image.Image) -> tuple[float, float, float]:
-    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighbouring pixels
+    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighboring pixels
     over the contrast), of pixels in [0, 1]."""
     gray = np.asarray(image.convert("L"), dtype=np.float64) / 255
     steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])

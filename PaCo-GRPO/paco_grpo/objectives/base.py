@@ -5,7 +5,7 @@
         ...
         return Terms(loss, {"my_metric": value})      # per sample, (B,) each
 
-The trainer calls it once per step of a micro-batch and backpropagates at once, so the activations of one step exist at a
+The trainer calls it once per step of a micro-batch and backpropagates immediately, so only one step's activations exist at a
 time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
 processes changes the mathematics.
 """
@@ -75,7 +75,7 @@ class Snapshot:
     """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained, once per epoch.
 
     Attributes:
-        name: Of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints.
+        name: Name of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints.
         decay: (optimizer steps so far, train options) → decay in [0, 1].
         samples: Whether rollouts are sampled from it.
     """

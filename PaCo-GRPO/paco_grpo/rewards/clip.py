@@ -30,12 +30,8 @@ OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 class ClipTextImage:
     """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
 
-    Args:
-        model: Hub name or folder of the model.
-        processor: Hub name or folder of its processor.
-        scale: About the largest score in practice, so that rewards are of order 1.
-        device: Where it computes.
-        batch_size: Images per forward.
+    ``model`` and ``processor`` are hub names or folders. ``scale`` is about the largest score in practice, so that rewards
+    are of order 1.
     """
 
     def __init__(self, model: str, processor: str, scale: float, device: torch.device | str, batch_size: int) -> None:
@@ -92,13 +88,7 @@ def clipscore(
 
 
 class OpenClip:
-    """Unit features of images and texts. Safe for several reward threads.
-
-    Args:
-        model: OpenCLIP architecture.
-        pretrained: OpenCLIP tag, or a local file of weights.
-        device: Where it computes.
-    """
+    """Unit features of images and texts; see ``subfig_clipT``. Safe for several reward threads."""
 
     def __init__(self, model: str, pretrained: str | None, device: torch.device) -> None:
         self.name, self.pretrained, self.device = model, pretrained, device
@@ -107,11 +97,7 @@ class OpenClip:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Load the model (downloads it if it is not in the cache).
-
-        Raises:
-            RuntimeError: Unknown architecture or tag, or the weights cannot be downloaded.
-        """
+        """Load the model (downloads it if it is not in the cache)."""
         with self._lock:
             if self._model is None:
                 import open_clip

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.rewards.judge import URL, reference_of
+from paco_grpo.rewards.judge import URL, JudgeReward, reference_of
 from paco_judge import transport
-from paco_judge.client import JudgeClient
 from paco_judge.images import png_data_url
 
 if TYPE_CHECKING:
@@ -30,17 +29,17 @@ logger = logging.getLogger(__name__)
 _TOKENS = 1024  # reasons come before the scores
 
 
-class EditScore:
+class EditScore(JudgeReward):
     """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
 
     Args:
-        base_url: Of the server (``VLLM_MODEL_PATHS=…EditScore-7B bash vllm_server/launch.sh``).
+        base_url: Address of the server (``VLLM_MODEL_PATHS=…EditScore-7B bash vllm_server/launch.sh``).
         model: Served name.
         api_key: If the server requires one.
         score_range: Upper end of the scale that the model was trained with.
         num_pass: Answers that are averaged.
-        temperature: Of the answers, as the package sets it.
-        seed: Of the first pass; the next ones count up.
+        temperature: Sampling temperature, as set by the package.
+        seed: Seed of the first pass; each further pass adds 1.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until an answer counts as missing.
 
@@ -63,7 +62,8 @@ class EditScore:
         from editscore import vie_prompts
         from editscore.json_parser import parse_vlm_output_to_dict
 
-        self.client, self._parse = JudgeClient(base_url, model, api_key=api_key), parse_vlm_output_to_dict
+        super().__init__(base_url, model, api_key)
+        self._parse = parse_vlm_output_to_dict
         self._headers = transport.json_headers(api_key)
         self.score_range, self.num_pass, self.temperature, self.seed = score_range, num_pass, temperature, seed
         self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
@@ -71,14 +71,6 @@ class EditScore:
         scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(score_range))
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(score_range))
         self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
-
-    def check(self) -> None:
-        """Ask the server which models it serves.
-
-        Raises:
-            JudgeError: It does not answer, or does not serve the model.
-        """
-        self.client.check()
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing (no answer, or one that does not hold two scores in range).

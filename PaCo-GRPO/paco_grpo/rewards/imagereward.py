@@ -20,11 +20,9 @@ _TOKENS = 35  # what the model was trained with
 
 
 class ImageRewardScore:
-    """(reward − mean) / std of the whole image with the whole prompt, several images a forward.
+    """(reward − mean) / std of the whole image with the whole prompt.
 
-    Args:
-        load: Returns the package's model; called at the first image.
-        batch_size: Images per forward.
+    ``load`` returns the package's model; it is called at the first image.
     """
 
     def __init__(self, load: Callable[[], Any], batch_size: int) -> None:

@@ -38,24 +38,26 @@ class JudgeReward:
     """Base of the rewards that ask a judge about each image. Subclasses define ``questions``.
 
     Args:
-        base_url: Of the server (``bash vllm_server/launch.sh``).
-        model: Served name.
+        base_url: Address of the server (``bash vllm_server/launch.sh``).
+        model: Served name; None = ``default_model`` of the class.
         api_key: If the server requires one.
         max_concurrency: Requests in flight; None = the client's default.
         deadline_s: Seconds until a pair counts as missing; None = the client's default.
     """
 
+    default_model = "PaCo-Reward-7B"
+
     def __init__(
         self,
         base_url: str = URL,
-        model: str = "PaCo-Reward-7B",
+        model: str | None = None,
         api_key: str | None = None,
         max_concurrency: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         limits = {"max_concurrency": max_concurrency, "deadline_s": deadline_s}
         limits = {name: value for name, value in limits.items() if value is not None}
-        self.client = JudgeClient(base_url, model, api_key=api_key, **limits)
+        self.client = JudgeClient(base_url, model or self.default_model, api_key=api_key, **limits)
 
     def check(self) -> None:
         """Ask the server which models it serves.
@@ -96,7 +98,7 @@ class ConsistencyScore(JudgeReward):
     def __init__(
         self,
         base_url: str = URL,
-        model: str = "PaCo-Reward-7B",
+        model: str | None = None,
         api_key: str | None = None,
         question: str = "theme",
         max_concurrency: int | None = None,
@@ -161,20 +163,9 @@ class GridLayout(JudgeReward):
     """grid_layout: P(Yes) to "is this an RxC grid" on the whole image.
 
     The default model is the base of PaCo-Reward: the judge itself was tuned on pairs, not on single images.
-
-    Args:
-        base_url, model, api_key, max_concurrency, deadline_s: See ``JudgeReward``.
     """
 
-    def __init__(
-        self,
-        base_url: str = URL,
-        model: str = "Qwen2.5-VL-7B-Instruct",
-        api_key: str | None = None,
-        max_concurrency: int | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        super().__init__(base_url, model, api_key, max_concurrency, deadline_s)
+    default_model = "Qwen2.5-VL-7B-Instruct"
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any] | None = None) -> tuple[int, int]:

@@ -104,9 +104,7 @@ class ScoringQueue:
         self.wait_seconds = time.perf_counter() - started
         return scores
 
-    def gathered(
-        self, accelerator: Accelerator, local: int, total: int, should_stop: Callable[[], bool]
-    ) -> np.ndarray:
+    def gathered(self, accelerator: Accelerator, local: int, total: int, should_stop: Callable[[], bool]) -> np.ndarray:
         """Scores of all processes; a collective operation with the same outcome everywhere.
 
         Args:

@@ -29,12 +29,7 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
 
 
 class SubfigurePairs:
-    """Mean cosine of the features of two sub-figures, over all unordered pairs of an image.
-
-    Args:
-        name: Of the reward, for messages.
-        features: Images → unit features (n, C).
-    """
+    """Mean cosine of two sub-figures over all unordered pairs of an image; ``features``: images → unit features (n, C)."""
 
     def __init__(self, name: str, features: Callable[[Sequence[Image.Image]], torch.Tensor]) -> None:
         self.name, self.features = name, features

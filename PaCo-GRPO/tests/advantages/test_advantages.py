@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paco_grpo.advantages.aggregation import (
@@ -69,27 +69,6 @@ def test_weighted_sum(epoch, global_std, per_prompt):
     assert result.stats["dropped_share"] == pytest.approx(1 - kept.mean())
 
 
-@settings(max_examples=50, deadline=None)
-@given(epochs(missing=0.0), st.integers(0, 10**6))
-def test_order_does_not_matter_and_shift_changes_nothing(epoch, seed):
-    rewards, items, prompts = epoch
-    base = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS).advantages
-    order = np.random.default_rng(seed).permutation(len(items))
-    moved = compute_advantages(
-        {k: v[order] + 3 for k, v in rewards.items()}, items[order], [prompts[i] for i in order], reward_weights=WEIGHTS
-    )
-    np.testing.assert_allclose(moved.advantages, base[order], atol=1e-7)
-
-
-@settings(max_examples=30, deadline=None)
-@given(epochs(missing=0.0), st.booleans())
-def test_a_reward_of_weight_zero_changes_nothing(epoch, global_std):
-    rewards, items, prompts = epoch
-    alone = compute_advantages({"a": rewards["a"]}, items, prompts, reward_weights={"a": 1.0}, global_std=global_std)
-    both = compute_advantages(rewards, items, prompts, reward_weights={"a": 1.0, "b": 0.0}, global_std=global_std)
-    np.testing.assert_array_equal(both.advantages, alone.advantages)
-
-
 def test_one_missing_reward_leaves_the_sample_out():
     nan = float("nan")
     result = compute_advantages(
@@ -122,20 +101,14 @@ def test_rank(epoch):
     from scipy.stats import rankdata
 
     rewards, items, prompts = epoch
-    if len(set(items)) == len(items) or min(np.unique(items, return_counts=True)[1]) < 2:
-        return
-    ranks = {name: np.empty(len(items)) for name in rewards}
+    assume(min(np.unique(items, return_counts=True)[1]) >= 2)
+    total = np.zeros(len(items))
     for item in set(items):
         group = np.flatnonzero(items == item)
-        for name in rewards:
-            ranks[name][group] = (rankdata(rewards[name][group]) - 1) / (len(group) - 1)
+        for name, weight in WEIGHTS.items():
+            total[group] += weight * (rankdata(rewards[name][group]) - 1) / (len(group) - 1)
     result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, rank=True)
-    np.testing.assert_allclose(
-        result.advantages, expected(0.2 * ranks["a"] + 1.5 * ranks["b"], items, False)[0], atol=1e-8
-    )
-    stretched = {name: np.exp(5 * values) for name, values in rewards.items()}
-    same = compute_advantages(stretched, items, prompts, reward_weights=WEIGHTS, rank=True)
-    np.testing.assert_allclose(same.advantages, result.advantages)
+    np.testing.assert_allclose(result.advantages, expected(total, items, False)[0], atol=1e-8)
 
 
 def test_items_that_share_a_prompt_stay_apart():
@@ -170,9 +143,9 @@ def test_a_wrong_aggregation_is_an_error(wrong):
         compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
 
 
-def grouped(seed=0, scale=1.0):
-    rng = np.random.default_rng(seed)
-    return {name: {key: rng.uniform(0, scale if name == "b" else 1.0, 4) for key in ("p", "q")} for name in ("a", "b")}
+def grouped():
+    rng = np.random.default_rng(0)
+    return {name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")} for name, scale in (("a", 1.0), ("b", 30.0))}
 
 
 def test_means():
@@ -254,7 +227,7 @@ def test_an_aggregation_is_saved_and_found_again():
     for function in (None, geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn, np.mean, json.JSONEncoder.encode):
         assert resolve(json.loads(json.dumps(describe(function)))) is function
     assert describe(geometric_mean_aggregate_fn) == "geometric_mean_aggregate_fn" and describe(np.mean) == "numpy:mean"
-    rewards = grouped(scale=30.0)
+    rewards = grouped()
     for made in (
         log_tame_aggregate_fn(threshold=0.6, reward_weights=WEIGHTS),
         log_tame_aggregate_fn("median"),
@@ -325,14 +298,9 @@ def test_descriptions_of_nothing_are_errors(description, named):
 
 
 @pytest.mark.parametrize(
-    "rewards,match",
-    [
-        ({}, "at least one reward"),
-        ({"a": [1.0]}, "lengths"),
-        ({"a": [1.0, np.inf]}, "infinite"),
-        ({"c": [1.0, 2]}, "no weight for c"),
-    ],
+    "rewards,named",
+    [({}, "config.train.reward_fn"), ({"a": [1.0]}, "'a': 1"), ({"a": [1.0, np.inf]}, "'a'"), ({"c": [1.0, 2]}, "c ")],
 )
-def test_bad_input(rewards, match):
-    with pytest.raises(ValueError, match=match):
+def test_bad_input(rewards, named):
+    with pytest.raises(ValueError, match=named):
         compute_advantages(rewards, [0, 0], ["x", "x"], reward_weights=WEIGHTS)

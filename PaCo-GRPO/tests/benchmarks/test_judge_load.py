@@ -27,7 +27,17 @@ FakeJudge = load_file(ROOT.parent / "PaCo-Reward" / "judge" / "tests" / "fake_ju
 def test_two_servers_take_turns_and_the_slower_one_is_seen(tmp_path, capsys):
     with FakeJudge(delay_s=0.03) as fast, FakeJudge(delay_s=0.12) as slow:
         command = ["--target", f"fast={fast.url}", "--target", f"slow={slow.url}/v1", "--model", "paco-reward-7b"]
-        command += ["--concurrency", "1", "4", "--pairs", "6", "--rounds", "3", "--output", str(tmp_path / "judge_load.json")]
+        command += [
+            "--concurrency",
+            "1",
+            "4",
+            "--pairs",
+            "6",
+            "--rounds",
+            "3",
+            "--output",
+            str(tmp_path / "judge_load.json"),
+        ]
         assert benchmark.main(command) == 0
         assert len(fast.requests) == len(slow.requests) == 1 + 4 + 3 * (6 + 6)
         assert slow.max_in_flight <= 4

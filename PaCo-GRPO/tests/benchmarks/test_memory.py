@@ -10,7 +10,7 @@ from named import override
 import memory
 from measuring import footprint as fp
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes
-from paco_grpo.policies import quantized
+from paco_grpo.policies.performance import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,8 +90,8 @@ def test_a_tail_in_int8_takes_a_byte_a_weight_more(tiny_folder):
     policy = real_policy(config)
     assert fp.tail_bytes(policy, config) == 0
     config.sample.tail_weights = "int8"
-    with policy.in_int8():
-        made = [layer for layer in policy.transformer.modules() if quantized.is_quantized(layer)]
+    with quantize.int8_copies(policy):
+        made = [layer for layer in policy.transformer.modules() if quantize.is_quantized(layer)]
         stored = sum(layer.weight.CB.nbytes + layer.weight.SCB.nbytes for layer in made)
     assert fp.tail_bytes(policy, config) == stored > 0
 
@@ -163,7 +163,11 @@ def test_options_change_what_they_say(change, part, factor):
 
 
 def test_command_writes_a_table_and_json(tiny_folder, tmp_path, capsys):
-    command = ["--config", f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", f"--config.pretrained.model={tiny_folder('flux')}"]
+    command = [
+        "--config",
+        f"{ROOT / 'config' / 'grpo.py'}:toy_t2is",
+        f"--config.pretrained.model={tiny_folder('flux')}",
+    ]
     assert memory.main([*command, "--processes", "2", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "toy_t2is.json").read_text())
     assert found["kind"] == "computed" and found["peak"] == max(row["total"] for row in found["phases"].values())
@@ -175,5 +179,3 @@ def test_command_writes_a_table_and_json(tiny_folder, tmp_path, capsys):
     if not torch.cuda.is_available():
         assert memory.main([*command, "--measure", "--output", str(tmp_path)]) == 2
         assert "--measure needs a CUDA device" in capsys.readouterr().err
-
-

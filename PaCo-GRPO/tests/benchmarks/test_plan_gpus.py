@@ -137,7 +137,17 @@ def test_seconds_are_read_from_a_benchmark(tmp_path, capsys):
         plan.read_epoch(file)
     measured = plan.read_epoch(file, "speed.compile=on")
     assert (measured.sample_seconds, measured.train_seconds, measured.other_seconds) == (2.0, 1.0, 5.0)
-    command = ["--gpus", "8", "--epoch", str(file), "--setting", "as configured", "--judge-pairs-per-second", "12", "--json"]
+    command = [
+        "--gpus",
+        "8",
+        "--epoch",
+        str(file),
+        "--setting",
+        "as configured",
+        "--judge-pairs-per-second",
+        "12",
+        "--json",
+    ]
     assert plan.main(command) == 0
     assert json.loads(capsys.readouterr().out)["workload"] == dataclasses.asdict(WORK)
     assert plan.main([*command, "--run", str(tmp_path)]) == 2 and "give one" in capsys.readouterr().err

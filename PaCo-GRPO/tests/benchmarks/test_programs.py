@@ -66,7 +66,9 @@ def test_tables_and_plots_of_a_folder(folder, tmp_path):
     assert "Counted, not timed: FLOPs of an image with flux-small's real architecture." in text
     for name in ("epoch-tiny", "resolution_sweep"):
         assert (folder / f"{name}.png").stat().st_size > 3000
-        assert (tmp_path / os.path.relpath(folder / f"{name}.json", tmp_path)).is_file() and f"<summary>{name}</summary>" in text
+        assert (
+            tmp_path / os.path.relpath(folder / f"{name}.json", tmp_path)
+        ).is_file() and f"<summary>{name}</summary>" in text
     assert (folder / "tables.md").is_file()
 
 
@@ -108,7 +110,10 @@ def test_effects_of_a_setting(tiny_flux_dir, tmp_path):
     assert effects.main([*command, *(part for text in settings for part in ("--setting", text))]) == 0
     rows = {row["setting"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["plain", *settings]
-    assert rows["plain"]["time_ratio"] == 1 and rows["plain"]["pixel_rms"] == rows["speed.attention=native"]["pixel_rms"] == 0
+    assert (
+        rows["plain"]["time_ratio"] == 1
+        and rows["plain"]["pixel_rms"] == rows["speed.attention=native"]["pixel_rms"] == 0
+    )
     assert rows["sample.tail_steps=1"]["pixel_rms"] > 0 and rows["sample.tail_weights=int8"]["pixel_rms"] > 0
     assert all(row["ratio_deviation"] == 0 for row in rows.values())
     assert tables.main([str(tmp_path)]) == 0 and (tmp_path / "effects.png").is_file()
@@ -119,7 +124,12 @@ def test_effects_of_a_setting(tiny_flux_dir, tmp_path):
 def test_launches_with_other_environments_take_turns(tmp_path):
     output = tmp_path / "environment.json"
     command = ["--rounds", "1", "--repeats", "1", "--output", str(output), "--setting"]
-    assert surroundings.main([*command, "OMP_NUM_THREADS=1", "--setting", "OMP_NUM_THREADS=2 A=b", "--", *TINY, "--warmup", "0"]) == 0
+    assert (
+        surroundings.main(
+            [*command, "OMP_NUM_THREADS=1", "--setting", "OMP_NUM_THREADS=2 A=b", "--", *TINY, "--warmup", "0"]
+        )
+        == 0
+    )
     report = json.loads(output.read_text())
     assert [row["setting"] for row in report["rows"]] == ["OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2 A=b"]
     assert report["rows"][0]["ratio"]["epoch"]["raw"] == [1.0] and report["rows"][1]["seconds"]["epoch"]["median"] > 0
@@ -169,12 +179,19 @@ def test_the_one_command_gives_arguments_that_are_understood(size, tmp_path):
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ")[0].endswith(".py")]
     assert len(lines) >= 5 and not (tmp_path / "results").exists()
-    programs = {"epoch.py": epoch, "resolution_sweep.py": resolution_sweep, "scaling.py": scaling, "environment.py": surroundings}
+    programs = {
+        "epoch.py": epoch,
+        "resolution_sweep.py": resolution_sweep,
+        "scaling.py": scaling,
+        "environment.py": surroundings,
+    }
     options = set(names(load_config(f"{ROOT}/config/grpo.py:t2is", ROOT / "config" / "base.py")))
     assert {line[0] for line in lines} >= {*programs, "compare_engines.py"}
     for program, *arguments in lines:
         if program == "compare_engines.py":
-            assert compare_engines.parser().parse_args(arguments).output == tmp_path / "results" / "compare_engines.json"
+            assert (
+                compare_engines.parser().parse_args(arguments).output == tmp_path / "results" / "compare_engines.json"
+            )
             continue
         if program == "effects.py":
             given, rest = effects.parser().parse_known_args(arguments)

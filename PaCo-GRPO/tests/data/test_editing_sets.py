@@ -1,4 +1,4 @@
-"""Editing sets: instructions with reference images, from files beside a jsonl or from Arrow and Parquet tables."""
+"""Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and Parquet tables."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def test_geneval_image(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "named"),
     [
         ({"image": "images/a.png"}, "field 'prompt'"),
         ({"prompt": "x"}, "field 'image' must be a path"),
@@ -61,9 +61,9 @@ def test_geneval_image(tmp_path):
         ({"prompt": "x", "image": "images/a.png", "height": 3}, "fields 'height' and 'width' must be given together"),
     ],
 )
-def test_geneval_image_errors_name_file_line_and_field(tmp_path, row, said):
+def test_geneval_image_errors_name_file_line_and_field(tmp_path, row, named):
     good = {"prompt": "x", "image": "images/a.png"}
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: {said}"):
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: {named}"):
         load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")
 
 
@@ -97,7 +97,7 @@ def test_what_datasets_saves_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "named"),
     [
         (pa.table({"image": [b"x"]}), "column 'prompt' is missing; it has image"),
         (pa.table({"prompt": ["x"]}), "column 'image' is missing"),
@@ -111,9 +111,9 @@ def test_what_datasets_saves_is_read(tmp_path):
     ],
 )
 @pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
-def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, said):
+def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, named):
     write(tmp_path / f"train.{suffix}", data)
-    with pytest.raises(DataError, match=rf"train.{suffix}: {said}"):
+    with pytest.raises(DataError, match=rf"train.{suffix}: {named}"):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
@@ -125,7 +125,7 @@ def test_missing_and_broken_tables(tmp_path):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
-def test_reference_images_are_opened_anew_and_not_kept():
+def test_reference_images_are_opened_again_and_not_kept():
     opened = []
 
     def reference():

@@ -1,4 +1,4 @@
-"""Prompt sets: what is right becomes items, what is wrong is named by file, line and field."""
+"""Prompt sets become items; errors name file, line and field."""
 
 import json
 from pathlib import Path
@@ -36,33 +36,33 @@ def test_items_carry_their_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "named"),
     [
-        ("{not json", "not JSON"),
-        ("[1]", "must be a JSON object"),
+        ("{not json", "column 2"),
+        ("[1]", "list"),
         ({"text": "x"}, "field 'prompt'"),
         ({"prompt": "  "}, "field 'prompt'"),
-        ({"prompt": "x", "height": 64}, "'height' and 'width' must be given together"),
-        ({"prompt": "x", "height": "64", "width": 64}, "field 'height' must be a positive integer, got '64'"),
-        ({"prompt": "x", "height": 64, "width": 0}, "field 'width'"),
+        ({"prompt": "x", "height": 64}, "'height' and 'width'"),
+        ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
+        ({"prompt": "x", "height": 64, "width": 0}, "'width'"),
         ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
         ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
-        ({"prompt": GRID, "layout": "2x1"}, "field 'layout' is '2x1' but the prompt says 1x2"),
+        ({"prompt": GRID, "layout": "2x1"}, "'layout'.*2x1.*1x2"),
     ],
 )
-def test_errors_name_file_line_and_field(tmp_path, row, said):
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2.*{said}"):
+def test_errors_name_file_line_and_field(tmp_path, row, named):
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2.*{named}"):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
 
 
 def test_missing_things_are_named(tmp_path):
     with pytest.raises(DataError, match="config.dataset"):
         load_prompts(tmp_path / "none", "train")
-    with pytest.raises(DataError, match="train_metadata.jsonl does not exist"):
+    with pytest.raises(DataError, match="train_metadata.jsonl"):
         load_prompts(tmp_path, "train")
-    with pytest.raises(DataError, match="no item"):
+    with pytest.raises(DataError, match="train split"):
         load_prompts(write(tmp_path), "train")
-    with pytest.raises(DataError, match="Known: geneval, general_ocr, text, geneval_image, arrow_editing"):
+    with pytest.raises(DataError, match="config.prompt_fn.*geneval, general_ocr, text, geneval_image, arrow_editing"):
         load_prompts(tmp_path, "train", "geneva")
 
 
@@ -74,7 +74,7 @@ def test_text_kind(tmp_path):
 @pytest.mark.parametrize(("kind", "name"), [("text", "train.txt"), ("geneval", "train_metadata.jsonl")])
 def test_another_encoding_is_named_by_file_and_line(tmp_path, kind, name):
     (tmp_path / name).write_bytes('{"prompt": "a cat"}\n{"prompt": "a caf\xe9"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=rf"{name}:2: not UTF-8 .byte 0xe9"):
+    with pytest.raises(DataError, match=f"{name}:2: .*0xe9"):
         load_prompts(tmp_path, "train", kind)
 
 
@@ -94,8 +94,8 @@ def test_sizes():
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
-    drawn = item_size(Item(0, "x", height, width), resolution, "aspect")
-    rounded = round_to_multiple(drawn, multiple)
+    size = item_size(Item(0, "x", height, width), resolution, "aspect")
+    rounded = round_to_multiple(size, multiple)
     assert all(side % multiple == 0 and side >= multiple for side in rounded)
-    assert all(abs(a - b) <= max(multiple / 2, multiple - min(drawn)) for a, b in zip(rounded, drawn, strict=True))
-    assert abs(drawn[0] * width - drawn[1] * height) <= max(height, width)  # rounded to whole pixels
+    assert all(abs(a - b) <= max(multiple / 2, multiple - min(size)) for a, b in zip(rounded, size, strict=True))
+    assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels

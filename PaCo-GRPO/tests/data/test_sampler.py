@@ -1,4 +1,4 @@
-"""k repeats of m prompts: complete, shuffled, reproducible, the same for any number of processes."""
+"""k repeats of m prompts: complete, shuffled, reproducible, independent of the number of processes."""
 
 import numpy as np
 from hypothesis import given
@@ -49,11 +49,10 @@ def test_epochs_differ_and_are_reproducible():
     assert not np.array_equal(one.samples(7).item_ids, np.sort(one.samples(7).item_ids))
 
 
-def test_position_comes_back():
-    sampler = GroupSampler(50, 5, 4, 3)
+def test_position_is_restored():
+    sampler, again = GroupSampler(50, 5, 4, 3), GroupSampler(50, 5, 4, 99)
     sampler.advance()
     sampler.advance()
-    again = GroupSampler(50, 5, 4, 99)
     again.load_state_dict(sampler.state_dict())
     assert np.array_equal(again.samples().seeds, sampler.samples().seeds)
     assert np.array_equal(sampler.samples().seeds, sampler.samples(2).seeds)

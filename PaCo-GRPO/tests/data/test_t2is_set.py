@@ -1,29 +1,29 @@
-"""The prompt set of ours, dataset/T2IS: enough, varied, well formed, and no two items alike."""
+"""Our prompt set, dataset/T2IS: enough items, varied, well formed, and no two similar."""
 
 import re
 from collections import Counter
 from itertools import combinations
+from pathlib import Path
 
 import pytest
-from named import CONFIG, load
 
 from paco_grpo.data.prompts import load_prompts
 from paco_judge.grid import split_prompt
 from paco_judge.questions import criteria_questions
 
+FOLDER = Path(__file__).resolve().parents[2] / "dataset" / "T2IS"
 CELL = 512  # every cell of the stated shape is square
 LEAST = {"train": 150, "test": 60}
 LAYOUTS = {"1x3", "2x2", "2x3"}
 CATEGORIES = {"Character Identity", "Story Sequence", "Style Series", "Process Steps", "Object Views"}
-# Shares of common word trigrams; two items written independently have far less, a filled template far more.
-ALIKE_PROMPTS, ALIKE_THEMES = 0.12, 0.3
+# Shares of common word trigrams: items written independently have far less, a filled template far more.
+SIMILAR_PROMPTS, SIMILAR_THEMES = 0.12, 0.3
 FORM = re.compile(r"(THREE|FOUR|SIX)-PANEL Images with a \dx\d grid layout|\[[A-Z]+\](-\[[A-Z]+\])?:")
 
 
 @pytest.fixture(scope="module")
 def items():
-    config = load("t2is")
-    return {split: load_prompts(CONFIG.parent / config.dataset, split, config.prompt_fn) for split in LEAST}
+    return {split: load_prompts(FOLDER, split) for split in LEAST}
 
 
 def trigrams(text: str) -> set[tuple[str, ...]]:
@@ -62,14 +62,14 @@ def test_every_item_is_complete(items):
         assert len(set(grid.panels)) == len(grid.panels)
 
 
-def test_no_two_items_are_alike(items):
+def test_no_two_items_are_similar(items):
     everything = [*items["train"], *items["test"]]
     found = []
     for key, text_of, limit in (
-        ("prompt", lambda item: item.prompt, ALIKE_PROMPTS),
-        ("request", lambda item: item.metadata["theme"], ALIKE_THEMES),
-        ("theme", lambda item: split_prompt(item.prompt).theme, ALIKE_PROMPTS),
-        ("criteria", lambda item: str(list(item.metadata["criteria"].values())), ALIKE_THEMES),
+        ("prompt", lambda item: item.prompt, SIMILAR_PROMPTS),
+        ("request", lambda item: item.metadata["theme"], SIMILAR_THEMES),
+        ("theme", lambda item: split_prompt(item.prompt).theme, SIMILAR_PROMPTS),
+        ("criteria", lambda item: str(list(item.metadata["criteria"].values())), SIMILAR_THEMES),
     ):
         grams = [(item.metadata["idx"], trigrams(text_of(item))) for item in everything]
         found += [
@@ -79,7 +79,6 @@ def test_no_two_items_are_alike(items):
 
 
 def test_train_and_test_share_no_theme(items):
-    for of in (lambda item: split_prompt(item.prompt).theme, lambda item: item.metadata["theme"]):
-        themes = {split: {" ".join(of(item).lower().split()) for item in items[split]} for split in LEAST}
-        assert not themes["train"] & themes["test"]
-        assert all(len(themes[split]) == len(items[split]) for split in LEAST)
+    for theme_of in (lambda item: split_prompt(item.prompt).theme, lambda item: item.metadata["theme"]):
+        themes = [" ".join(theme_of(item).lower().split()) for item in [*items["train"], *items["test"]]]
+        assert len(set(themes)) == len(themes)

@@ -1,24 +1,74 @@
-"""A run directory becomes one page: self-contained, complete, in order, and clear about what is missing."""
+"""A run directory becomes one page: self-contained, complete, and clear about what is missing."""
 
-import importlib.util
 import json
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+import yaml
+from PIL import Image, ImageDraw
 
 from paco_grpo.report.__main__ import main
 from paco_grpo.report.build import write_report
-from paco_grpo.report.data import Picture, ReportError, curves, read_json_lines, read_run
+from paco_grpo.report.data import Picture, curves, read_json_lines, read_run
 from paco_grpo.report.page import choose_pairs
 
-_spec = importlib.util.spec_from_file_location("fake_run", Path(__file__).with_name("fake_run.py"))
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-fake_run = _module.fake_run
+NAMES = ("consistency_score", "oracle_consistency", "oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
+COLORS = ("#dc1f1f", "#1f40dc", "#199438", "#9e29bd", "#f2c70d")
+
+
+def _grid(rng: np.random.Generator, consistent: bool, side: int) -> Image.Image:
+    image = Image.new("RGB", (side, side), "white")
+    pen, half = ImageDraw.Draw(image), side // 2
+    colors = [str(rng.choice(COLORS))] * 4 if consistent else rng.choice(COLORS, 4).tolist()
+    for i, color in enumerate(colors):
+        x, y = i % 2 * half + half // 2, i // 2 * half + half // 2
+        r = int(half * rng.uniform(0.2, 0.35))
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
+    return image
+
+
+def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) -> Path:
+    """Write metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"}, "test": {"resolution": side},
+              "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = []
+    for epoch in range(epochs + 1):
+        clock = {"epoch": epoch, "step": epoch, "time": 14.0 * epoch + 30, "train_time": 12.0 * epoch}
+        gain = 0.35 * (1 - np.exp(-epoch / 12))
+        if epoch:
+            row = {"phase": "train", **clock, "reward/consistency_score_mean": 0.45 + gain + rng.normal(0, 0.015),
+                   "reward/consistency_score_std": 0.32, "reward/missing_share": 0.0, "train/loss": 1e-5, "train/ratio_mean": 1.0,
+                   "train/clip_share": 0.02, "train/grad_norm": 0.3 + rng.random() * 0.1, "advantage/zero_std_share": 0.0,
+                   "time/sample_s": 7.0, "time/reward_wait_s": 1.2, "time/train_s": 3.4, "time/epoch_s": 11.6}  # fmt: skip
+            rows.append(row)
+        if epoch in (0, epochs // 2, epochs):
+            means = dict(zip(NAMES, (0.42 + gain, 0.5 + gain * 0.9, 0.7 + gain * 0.4, 0.93, 0.95, 0.9), strict=True))
+            row = {"phase": "eval", **clock, "eval/num_images": images, "time/eval_s": 20.0}
+            for name, value in means.items():
+                row |= {f"eval/{name}_mean": value, f"eval/{name}_stderr": 0.03}
+            rows.append(row)
+            _evaluation(folder / "eval" / f"epoch_{epoch:04d}", images, side, consistent=epoch == epochs, means=means)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def _evaluation(folder: Path, images: int, side: int, consistent: bool, means: dict[str, float]) -> None:
+    folder.mkdir(parents=True)
+    rows = []
+    for i in range(images):
+        name = f"{i:05d}.png"
+        _grid(np.random.default_rng(i), consistent, side).save(folder / name)
+        rows.append({"file": name, "prompt": f"2x2 grid layout of <one> shape number {i}. [TOP]-[LEFT]: big center", "item_id": i,
+                     "seed": i, "idx": f"test-{i:04d}", "category": ("training character", "held-out character")[i % 2],
+                     "rewards": {n: (None if i == 3 and n == "consistency_score" else v) for n, v in means.items()}})  # fmt: skip
+    (folder / "eval_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +139,8 @@ def test_everything_the_page_promises_is_there(written):
             assert image.format == "PNG" and min(image.size) > 200
 
 
-def test_colours_of_figures_follow_the_page(written):
-    """Light and dark: no colour of a figure is fixed inside the page, and each variable has both."""
+def test_colors_of_figures_follow_the_page(written):
+    """Light and dark: no color of a figure is fixed inside the page, and each variable has both."""
     page = written[1][0].read_text()
     body = page[page.index("<body>") :]
     assert not re.search(r"(fill|stroke): #(?!ffffff)[0-9a-f]{6}", body)
@@ -137,29 +187,30 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert "No two evaluations with saved images yet" in page and "ocr" in page
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (None, "run directory"), ("", "no epoch and no evaluation"), ("not json\n{}\n", "line 1 is not JSON"),
+@pytest.mark.parametrize(("content", "named"), [
+    (None, "run directory"), ("", "metrics.jsonl"), ("not json\n{}\n", "line 1"), ("{}\n{\"phase\": 1}\n", "metrics.jsonl"),
 ])
-def test_bad_run_directories_are_one_clear_message(tmp_path, capsys, content, words):
+def test_bad_run_directories_are_one_clear_message(tmp_path, capsys, content, named):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     assert main([str(tmp_path), "--out", str(tmp_path / "out" / "r.html")]) == 1
     error = capsys.readouterr().err
-    assert words in error and "metrics.jsonl" in error and len(error.splitlines()) == 1
+    assert named in error and "metrics.jsonl" in error and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_judge_file_is_named(tmp_path, capsys):
     run = fake_run(tmp_path / "run", epochs=2, images=2)
-    assert main([str(run), "--judge", str(tmp_path / "none.json")]) == 1
-    assert "none.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("none.json", "list.json"):
+        assert main([str(run), "--judge", str(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path, capsys, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("paco_grpo.report.") and not n.endswith("__main__")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    # `None` in sys.modules raises ModuleNotFoundError with the name, as an absent package does
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # raises ModuleNotFoundError, as an absent package does
     assert main([str(tmp_path)]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -168,6 +219,3 @@ def test_the_last_row_may_be_cut_short(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"epoch": 1}\n{"epo')
     assert read_json_lines(path) == [{"epoch": 1}]
-    path.write_text('{"epo\n{"epoch": 1}\n')
-    with pytest.raises(ReportError, match="line 1"):
-        read_json_lines(path)

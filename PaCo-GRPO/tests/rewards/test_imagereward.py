@@ -1,4 +1,4 @@
-"""imagereward on a tiny BLIP of the same make (a vision transformer, a BERT that looks at it), batch against one by one."""
+"""imagereward on a tiny BLIP of the same architecture: a batch scores as its images one by one."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import BertConfig, BertModel
+from transformers import BatchEncoding, BertConfig, BertModel
 
 from paco_grpo.rewards.imagereward import ImageRewardScore
 from paco_grpo.types import Item
@@ -15,20 +15,13 @@ PROMPTS = ["a cat", "a dog on a mat", "a cat"]
 IMAGES = [Image.fromarray(np.random.default_rng(i).integers(0, 255, (20, 30, 3), dtype=np.uint8)) for i in range(3)]
 
 
-class Tokens(dict):
-    __getattr__ = dict.__getitem__
-
-    def to(self, device):
-        return self
-
-
 def tokenizer(prompts, padding, truncation, max_length, return_tensors):
     assert (padding, truncation, max_length, return_tensors) == ("max_length", True, 35, "pt")
     ids = torch.zeros(len(prompts), max_length, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         words = [1 + sum(map(ord, word)) % 30 for word in prompt.split()]
         ids[row, : len(words)] = torch.tensor(words)
-    return Tokens(input_ids=ids, attention_mask=(ids > 0).long())
+    return BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
 
 
 @pytest.fixture(scope="module")

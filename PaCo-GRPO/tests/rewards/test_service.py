@@ -1,17 +1,22 @@
 """A reward behind the service scores as it does in process; errors, keys, limits and silence reach the run."""
 
+import json
+import math
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import pytest
+from fakes import fake_judge
 from PIL import Image
-from serving_reward import free_port, remote, service
+from serving_reward import ROOT, free_port, remote, running, service
 
 from paco_grpo.rewards.registry import RewardError, build_rewards
 from paco_grpo.rewards.remote.service import main
 from paco_grpo.types import Item
+from paco_judge.images import png_data_url
 
 IMAGES = [Image.fromarray(np.random.default_rng(i).integers(0, 255, (24, 24, 3), dtype=np.uint8)) for i in range(5)]
 ITEMS = [Item(i % 2, f"item {i % 2}", metadata={"idx": i % 2}) for i in range(5)]
@@ -110,3 +115,43 @@ def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and named in capsys.readouterr().err
+
+
+COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10}  # color of the edit → score of the stand-in for EditScore
+
+
+@pytest.mark.long
+def test_edit_score_runs_in_its_own_environment(tmp_path):
+    """EditScore, whose package is not in this environment, in a real one behind the service."""
+    images = [Image.new("RGB", (16, 16), color) for color in COLORS]
+    items = [Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))]
+    color_of = {png_data_url(image): color for image, color in zip(images, COLORS, strict=True)}
+
+    def respond(number, request):
+        """Reasons and two scores of 25, as EditScore answers; nonsense about black images."""
+        parts = request["messages"][0]["content"]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        color = color_of[pictures[-1]]
+        assert texts[:-1] == [f"<img{i + 1}>: " for i in range(len(pictures))]
+        assert ("Editing instruction: paint it" in texts[-1]) == (len(pictures) == 2)
+        assert "scale 0 to 25" in texts[-1]
+        scores = [COLORS[color], 24] if len(pictures) == 2 else [23, 22]
+        text = "I cannot say." if color == "black" else json.dumps({"reasoning": "as it is", "score": scores})
+        return 200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}, {}
+
+    with pytest.raises(RewardError, match="reward_service.sh edit_score"):
+        build_rewards({"edit_score": 1.0})
+    port = free_port()
+    with fake_judge.FakeJudge(respond, models=["EditScore-7B"]) as judge:
+        command = ["bash", str(ROOT / "scripts" / "reward_service.sh"), "edit_score", "--port", str(port)]
+        command += ["--kwargs", json.dumps({"base_url": judge.url})]
+        environment = {"PYTHON": sys.executable, "REWARD_ENVIRONMENT": str(tmp_path / "env")}
+        with running(command, f"http://127.0.0.1:{port}", seconds=400, **environment) as url:
+            reward = remote("edit_score", url)
+            reward.check()
+            scores = reward(images, items)
+    expected = [math.sqrt(min(COLORS[c], 24) / 25 * 22 / 25) for c in COLORS if c != "black"]
+    assert scores[:3] == pytest.approx(expected) and np.isnan(scores[3])
+    packages = {path.name for path in (tmp_path / "env").glob("lib/python*/site-packages/*")}
+    assert "editscore" in packages and not packages & {"torch", "diffusers"}

@@ -91,7 +91,7 @@ def test_resolution_must_fit_the_hub_s_model(tmp_path, monkeypatch):
 
 def test_negative_prompt_needs_true_cfg(tmp_path):
     config = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path))), ("sample.negative_prompt", " "))
-    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' ' is given, but .* leave it at None"):
+    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' ' is set, but .* leave it at None"):
         check_model(config)
 
 
@@ -101,7 +101,7 @@ def test_negative_prompt_needs_true_cfg(tmp_path):
         (
             "FluxPipeline",
             "a picture",
-            "draws from text alone, but the train items .* have reference images .config.prompt_fn",
+            "generates from text alone, but the train items .* have reference images .config.prompt_fn",
         ),
         ("FluxKontextPipeline", None, "edits images, but the train items .* have none: config.prompt_fn"),
     ],

@@ -9,7 +9,7 @@ from PIL import Image
 from tiny_policies import build
 from tiny_run import tiny_edit_options, train
 
-from paco_grpo.evaluation.pictures import captioned, contact_sheet
+from paco_grpo.evaluation.pictures import captioned, contact_sheet, side_by_side
 from paco_grpo.report.build import write_report
 from paco_grpo.report.data import read_run
 

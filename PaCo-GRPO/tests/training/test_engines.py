@@ -111,7 +111,7 @@ def test_falling_back_is_said(tiny_flux_dir, tmp_path, caplog, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "engine"), [(2, FSDP2)], ids=["fsdp2-2"])
-def test_divided_weights_change_nothing(trained, processes, engine):
+def test_sharded_weights_change_nothing(trained, processes, engine):
     one, several = trained(1, **PPO), trained(processes, **PPO, **engine)
     assert moved(one) > 10 * TOLERANCE
     assert_same_training(one, several)
@@ -140,7 +140,7 @@ def test_uneven_work_does_not_hang_and_changes_nothing(trained, processes):
 
 @pytest.mark.long
 def test_training_everything(trained):
-    """Without LoRA, parameters, gradients and optimizer are divided too."""
+    """Without LoRA, parameters, gradients and optimizer are sharded too."""
     one, two = trained(1, **FULL), trained(2, **FULL, **FSDP2)
     assert_same_training(one, two)
     assert seen(two)["optimizer_here"] < 0.6 * seen(one)["optimizer_here"]
@@ -173,7 +173,7 @@ TWO_OR_FOUR = pytest.mark.parametrize(
 def test_each_process_holds_its_part_of_the_base(trained, processes):
     parts = [seen(trained(processes, **PPO, **FSDP2), rank) for rank in range(processes)]
     assert sum(part["base_here"] for part in parts) == parts[0]["base"]
-    assert all(part["divided"] == [True] and part["lora_whole"] for part in parts)
+    assert all(part["sharded"] == [True] and part["lora_whole"] for part in parts)
     # rows are not divisible in every matrix, so parts are equal up to a few rows
     assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
 
@@ -190,7 +190,7 @@ def test_each_process_asks_for_the_scores_of_its_own_images(trained, processes):
 def test_low_precision_base_beside_float32_adapters(trained):
     """bfloat16: another micro-batch rounds otherwise, so only the size of the numbers is compared."""
     one, two = (trained(n, **PPO, mixed_precision="bf16", **engine) for n, engine in ((1, {}), (2, FSDP2)))
-    assert seen(two)["dtypes"] == ["torch.bfloat16"] and seen(two)["divided"] == [True]
+    assert seen(two)["dtypes"] == ["torch.bfloat16"] and seen(two)["sharded"] == [True]
     assert rows(two)[0]["train/grad_norm"] == pytest.approx(rows(one)[0]["train/grad_norm"], rel=0.3)
     for key, value in tensors(one).items():
         torch.testing.assert_close(tensors(two)[key], value, rtol=0, atol=5e-3)
@@ -199,4 +199,4 @@ def test_low_precision_base_beside_float32_adapters(trained):
 @pytest.mark.slow
 def test_one_process_has_nothing_to_divide(tiny_flux_dir, tmp_path, caplog):
     build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
-    assert "there is only one process: nothing is divided" in caplog.text
+    assert "there is only one process: nothing is sharded" in caplog.text

@@ -62,8 +62,8 @@ def test_sizes_mix_and_a_run_resumes(tiny_folder, tmp_path, name):
     options = {"sample__unique_sample_num_per_epoch": 4, "num_epochs": 2, "save_freq": 1, "train__resolution": 48}
     whole = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
     sizes = []
-    decode = whole.policy.decode
-    whole.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
+    decode = whole.state.policy.decode
+    whole.state.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
     Trainer(whole).fit()
     assert len({size[:2] for size in sizes[:2]}) == 2 and [size[2] for size in sizes[:2]] == [4, 4]
     resumed = build_run(config_for(name, tmp_path, tiny_folder(name), run_name="again", **options | {"num_epochs": 1}))
@@ -71,5 +71,5 @@ def test_sizes_mix_and_a_run_resumes(tiny_folder, tmp_path, name):
     options |= {"run_name": "again", "resume_from": "latest"}
     resumed = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
     Trainer(resumed).fit()
-    for n, parameter in whole.parameters.items():
-        assert torch.equal(parameter, resumed.parameters[n]), n
+    for n, parameter in whole.state.parameters.items():
+        assert torch.equal(parameter, resumed.state.parameters[n]), n

@@ -16,6 +16,7 @@ from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.options import ConfigError
+from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
@@ -141,7 +142,7 @@ def weights_after(make):
 
     @functools.cache
     def weights(changes: tuple) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).parameters.values()])
+        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).state.parameters.values()])
 
     return lambda **changes: weights(tuple(sorted(changes.items())))
 
@@ -201,7 +202,7 @@ def test_option_changes_the_update(weights_after, changes, beside):
 
 
 def test_rerun_is_bit_identical(make, weights_after):
-    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).parameters.values()])
+    again = torch.cat([p.detach().flatten() for p in one_epoch(make()).state.parameters.values()])
     assert torch.equal(again, weights_after())
 
 
@@ -224,8 +225,8 @@ def test_option_that_must_not_change_the_update(weights_after, changes):
 def test_kl_term_uses_the_reference_only_when_it_counts(make, monkeypatch):
     for beta in (0.5, 0.0):
         run, calls = make(train__beta=beta), []
-        counted = lambda calls=calls, reference=run.state.policy.reference: calls.append(1) or reference()
-        monkeypatch.setattr(run.state.policy, "reference", counted)
+        counted = lambda policy, calls=calls, reference=lora.reference: calls.append(1) or reference(policy)
+        monkeypatch.setattr(lora, "reference", counted)
         one_epoch(run)
         assert ("train/kl" in rows_of(run.options, "train")[0]) == bool(calls) == (beta > 0)
 
@@ -236,11 +237,11 @@ def test_lora_size_and_start(make):
     sizes = {name: p.shape for name, p in run.state.parameters.items()}
     assert {min(shape) for shape in sizes.values()} == {8}
     other = make(train__lora_rank=2, train__lora_alpha=6)
-    assert {min(p.shape) for p in other.parameters.values()} == {2}
-    assert other.policy.transformer.peft_config["default"].lora_alpha == 6
+    assert {min(p.shape) for p in other.state.parameters.values()} == {2}
+    assert other.state.policy.transformer.peft_config["default"].lora_alpha == 6
     adapter = Path(run.folder) / "checkpoints" / "epoch_0001" / "adapter"
     started = make(train__lora_path=str(adapter))
-    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.parameters.items())
+    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items())
 
 
 def test_full_training_without_lora(make):
@@ -255,7 +256,7 @@ def test_ema_options(make):
     assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
     run = one_epoch(make(**TWO_STEPS, train__ema_update_interval=3))
     assert any(not torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
-    assert make(train__ema=False).ema is None
+    assert make(train__ema=False).state.ema is None
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_test_rewards_may_differ(make):
     assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
     assert run.rewards.test["brightness"] is not run.rewards.train["brightness"]
     same = make(test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}")
-    assert same.test_rewards["brightness"] is same.train_rewards["brightness"]
+    assert same.rewards.test["brightness"] is same.rewards.train["brightness"]
 
 
 def test_evaluation_is_plain_euler_from_the_seed(make):
@@ -375,7 +376,7 @@ def test_8_bit_adam_needs_its_package(make, monkeypatch):
         make(train__use_8bit_adam=True)
     stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs), __spec__="found")
     monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one needs a GPU
-    assert make(train__use_8bit_adam=True).run.state.optimizer == {
+    assert make(train__use_8bit_adam=True).state.optimizer == {
         "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
     }  # fmt: skip
 

@@ -12,7 +12,8 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import acceleration, load_policy
+from paco_grpo.policies import load_policy
+from paco_grpo.policies.performance.compile import is_compiled
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.sampling.images import Batch, Decoder
 from paco_grpo.training import plan
@@ -47,7 +48,7 @@ def test_exact_options_change_no_bit(make):
     config = make(**changes)
     trainer = train(config)
     assert torch.equal(weights(trainer.run), plain)
-    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._vae_duty is not None
+    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._offloaded_vae is not None
     assert trainer.run.state.policy.pipeline.vae.device.type == "cpu"
 
 
@@ -66,10 +67,10 @@ def test_fused_adam_is_equal_to_rounding_and_resumes(make):
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not acceleration.is_compiled(build_run(make()).policy)
+    assert not is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
-    assert acceleration.is_compiled(run.state.policy)
+    assert is_compiled(run.state.policy)
     assert "blocks are compiled" in caplog.text
     blocks = run.state.policy.transformer.transformer_blocks
     assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)

@@ -25,7 +25,7 @@ def test_tracker_that_does_not_start_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(
-        TrackingError, match="does not start: No API key configured. Log in with `wandb login`, set WANDB_MODE"
+        TrackingError, match="could not be started: No API key configured. Log in with `wandb login`, set WANDB_MODE"
     ):
         build_tracker("wandb", tmp_path, "p", "r", {})
 

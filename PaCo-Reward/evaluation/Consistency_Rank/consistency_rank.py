@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.engines import ScorePairs, make_engine, model_names
+from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names
 from paco_eval.errors import BenchError, ItemError
 from paco_eval.runner import Benchmark, Prepared, read_image, run_benchmark
 from paco_judge.client import Pair
@@ -58,8 +58,8 @@ class RankItem:
         return f"item {self.folder}"
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the benchmark and the question."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the benchmark, the question and the engine."""
     parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
     parser.add_argument(
         "--prompt_template",
@@ -67,26 +67,17 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(1, 2, 3),
         help=f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}",
     )
+    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace, exact: str, short: str, engine: Callable[[], tuple[str, ScorePairs]]) -> int:
-    """Score the items that are not yet in ``<results_dir>/<short>.jsonl``; returns the number of items left without.
-
-    Args:
-        args: dataset_dir, prompt_template, results_dir and batch_size.
-        exact: What gives the scores, recorded in every row.
-        short: Stem of the results file.
-        engine: Returns the engine's name and the engine.
-
-    Raises:
-        BenchError: The run cannot continue.
-    """
+    """``run_benchmark`` with the results file ``<results_dir>/<short>.jsonl`` and the scorer's name ``exact`` in it."""
     bench = load_bench(find_bench(args.dataset_dir), args.prompt_template or DEFAULT_TEMPLATE)
     return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size)
 
 
 def run_judge(args: argparse.Namespace) -> int:
-    """``run`` with the judge ``args.model`` and the options of ``add_engine_arguments``."""
+    """``run`` with the judge ``args.model``."""
     exact, short = model_names(args.model, args.adapter)
     return run(args, exact, f"{short}-v{args.prompt_template or DEFAULT_TEMPLATE}", lambda: make_engine(args))
 

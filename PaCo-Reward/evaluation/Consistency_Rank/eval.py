@@ -26,10 +26,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from consistency_rank import add_bench_arguments, run, run_judge
+from consistency_rank import add_arguments, run, run_judge
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
-from paco_eval.engines import add_engine_arguments
 from paco_eval.errors import BenchError
 from paco_eval.runner import exit_status
 
@@ -59,8 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
     parser.add_argument("--clip_model", help=f"OpenCLIP architecture, or hf-hub:NAME; default: {CLIP_MODEL}")
     parser.add_argument("--dreamsim_type", help=f"type of DreamSim; default: {DREAMSIM_TYPE}")
-    add_bench_arguments(parser)
-    add_engine_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(arguments)
     return exit_status(lambda: evaluate(args))
 

@@ -18,9 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from consistency_rank import add_bench_arguments, run_judge
+from consistency_rank import add_arguments, run_judge
 
-from paco_eval.engines import add_engine_arguments
 from paco_eval.runner import exit_status
 
 
@@ -28,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="model folder, hub name, or served name with --server")
-    add_bench_arguments(parser)
-    add_engine_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(arguments)
     return exit_status(lambda: run_judge(args))
 

@@ -37,7 +37,6 @@ class EditRow:
 
     index: int  # position in the data set
     edits: tuple[str, str]  # the row's ``key``: one name for each edit
-    instruction: str
     task_type: str
     dimension: str
     questions: dict[str, str]  # dimension that it asks about -> question
@@ -98,7 +97,7 @@ def _row(index: int, raw: dict[str, Any]) -> EditRow:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{name} must be a text, not {text!r}")
     questions = editing_dimension_questions(texts["dimension"], texts["instruction"])
-    return EditRow(index, (str(edits[0]), str(edits[1])), **texts, questions=questions)
+    return EditRow(index, (str(edits[0]), str(edits[1])), texts["task_type"], texts["dimension"], questions)
 
 
 def prepare(source: Source, row: EditRow) -> Prepared:
@@ -128,17 +127,15 @@ def prepare(source: Source, row: EditRow) -> Prepared:
             "task_type": row.task_type,
             "dimension": row.dimension,
             "answers": answers,
-            "scores": [_dimension_score(answer, row.dimension) for answer in answers],
+            "scores": [score(answer) for answer in answers],
         }
 
+    def score(answers: dict[str, float]) -> float:
+        if row.dimension != "overall":
+            return answers[row.dimension]
+        return editing_score(Verdict(answers["consistency"]), Verdict(answers["prompt_following"]))
+
     return pairs, to_row
-
-
-def _dimension_score(answers: dict[str, float], dimension: str) -> float:
-    """The answer to an edit's question, or sqrt(prompt_following * consistency) for overall."""
-    if dimension != "overall":
-        return answers[dimension]
-    return editing_score(Verdict(answers["consistency"]), Verdict(answers["prompt_following"]))
 
 
 def _open_image(stored: Any, root: Path, column: str) -> Image.Image:

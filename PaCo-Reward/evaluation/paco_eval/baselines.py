@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -39,16 +38,13 @@ class Similarity:
 
 
 def make_baseline(name: str, weights: str | None = None, kind: str | None = None, batch_size: int = 8) -> Similarity:
-    """One of ``BASELINES`` as an engine.
+    """One of ``BASELINES`` as an engine. Raises BenchError if its package or weights are missing.
 
     Args:
         name: The baseline.
         weights: Local weights of ``clip_i`` (folder or .safetensors file) or ``dreamsim`` (folder).
         kind: OpenCLIP architecture or ``hf-hub:NAME``; or the type of DreamSim.
         batch_size: Images encoded at once.
-
-    Raises:
-        BenchError: A package or the weights are missing.
     """
     if name == "clip_i":
         return Similarity(_clip_features(weights, kind, batch_size), half_cosine)
@@ -148,7 +144,7 @@ def _features(preprocess: Callable, encode: Callable, batch_size: int) -> Descri
 
     @torch.inference_mode()
     def describe(images: Sequence[Image.Image]) -> np.ndarray:
-        parts: list[Any] = []
+        parts = []
         for start in range(0, len(images), batch_size):
             x = torch.stack([preprocess(image.convert("RGB")) for image in images[start : start + batch_size]])
             parts.append(encode(x).double().cpu().numpy())

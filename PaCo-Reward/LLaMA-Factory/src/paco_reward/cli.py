@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from paco_reward.accuracy import labelled_pairs
+    from paco_reward.datasets import labelled_pairs
     from paco_reward.export import export, largest_difference, synthetic_pairs
     from paco_reward.scorer import JudgeScorer, quiet
 
@@ -86,7 +86,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    from paco_reward.accuracy import labelled_pairs, measure
+    from paco_reward.datasets import labelled_pairs
+    from paco_reward.metrics import measure
 
     pairs, labels = labelled_pairs(args.dataset_dir, args.dataset, args.max_samples)
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}

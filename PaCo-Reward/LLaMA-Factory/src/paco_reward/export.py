@@ -1,4 +1,4 @@
-"""`paco-reward export`: a base and its adapter become one model folder, loadable by transformers and by vLLM."""
+"""`paco-reward export`: merges an adapter into one model folder for transformers and vLLM."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,23 +12,22 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward.errors import PacoRewardError
 from paco_reward.preflight import check_model
-from paco_reward.scorer import JudgeScorer
+from paco_reward.scorer import JudgeScorer, load_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
+PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
 
 def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False) -> Path:
     """Merge an adapter into its base and save weights, processor and chat template.
 
-    The merge is computed in float32 and saved as `dtype` ("auto": as the base is stored).
+    The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored).
 
     Raises:
-        PacoRewardError: base or adapter missing, an output folder that is not empty without `force`.
+        PacoRewardError: Base or adapter is missing, or the output folder is not empty without ``force``.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
-
-    from paco_reward.scorer import load_adapter
 
     check_model(base)
     output = Path(output)
@@ -38,7 +37,7 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
     saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     model = load_adapter(model, adapter).merge_and_unload().to(saved)
-    # Written beside the target and renamed, so that a broken export never looks like a whole one.
+    # Written next to the target and renamed: an interrupted export never looks complete.
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -49,19 +48,19 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
 
 
 def _copy_processor(base: str, output: Path) -> None:
-    """The base's tokenizer, image processor and chat template files, as they are."""
+    """Copy the base's tokenizer, image processor and chat template files unchanged."""
     folder = Path(base)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(base, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"]))
+        folder = Path(snapshot_download(base, allow_patterns=[f"*{suffix}" for suffix in PROCESSOR_SUFFIXES]))
     for file in folder.iterdir():
-        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.name not in MODEL_FILES:
+        if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
             shutil.copyfile(file, output / file.name)
 
 
 def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pair]:
-    """Pairs of smooth random pictures, the second one more or less changed; for comparing two forms of one judge."""
+    """Pairs of smooth random images, the second increasingly changed, for comparing two forms of one judge."""
     generator = np.random.default_rng(seed)
     pairs = []
     for index in range(count):
@@ -79,7 +78,7 @@ def largest_difference(before: JudgeScorer, after: JudgeScorer, pairs: Sequence[
     """The largest |difference| of P(Yes) between two judges on the same pairs.
 
     Raises:
-        PacoRewardError: a pair has no score.
+        PacoRewardError: A pair has no score.
     """
     scores = [[verdict.p_yes for verdict in judge.score(pairs)] for judge in (before, after)]
     if any(value is None for values in scores for value in values):

@@ -1,4 +1,4 @@
-"""Opening images: files, URLs, pictures in memory."""
+"""Opening images."""
 
 import io
 from pathlib import Path
@@ -12,10 +12,10 @@ _DOWNLOAD_TIMEOUT_S = 30.0
 
 
 def open_image(source: str | Path | Image.Image) -> Image.Image:
-    """An RGB image from a file or an http(s) URL (or the image itself, converted).
+    """An RGB image from a file, an http(s) URL or another image.
 
     Raises:
-        PacoRewardError: missing, not reachable, too large a download, or not an image; names the source.
+        PacoRewardError: It is missing, cannot be downloaded, or is not an image.
     """
     if isinstance(source, Image.Image):
         return source.convert("RGB")

@@ -15,18 +15,12 @@ from paco_reward.preflight import check_training
 from paco_reward.worker import ERROR_FILE, train
 
 
-def run(config_path: str | Path, overrides: list[str], environment: dict[str, str] | None = None) -> int:
+def run(config_path: str | Path, overrides: list[str], environment: dict[str, str]) -> int:
     """Check a training configuration and run it; returns the exit status.
 
-    Several processes are started through torchrun when there are several GPUs, several nodes or a DeepSpeed
-    configuration; the usual variables say how many and where: CUDA_VISIBLE_DEVICES, NPROC_PER_NODE, NNODES,
-    NODE_RANK, MASTER_ADDR, MASTER_PORT. Without a GPU there are two processes where there are two cores: with
-    small models they use the cores better than two threads.
-
     Raises:
-        PacoRewardError: a check failed; nothing was trained.
+        PacoRewardError: A check failed, or the first training process reported a problem.
     """
-    environment = dict(os.environ) if environment is None else environment
     config = load_config(config_path, overrides)
     check_combinations(config)
     overlay.check_version()
@@ -37,7 +31,7 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
         return 0
     print(" ".join(command), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        # torchrun ends with pages of its own; what the worker had to say is said once more, as the last line.
+        # torchrun ends with pages of its own: the worker's error is repeated as the last line.
         report = Path(folder) / "error"
         status = subprocess.run(command, env=environment | {ERROR_FILE: str(report)}, check=False).returncode
         if report.is_file():
@@ -48,7 +42,11 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
 def torchrun_command(
     config: dict[str, Any], config_path: str | Path, overrides: list[str], environment: dict[str, str]
 ) -> list[str] | None:
-    """The torchrun command of this node, or None when one plain process is enough."""
+    """The torchrun command of this node, or None when one plain process is enough.
+
+    Read from the environment: CUDA_VISIBLE_DEVICES, NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. On a CPU
+    the default is two processes: with small models they use two cores better than two threads.
+    """
     nodes = int(environment.get("NNODES", "1"))
     processes = int(environment.get("NPROC_PER_NODE") or _devices())
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
@@ -57,7 +55,7 @@ def torchrun_command(
     command += [
         f"--node_rank={environment.get('NODE_RANK', '0')}",
         f"--master_addr={environment.get('MASTER_ADDR', '127.0.0.1')}",
-        # Several nodes must agree on the port; on one node a free one lets two trainings run side by side.
+        # Several nodes must agree on the port; on one node a free one allows concurrent trainings.
         f"--master_port={environment.get('MASTER_PORT') or (29500 if nodes > 1 else _free_port())}",
     ]
     return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]

@@ -1,7 +1,7 @@
 """First-token-weighted loss of the judge, a pure function of logits and labels.
 
-The judge answers Yes or No first and then gives its reasons; the score is read off the first token, so that
-token gets a weight of its own (PaCo-RL, arXiv 2512.04784; both ways to divide are in the project's method §3).
+The judge answers Yes or No first and then gives its reasons. The score comes from the first token, which therefore has
+a separate weight (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
 
 Notation: B rows, L positions, V vocabulary. An *answer* is a maximal run of labelled positions in a row: one per
 row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have cross-entropies l_0 .. l_{n-1}.
@@ -35,10 +35,7 @@ class Answers:
 
 
 def find_answers(labels: Tensor) -> Answers:
-    """Find the answers in labels (B, L) int64, -100 where there is nothing to learn.
-
-    Labels at position 0 are left out: nothing predicts them.
-    """
+    """Find the answers in labels (B, L) int64, -100 = ignored. Nothing predicts position 0, so it is left out."""
     mask = labels[:, 1:] != IGNORE_INDEX
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
@@ -56,12 +53,11 @@ def count_answers(labels: Tensor) -> Tensor:
 def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> Tensor:
     """Weight of each labelled token, (K,) float32.
 
-    sequence: weight for the first token of an answer and (1 - weight)/(n - 1) for the others; n = 1: 1 for the
-        only token. Each answer's weights sum to 1.
-    released: weight for the first and n(1 - weight)/(n - 1) for the others (the authors' trainer).
+    sequence: ``weight`` for the first token of an answer, (1 - weight)/(n - 1) for the others; 1 if n = 1.
+    released: ``weight`` for the first, n(1 - weight)/(n - 1) for the others (the authors' trainer).
 
     Raises:
-        ValueError: a weight outside [0, 1] or an unknown scheme.
+        ValueError: A weight outside [0, 1], or an unknown scheme.
     """
     if not 0.0 <= weight <= 1.0:
         raise ValueError(f"first_token_weight must be between 0 and 1, not {weight}")
@@ -88,14 +84,13 @@ def first_token_loss(
 
     Args:
         logits: (B, L, V) float; position t predicts token t+1.
-        labels: (B, L) int64, -100 where there is nothing to learn. Padding on either side is allowed.
-        weight: share of the first token, in [0, 1].
+        labels: (B, L) int64, -100 = ignored; padding on either side.
+        weight: Share of the first token, in [0, 1].
         scheme: "sequence" or "released".
-        num_items: what the result is divided by, so that the sum over all micro-batches of an optimizer step is
-            the loss of that step: the number of answers of the whole accumulated batch for "sequence", the number
-            of its micro-batches for "released". None: this micro-batch is the whole batch.
+        num_items: Divisor with which the micro-batches of an optimizer step sum to its loss: the number of answers of
+            the accumulated batch for "sequence", of its micro-batches for "released". None: of this micro-batch.
 
-    A micro-batch without any answer has loss 0 (with a gradient of 0, so that processes keep step).
+    A micro-batch without answers has loss 0 and gradient 0, so that processes stay in step.
     """
     answers = find_answers(labels)
     picked = logits[:, :-1][answers.mask].float()  # only answer positions: a vocabulary of 152k is large

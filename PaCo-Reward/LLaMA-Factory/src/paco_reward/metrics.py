@@ -1,36 +1,35 @@
-"""What a judge is measured by: accuracy, AUC and calibration of P(Yes), in NumPy float64."""
+"""Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64."""
 
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
+
+from paco_judge.client import Pair
+from paco_judge.verdict import Verdict
 
 # Columns of the per-answer statistics that evaluation gathers.
 TOKEN_ACCURACY, FIRST_CORRECT, P_YES, LABEL = range(4)
 
 
-def _checked(p_yes: Any, label: Any) -> tuple[np.ndarray, np.ndarray]:
-    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label).astype(bool)
-    if p_yes.shape != label.shape or p_yes.ndim != 1:
-        raise ValueError(f"scores and labels must be two lists of one length, not {p_yes.shape} and {label.shape}")
-    return p_yes, label
+class Scorer(Protocol):
+    """Scores pairs of images."""
 
-
-def pair_accuracy(p_yes: Any, label: Any) -> float:
-    """Share of pairs with (P(Yes) > 0.5) == label; exactly 0.5 counts as No. NaN when there are none.
-
-    Args:
-        p_yes: (n,) float in [0, 1]. label: (n,) bool, True = Yes.
-    """
-    p_yes, label = _checked(p_yes, label)
-    return float(np.mean((p_yes > 0.5) == label)) if len(p_yes) else float("nan")
+    def score(self, pairs: Sequence[Pair]) -> list[Verdict]: ...
 
 
 def auc(p_yes: Any, label: Any) -> float:
     """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
 
-    NaN when one of the two classes is absent. Shapes as in pair_accuracy.
+    Args:
+        p_yes: (n,) float in [0, 1].
+        label: (n,) bool, True = Yes.
+
+    Returns:
+        NaN when one of the two classes is absent.
     """
-    p_yes, label = _checked(p_yes, label)
+    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     positives, negatives = int(label.sum()), int((~label).sum())
     if positives == 0 or negatives == 0:
         return float("nan")
@@ -45,9 +44,9 @@ def auc(p_yes: Any, label: Any) -> float:
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
     """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (equal-width bins on [0, 1]).
 
-    Guo et al., arXiv 1706.04599, eq. 3, for the binary score P(Yes). NaN when there are no pairs.
+    Guo et al., arXiv 1706.04599, eq. 3, for the binary score P(Yes). Arguments as of ``auc``; NaN without pairs.
     """
-    p_yes, label = _checked(p_yes, label)
+    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     if not len(p_yes):
         return float("nan")
     index = np.minimum((p_yes * bins).astype(np.int64), bins - 1)
@@ -56,24 +55,39 @@ def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
 
 
 def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
-    """accuracy, auc, ece of the scored pairs and how many they are (n). Missing scores (NaN) are left out."""
-    p_yes, label = _checked(p_yes, label)
+    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN).
+
+    Raises:
+        ValueError: The two do not have the same length.
+    """
+    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
+    if p_yes.shape != label.shape or p_yes.ndim != 1:
+        raise ValueError(f"scores and labels must have one length, not {p_yes.shape} and {label.shape}")
     scored = ~np.isnan(p_yes)
     p_yes, label = p_yes[scored], label[scored]
-    return {
-        "accuracy": pair_accuracy(p_yes, label),
-        "auc": auc(p_yes, label),
-        "ece": expected_calibration_error(p_yes, label),
-        "n": int(scored.sum()),
+    accuracy = float(np.mean((p_yes > 0.5) == label)) if len(p_yes) else float("nan")
+    ece = expected_calibration_error(p_yes, label)
+    return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": int(scored.sum())}
+
+
+def measure(scorer: Scorer, pairs: list[Pair], labels: list[bool]) -> dict[str, Any]:
+    """``judge_report`` of a judge on labelled pairs; missing (pairs without score), mean_p_yes, seconds."""
+    started = time.monotonic()
+    scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in scorer.score(pairs)])
+    missing = np.isnan(scores)
+    return judge_report(scores, labels) | {
+        "missing": int(missing.sum()),
+        "mean_p_yes": float("nan") if missing.all() else float(np.nanmean(scores)),
+        "seconds": round(time.monotonic() - started, 2),
     }
 
 
 class JudgeMetrics:
-    """`compute_metrics` of the trainer: aggregates the rows of `paco_reward.overlay.answer_statistics`.
+    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``.
 
-    Returns accuracy (LLaMA-Factory's own: share of answer tokens right, averaged over examples),
-    first_token_accuracy, and over the examples whose answer begins with Yes or No: judge_accuracy, judge_auc,
-    judge_ece. Works with `batch_eval_metrics` too.
+    Returns accuracy (LLaMA-Factory's: share of answer tokens right, averaged over examples), first_token_accuracy, and
+    over the examples whose answer begins with Yes or No judge_accuracy, judge_auc and judge_ece. Supports
+    ``batch_eval_metrics``.
     """
 
     def __init__(self) -> None:

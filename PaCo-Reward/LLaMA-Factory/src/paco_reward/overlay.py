@@ -1,10 +1,9 @@
-"""Our changes to LLaMA-Factory, at two seams; the only file of this package that touches upstream internals.
+"""Our changes to LLaMA-Factory, at two seams. No other file of this package touches upstream internals.
 
-1. The finetuning arguments gain `first_token_weight` and `first_token_scheme`.
+1. The finetuning arguments gain ``first_token_weight`` and ``first_token_scheme``.
 2. The SFT trainer gets the first-token-weighted loss and the judge's metrics.
 
-`install()` runs in every training process (see `paco_reward.worker`). With `first_token_weight: null` the trainer
-computes LLaMA-Factory's own loss through LLaMA-Factory's own code.
+``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
 """
 
 import importlib.metadata
@@ -25,29 +24,28 @@ logger = logging.getLogger(__name__)
 
 
 def check_version() -> str:
-    """The installed LLaMA-Factory version, when it is one that this overlay was tested with.
+    """The installed LLaMA-Factory version.
 
     Raises:
-        PacoRewardError: not installed, or another version; names the versions that work.
+        PacoRewardError: It is not installed, or not a tested version.
     """
-    works = ", ".join(TESTED_VERSIONS)
-    remedy = f"pip install llamafactory=={TESTED_VERSIONS[-1]}"
     try:
         version = importlib.metadata.version("llamafactory")
     except importlib.metadata.PackageNotFoundError:
-        raise PacoRewardError(f"LLaMA-Factory is not installed (versions that work: {works}): {remedy}") from None
+        version = "(not installed)"
     if version not in TESTED_VERSIONS:
         raise PacoRewardError(
-            f"LLaMA-Factory {version} was not tested with PaCo-Reward; versions that work: {works}: {remedy}"
+            f"LLaMA-Factory {version} was not tested with PaCo-Reward; tested: {', '.join(TESTED_VERSIONS)}. "
+            f"Run: pip install llamafactory=={TESTED_VERSIONS[-1]}"
         )
     return version
 
 
 def install() -> None:
-    """Put the overlay into LLaMA-Factory in this process; calling it again changes nothing.
+    """Install the overlay in this process; idempotent.
 
     Raises:
-        PacoRewardError: an untested LLaMA-Factory, or one whose seams are not where they were.
+        PacoRewardError: An untested LLaMA-Factory, or one without the expected seams.
     """
     version = check_version()
     from llamafactory.hparams import parser
@@ -58,8 +56,8 @@ def install() -> None:
     base = next((cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments"), None)
     if base is None or not hasattr(workflow.CustomSeq2SeqTrainer, "_get_num_items_in_batch"):
         raise PacoRewardError(
-            f"LLaMA-Factory {version} with transformers {importlib.metadata.version('transformers')} lacks the places "
-            "where PaCo-Reward enters; install the versions that its pyproject names"
+            f"LLaMA-Factory {version} with transformers {importlib.metadata.version('transformers')} lacks the seams of "
+            "PaCo-Reward; install the versions of its setup.py"
         )
     arguments = _arguments_class(base)
     for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
@@ -68,14 +66,14 @@ def install() -> None:
 
 
 def train_arguments() -> list[type]:
-    """The dataclasses whose fields are the keys of a training configuration (after `install()`)."""
+    """The dataclasses whose fields are the keys of a training configuration (after ``install``)."""
     from llamafactory.hparams import parser
 
     return list(parser._TRAIN_ARGS)
 
 
 def run_training(args: dict[str, Any], callbacks: list[Any] | None = None) -> None:
-    """LLaMA-Factory's training with the arguments of a configuration (after `install()`)."""
+    """LLaMA-Factory's training with the arguments of a configuration (after ``install``)."""
     from llamafactory.train.tuner import run_exp
 
     run_exp(args, callbacks)
@@ -105,8 +103,7 @@ def _arguments_class(base: type) -> type:
                 raise ValueError(f"first_token_scheme must be one of {SCHEMES}, not {self.first_token_scheme!r}")
             if self.stage != "sft":
                 raise ValueError(f"first_token_weight needs stage: sft, not {self.stage}")
-            others = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
-            for name in others:
+            for name in ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel"):
                 if getattr(self, name):
                     raise ValueError(f"first_token_weight and {name} cannot both be set")
 
@@ -118,7 +115,7 @@ def option_ids(tokenizer: Any) -> tuple[int, int]:
     """Token ids of Yes and No.
 
     Raises:
-        PacoRewardError: the tokenizer splits one of them, so that a first-token score would not exist.
+        PacoRewardError: The tokenizer splits one of them.
     """
     ids = []
     for option in ("Yes", "No"):
@@ -130,17 +127,16 @@ def option_ids(tokenizer: Any) -> tuple[int, int]:
 
 
 def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
-    """What evaluation keeps of one batch, from the logits of its one pass.
+    """Statistics of one evaluation batch.
 
     Args:
-        logits: (B, L, V), or a tuple whose first element is that.
-        labels: (B, L) int64, -100 where there is nothing to learn.
-        yes_id, no_id: the options' token ids.
+        logits: (B, L, V), or a tuple that begins with them.
+        labels: (B, L) int64, -100 = ignored.
 
     Returns:
-        (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first token, and the
-        label there (1 Yes, 0 No, NaN other). Rows without an answer are NaN. Of several answers in a row (packed
-        batches) the last three columns describe the first.
+        (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first token, and the label
+        there (1 Yes, 0 No, NaN other). Rows without an answer are NaN. With several answers in a row (packed batches)
+        the last three columns describe the first.
     """
     logits = logits[0] if isinstance(logits, (list, tuple)) else logits
     answers = find_answers(labels)
@@ -164,7 +160,7 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
 
 
 def _trainer_class(base: type, upstream_metric: type) -> type:
-    """LLaMA-Factory's SFT trainer with our loss (through the hook that its own dft loss uses) and metric."""
+    """LLaMA-Factory's SFT trainer with our metric, and our loss in the hook of its own dft loss."""
     from transformers import PrinterCallback
 
     class FirstTokenTrainer(base):
@@ -176,11 +172,14 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 kwargs["compute_metrics"] = JudgeMetrics()
                 kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
             super().__init__(finetuning_args, processor, *args, **kwargs)
-            self.remove_callback(PrinterCallback)  # raw dictionaries; ProgressLines says it in one line
+            self.remove_callback(PrinterCallback)  # worker.ProgressLines replaces its raw dictionaries
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
-            self._check_weighted_loss()
+            if self.args.label_smoothing_factor != 0:
+                raise PacoRewardError("first_token_weight and label_smoothing_factor cannot both be set")
+            if not self.args.average_tokens_across_devices:
+                raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")
             self.compute_loss_func = partial(
                 _outputs_loss, weight=finetuning_args.first_token_weight, scheme=finetuning_args.first_token_scheme
             )
@@ -192,17 +191,11 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 finetuning_args.first_token_scheme,
             )
 
-        def _check_weighted_loss(self) -> None:
-            if self.args.label_smoothing_factor != 0:
-                raise PacoRewardError("first_token_weight and label_smoothing_factor cannot both be set")
-            if not self.args.average_tokens_across_devices:
-                raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")
-
         def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-            """What the loss of one optimizer step is divided by, over its micro-batches and all processes.
+            """The divisor of an optimizer step's loss, over its micro-batches and all processes.
 
-            The trainer hands this number to the loss of each micro-batch and multiplies the result by the number
-            of processes, whose gradients are averaged: so the sum over everything is divided by it once.
+            The trainer passes it to the loss of each micro-batch and multiplies the result by the number of processes,
+            whose gradients are averaged.
             """
             if self.compute_loss_func is None:
                 return super()._get_num_items_in_batch(batch_samples, device)
@@ -210,7 +203,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 count = torch.tensor(len(batch_samples), device=device)
             else:
                 count = sum(count_answers(batch["labels"]) for batch in batch_samples).to(device)
-            # At least 1: a batch whose answers were all cut off has loss 0, not NaN.
+            # At least 1: a batch whose answers were all truncated has loss 0, not NaN.
             return self.accelerator.gather(count).sum().clamp(min=1)
 
     return FirstTokenTrainer
@@ -219,5 +212,5 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
 def _outputs_loss(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None, *, weight: float, scheme: str
 ) -> torch.Tensor:
-    """`first_token_loss` in the shape of the trainer's compute_loss_func."""
+    """``first_token_loss`` as the trainer's ``compute_loss_func``."""
     return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)

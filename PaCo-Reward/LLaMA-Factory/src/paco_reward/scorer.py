@@ -1,6 +1,5 @@
-"""The judge in this process: P(Yes) of image pairs with transformers.
+"""The judge in this process, with transformers.
 
-from paco_reward.scorer import JudgeScorer
 judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
 pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
 print([verdict.p_yes for verdict in judge.score(pairs)])
@@ -30,11 +29,11 @@ class JudgeScorer:
     """Scores pairs with a Qwen2.5-VL judge. A pair's score does not depend on what it is batched with."""
 
     def __init__(self, model: torch.nn.Module, processor: Any, batch_size: int = 16) -> None:
-        """Take a loaded model (evaluation mode) and its processor; `batch_size` pairs go through at once."""
+        """``batch_size``: pairs per forward pass."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.model, self.processor, self.batch_size = model.eval(), processor, batch_size
-        # Left padding puts every prompt's end, where the answer begins, at the last position.
+        # With left padding every answer begins at the last position.
         self.processor.tokenizer.padding_side = "left"
         self.yes_id, self.no_id = option_ids(processor.tokenizer)
 
@@ -51,14 +50,13 @@ class JudgeScorer:
         """Load a judge.
 
         Args:
-            model: a folder or hub name of a Qwen2.5-VL model.
-            adapter: folder or hub name of a peft adapter to put on it.
-            device: default: the first GPU, else the CPU.
-            dtype: default: as stored on a GPU, float32 on a CPU.
-            batch_size: pairs per forward pass.
+            model: Folder or hub name of a Qwen2.5-VL model.
+            adapter: Folder or hub name of a peft adapter for it.
+            device: Default: the first GPU, else the CPU.
+            dtype: Default: as stored on a GPU, float32 on a CPU.
 
         Raises:
-            PacoRewardError: model or adapter missing, or a model without a chat template.
+            PacoRewardError: Model or adapter is missing, or the model has no chat template.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -74,19 +72,18 @@ class JudgeScorer:
         return cls(loaded, processor, batch_size)
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
-        """All unordered pairs of the images (files, URLs, pictures) with the theme question, in the order (0,1), (0,2), …"""
+        """All unordered pairs of the images (files, URLs, in memory) with the theme question: (0,1), (0,2), …"""
         opened = [open_image(image) for image in images]
         question = theme_question(theme)
         return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
 
     def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
-        """P(Yes) in [0, 1] for each pair, in order; a pair without a score has an error instead.
+        """P(Yes) in [0, 1] or an error for each pair, in order.
 
         Args:
-            pairs: images and questions.
-            top: only the so many most probable tokens count, as with a server's ``top_logprobs``: where neither Yes nor
-                No is among them there is no score. None: the whole vocabulary counts, so that even a model that has not
-                learnt to answer has one.
+            pairs: Images and questions.
+            top: As a server's ``top_logprobs``: no score if neither Yes nor No is among the ``top`` most probable
+                tokens. None: the whole vocabulary counts.
         """
         verdicts: list[Verdict] = []
         for start in range(0, len(pairs), self.batch_size):
@@ -97,7 +94,7 @@ class JudgeScorer:
         return verdicts
 
     def prompt(self, question: str) -> str:
-        """The whole prompt text of a pair: chat template around image 1, image 2, question."""
+        """The prompt of a pair in the chat template: image 1, image 2, question."""
         message = build_messages("", "", question)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         return self.processor.apply_chat_template(
@@ -105,7 +102,7 @@ class JudgeScorer:
         )
 
     def inputs(self, pairs: Sequence[Pair]) -> Any:
-        """The model's inputs for a batch of B pairs, padded on the left: input_ids (B, L), pixel_values, …"""
+        """Model inputs of B pairs, padded on the left: input_ids (B, L), pixel_values, …"""
         images = [open_image(image) for pair in pairs for image in (pair.image_a, pair.image_b)]
         text = [self.prompt(pair.question) for pair in pairs]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt").to(self.model.device)
@@ -118,13 +115,12 @@ class JudgeScorer:
 
     @torch.inference_mode()
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
-        """The judge's whole answer to each pair, greedily decoded: Yes or No, then its reasons."""
+        """The whole answer to each pair, greedily decoded: Yes or No, then reasons."""
         answers: list[str] = []
         for start in range(0, len(pairs), self.batch_size):
             inputs = self.inputs(pairs[start : start + self.batch_size])
             made = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-            own = made[:, inputs["input_ids"].shape[1] :]
-            answers += self.processor.batch_decode(own, skip_special_tokens=True)
+            answers += self.processor.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
 
@@ -135,7 +131,7 @@ def _verdict(p_yes: float, finite: bool, top: int | None) -> Verdict:
 
 
 def quiet() -> None:
-    """For command lines: transformers' bars and notes would hide the result."""
+    """Silence transformers' progress bars and warnings, for command lines."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -143,11 +139,7 @@ def quiet() -> None:
 
 
 def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:
-    """Put a peft adapter (folder or hub name) on a loaded model.
-
-    Raises:
-        PacoRewardError: the folder does not hold an adapter, or the hub does not have it.
-    """
+    """The model with a peft adapter (folder or hub name). Raises PacoRewardError if there is none."""
     from peft import PeftModel
 
     check_adapter(str(adapter))

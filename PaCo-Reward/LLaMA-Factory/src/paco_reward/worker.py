@@ -1,4 +1,4 @@
-"""One training process: puts the overlay into LLaMA-Factory and trains. Run by `paco-reward train`, or by hand:
+"""One training process: installs the overlay in LLaMA-Factory and trains. Run by `paco-reward train`, or by hand:
 
 torchrun --nproc_per_node 2 -m paco_reward.worker CONFIG [key=value …]
 """
@@ -6,19 +6,51 @@ torchrun --nproc_per_node 2 -m paco_reward.worker CONFIG [key=value …]
 import logging
 import os
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from transformers import TrainerCallback
+
+from paco_reward import overlay
 from paco_reward.config import check_combinations, check_keys, load_config
 from paco_reward.errors import PacoRewardError
 
-ERROR_FILE = "PACO_REWARD_ERROR_FILE"  # set by `paco-reward train`: where the first process leaves its last words
+logger = logging.getLogger(__name__)
+
+ERROR_FILE = "PACO_REWARD_ERROR_FILE"  # set by `paco-reward train`: where the first process writes its error
 
 
-def train(config: dict) -> None:
+class ProgressLines(TrainerCallback):
+    """`step 100/600  loss 0.412  elapsed 0:00:45  left 0:03:45`, from the first process only."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started, self.first = time.monotonic(), state.global_step
+        if state.is_world_process_zero:
+            logger.info("training: %d steps", state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        if "loss" not in numbers:
+            shown = [f"{name} {value:.4g}" for name, value in numbers.items() if name.startswith("eval_")]
+            if shown:
+                logger.info("%s", "  ".join(shown))
+            return
+        step, steps = state.global_step, state.max_steps
+        elapsed = time.monotonic() - self.started
+        left = elapsed / max(step - self.first, 1) * (steps - step)
+        clock = [str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left)]
+        logger.info("step %d/%d  loss %.4f  elapsed %s  left %s", step, steps, numbers["loss"], *clock)
+
+
+def train(config: dict[str, Any]) -> None:
     """Train with a configuration in this process."""
-    from paco_reward import overlay
-    from paco_reward.progress import ProgressLines
-
     check_combinations(config)
     overlay.install()
     check_keys(config, overlay.train_arguments())

@@ -1,0 +1,114 @@
+"""Local ShareGPT data sets, read as LLaMA-Factory reads them."""
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paco_judge.client import Pair
+from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
+
+TAG = "<image>"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a data set: ``DATASET row N``, its messages' text and its image files."""
+
+    place: str
+    prompt: str
+    answer: str
+    images: tuple[Path, ...]
+
+
+def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | None = None) -> list[Example] | None:
+    """All rows of a local data set; None if it is on the hub.
+
+    Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists, else used as they are.
+
+    Raises:
+        PacoRewardError: A missing or unreadable file, an unknown name, a missing column, or a row whose number of images
+            differs from its number of <image> tags.
+    """
+    folder = Path(dataset_dir)
+    index = folder / "dataset_info.json"
+    if not index.is_file():
+        raise PacoRewardError(f"{index} does not exist; point dataset_dir at the folder of the data sets")
+    infos = _read_json(index)
+    if name not in infos:
+        nearest = difflib.get_close_matches(name, infos, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise PacoRewardError(f"dataset {name} is not in {index}; {hint}known: {', '.join(sorted(infos))}")
+    info = infos[name]
+    if "file_name" not in info:
+        return None
+    file, columns = folder / info["file_name"], info.get("columns", {})
+    if not file.is_file():
+        raise PacoRewardError(f"dataset {name}: file {file} does not exist; see file_name in {index}")
+    if info.get("formatting", "alpaca") != "sharegpt" or not columns.get("images"):
+        raise PacoRewardError(f"dataset {name}: {index} must set formatting: sharegpt and an images column")
+    rows = _read_json(file)
+    if not isinstance(rows, list) or not rows:
+        raise PacoRewardError(f"dataset {name}: {file} holds no rows")
+    media = Path(media_dir) if media_dir else folder
+    messages, images, tags = columns.get("messages", "conversations"), columns["images"], info.get("tags", {})
+    return [_example(row, f"{name} row {i}", messages, images, tags, media) for i, row in enumerate(rows)]
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line] if file.suffix == ".jsonl" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise PacoRewardError(f"{file} cannot be read: {error}") from error
+
+
+def _example(row: Any, place: str, messages: str, images: str, tags: dict[str, str], media: Path) -> Example:
+    for column in (messages, images):
+        if not isinstance(row, dict) or column not in row:
+            raise PacoRewardError(f"dataset {place}: column {column!r} is missing")
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    user, assistant = tags.get("user_tag", "human"), tags.get("assistant_tag", "gpt")
+    try:
+        texts = [(message[role], message[content]) for message in row[messages]]
+    except (KeyError, TypeError) as error:
+        raise PacoRewardError(f"dataset {place}: a message lacks {role!r} or {content!r}; see tags") from error
+    prompt = "\n".join(text for who, text in texts if who == user)
+    answers = [text for who, text in texts if who == assistant]
+    if not answers or not prompt:
+        raise PacoRewardError(f"dataset {place}: needs a message by {user!r} and one by {assistant!r}; see tags")
+    files = row[images] if isinstance(row[images], list) else [row[images]]
+    if prompt.count(TAG) != len(files):
+        raise PacoRewardError(f"dataset {place}: {prompt.count(TAG)} {TAG} tags but {len(files)} images")
+    paths = tuple(media / file if (media / file).is_file() else Path(file) for file in files)
+    return Example(place, prompt, answers[-1], paths)
+
+
+def labelled_pairs(dataset_dir: str | Path, dataset: str, limit: int | None = None) -> tuple[list[Pair], list[bool]]:
+    """Pairs of a local data set, and whether their answer begins with Yes.
+
+    Raises:
+        PacoRewardError: The data set cannot be read, a row is not <image><image>QUESTION with an answer that begins
+            with Yes or No, or an image is unreadable.
+    """
+    examples = load_examples(dataset_dir, dataset)
+    if examples is None:
+        raise PacoRewardError(f"dataset {dataset} is not a local file; download it and set file_name")
+    cache: dict[Path, Any] = {}
+    pairs, labels = [], []
+    for example in examples[:limit]:
+        if len(example.images) != 2 or not example.prompt.startswith(TAG * 2):
+            raise PacoRewardError(f"dataset {example.place}: a pair's message is {TAG}{TAG}QUESTION with two images")
+        if not example.answer.startswith(("Yes", "No")):
+            raise PacoRewardError(
+                f"dataset {example.place}: the answer begins with neither Yes nor No: {example.answer[:40]!r}"
+            )
+        for file in example.images:
+            if file not in cache:
+                cache[file] = open_image(file)
+        first, second = (cache[file] for file in example.images)
+        pairs.append(Pair(first, second, example.prompt.removeprefix(TAG * 2)))
+        labels.append(example.answer.startswith("Yes"))
+    return pairs, labels
