@@ -78,7 +78,7 @@ def evaluation(**means):
     return row
 
 
-def test_trained_rewards_beside_watched_ones():
+def test_trained_rewards_next_to_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
@@ -139,7 +139,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
 
 
 def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
-    """On random weights too: the probe says so after the first update, and the state is saved."""
+    """On random weights too: the probe reports it after the first update, and the state is saved."""
     changes = {"train__learning_rate": 3.0, "num_epochs": 4, "save_freq": 0}
     with caplog.at_level(logging.WARNING):
         config = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
@@ -152,7 +152,7 @@ def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
 
 
-def test_watched_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
+def test_evaluation_only_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
     weights = []
     for name, watch in (("plain", False), ("watching", True)):
         config = tiny_options(

@@ -355,7 +355,7 @@ def test_how_the_old_adapter_follows(make, decay_type, follows):
         torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
 
 
-def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
+def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
         changes = {

@@ -24,7 +24,7 @@ from paco_grpo.training.trainer import Trainer
 
 @pytest.fixture
 def make(tiny_flux_dir, tmp_path_factory):
-    """The configuration of a tiny run in a folder of its own, by changed options."""
+    """The configuration of a tiny run in a separate folder, by changed options."""
     return lambda **changes: tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
 
 
@@ -104,7 +104,7 @@ def test_refused_before_weights_are_loaded(make, monkeypatch, changes, said):
         build_run(make(**changes))
 
 
-def test_no_compiler_is_said_before_weights_are_loaded(make, monkeypatch):
+def test_a_missing_compiler_is_reported_before_weights_are_loaded(make, monkeypatch):
     monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="config.speed.compile=True: .* C\\+\\+ compiler"):
@@ -169,7 +169,7 @@ def test_batch_that_was_chosen_stays(make):
     assert build_run(config).plan.sample_batch_size == 2
 
 
-# --- rewards beside other work ----------------------------------------------------------------------------------------
+# --- rewards during other work ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sleep", "hidden"), [(0.6, True), (0.0, False)])
@@ -231,7 +231,7 @@ class Decoding:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_decoder_keeps_order_and_says_what_failed(background):
+def test_decoder_keeps_order_and_raises_errors(background):
     policy, got = Decoding(), []
     with Decoder(policy, lambda images, batch: got.append((images, batch.numbers[0])), background) as decoder:
         for mark in range(5):
