@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,14 @@ OUT = REPO / "quickstart" / "out" / "study"
 ASSETS = REPO / "assets"
 LABEL, PORT = "paco-study", "8077"
 ALIGNMENT = "paco_toy.oracle:oracle_alignment"
-MEASURES = ("oracle_consistency", "consistency_score", "oracle_alignment", "oracle_view", "oracle_distinct", "oracle_valid")
+MEASURES = (
+    "oracle_consistency",
+    "consistency_score",
+    "oracle_alignment",
+    "oracle_view",
+    "oracle_distinct",
+    "oracle_valid",
+)
 
 
 @dataclass(frozen=True)
@@ -85,39 +93,35 @@ def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
     return [*command, "--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
 
 
+def _train(run: StudyRun, minutes: float, every: int) -> None:
+    path = OUT / f"{run.name}.log"
+    print(f"started {run.name}; log: {path}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
+    command = _command(run, minutes, every)
+    with path.open("w") as log:
+        status = subprocess.run(
+            command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status != 0:
+        raise SystemExit(failure(run.name, status, path.read_text(errors="replace"), path))
+    (run.folder / "study.done").touch()
+    print(f"finished {run.name}", flush=True)
+
+
 def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, jobs: int) -> None:
     """Runs ``jobs`` trainings at a time, one thread each, and one server; a finished run is not run again."""
     waiting = [run for run in runs if not run.is_done]
-    running: dict[StudyRun, subprocess.Popen] = {}
     if not waiting:
         return
     OUT.mkdir(parents=True, exist_ok=True)
     served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL}
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
+    pool = ThreadPoolExecutor(jobs)
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                with (OUT / f"{run.name}.log").open("w") as log:
-                    print(f"started {run.name} ({len(waiting)} waiting); log: {log.name}", flush=True)
-                    running[run] = subprocess.Popen(
-                        _command(run, minutes, every), cwd=GRPO, stdout=log, stderr=subprocess.STDOUT,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"},
-                    )  # fmt: skip
-            for run, process in list(running.items()):
-                try:
-                    process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    continue
-                del running[run]
-                if process.returncode != 0:
-                    log = OUT / f"{run.name}.log"
-                    raise SystemExit(failure(run.name, process.returncode, log.read_text(errors="replace"), log))
-                (run.folder / "study.done").touch()
-                print(f"finished {run.name}", flush=True)
+        for future in as_completed([pool.submit(_train, run, minutes, every) for run in waiting]):
+            future.result()
     finally:
-        for process in running.values():
-            process.terminate()
+        pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
 
 
@@ -130,7 +134,8 @@ def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, fl
     strata = []
     for level in (0.0, 0.25, 0.5, 0.75):
         pair = [
-            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6] for rows in (before, after)
+            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6]
+            for rows in (before, after)
         ]
         if all(pair):
             strata.append((min(len(p) for p in pair), np.mean(pair[0]), np.mean(pair[1])))
@@ -144,13 +149,20 @@ def summarize(run: StudyRun) -> dict:
     """First and last evaluation of a run, and the mean scores of the last five epochs' samples."""
     evaluations, epochs = run.rows("eval"), run.rows("train")[-5:]
     first, last = evaluations[0], evaluations[-1]
-    result: dict = {"run": run.name, "resolution": run.resolution, "epochs": last["epoch"], "minutes": last["train_time"] / 60}
+    result: dict = {
+        "run": run.name,
+        "resolution": run.resolution,
+        "epochs": last["epoch"],
+        "minutes": last["train_time"] / 60,
+    }
     for name in MEASURES:
         key = f"eval/{name}_mean"
         if key in first:
             result[name] = {"before": first[key], "after": last[key], "stderr": last[f"eval/{name}_stderr"]}
     keys = {name: f"reward/{name}_mean" for name in MEASURES}
-    result["last_samples"] = {name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items() if key in epochs[-1]}
+    result["last_samples"] = {
+        name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items() if key in epochs[-1]
+    }
     images = [
         [image["rewards"] for image in read_rows(run.folder / "eval" / f"epoch_{row['epoch']:04d}" / "eval_data.jsonl")]
         for row in (first, last)
@@ -167,9 +179,16 @@ def table(runs: tuple[StudyRun, ...]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in results:
         o = r["oracle_consistency"]
-        cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})", f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}"]
+        cells = [
+            r["run"],
+            f"{r['epochs']} ({r['minutes']:.0f})",
+            f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}",
+        ]
         cells.append(f"{o['after'] - o['before']:+.3f}")
-        cells += [f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else "" for n in (*MEASURES[1:], "at_equal_alignment")]
+        cells += [
+            f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else ""
+            for n in (*MEASURES[1:], "at_equal_alignment")
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
     text = "\n".join(lines) + "\n"
@@ -214,7 +233,9 @@ def figures(runs: tuple[StudyRun, ...]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=14, help="training minutes of each run, evaluations not counted")
+    parser.add_argument(
+        "--minutes", type=float, default=14, help="training minutes of each run, evaluations not counted"
+    )
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")

@@ -22,7 +22,9 @@ def new_parser(script: str, description: str, seed_of: str) -> argparse.Argument
     parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of} (default 0)")
     parser.add_argument("--fresh", action="store_true", help="start over")
-    parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script"
+    )
     return parser
 
 
@@ -55,7 +57,10 @@ def drive(name: str, out: Path, work: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"\n{name}: no space left on the disk. Free some space and run it again; it continues from here.", file=sys.stderr)
+        print(
+            f"\n{name}: no space left on the disk. Free some space and run it again; it continues from here.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted, everything it started was ended. Run it again to continue.", file=sys.stderr)

@@ -63,7 +63,9 @@ def measure(run: Path) -> dict[str, Any]:
     """
     evaluations = sorted((run / "eval").glob("epoch_*"))
     if len(evaluations) < 2:
-        raise QuickstartError(f"{run}/eval has {len(evaluations)} evaluations; one before and one after training are needed")
+        raise QuickstartError(
+            f"{run}/eval has {len(evaluations)} evaluations; one before and one after training are needed"
+        )
     (before, categories), (after, others) = scores(evaluations[0]), scores(evaluations[-1])
     if categories != others:
         raise QuickstartError(f"{run}/eval: the first and the last evaluation are not of the same edits")
@@ -76,7 +78,9 @@ def measure(run: Path) -> dict[str, Any]:
             pair = before[chosen, column], after[chosen, column]
             values = {"before": pair[0], "after": pair[1], "gain": pair[1] - pair[0]}
             found[group][name] = {key: float(value.mean()) for key, value in values.items()}
-            found[group][name] |= {f"{key}_stderr": float(v.std(ddof=1) / math.sqrt(len(v))) for key, v in values.items()}
+            found[group][name] |= {
+                f"{key}_stderr": float(v.std(ddof=1) / math.sqrt(len(v))) for key, v in values.items()
+            }
     return found
 
 
@@ -106,7 +110,11 @@ def work(arguments: argparse.Namespace) -> None:
             f"the toy base quickstart/models/{name} is missing. Restore it (git checkout -- quickstart/models) "
             f"or build it (in tools/: python -m toy_models.build {name} --out ../quickstart/models)."
         )
-    run, edits, page = out / "runs" / f"{config}_seed{seed}", out / "world" / f"edits_seed{seed}", out / f"editing_{name}.html"
+    run, edits, page = (
+        out / "runs" / f"{config}_seed{seed}",
+        out / "world" / f"edits_seed{seed}",
+        out / f"editing_{name}.html",
+    )
     if arguments.fresh:
         shutil.rmtree(run, ignore_errors=True)
     python = os.environ.get("PYTHON") or sys.executable
@@ -128,7 +136,14 @@ def work(arguments: argparse.Namespace) -> None:
     finally:
         commands.stop()
     found, sizes, summary = measure(run), resolutions(run), page.with_suffix(".json")
-    content = {"editor": name, "seed": seed, "minutes": arguments.minutes, **sizes, "measures": found, "versions": versions(REPO)}
+    content = {
+        "editor": name,
+        "seed": seed,
+        "minutes": arguments.minutes,
+        **sizes,
+        "measures": found,
+        "versions": versions(REPO),
+    }
     summary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     gain = found["all"]["oracle_edit"]
     console.line("\n".join([

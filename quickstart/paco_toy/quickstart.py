@@ -108,17 +108,23 @@ def finish(ctx: Context, state: State) -> None:
     ctx.console.line("\n".join(lines), indent=0)
 
 
-def prepare(seed: int, minutes: float, overrides: tuple[str, ...], fresh: bool, rebuild: bool, out: Path) -> tuple[Context, State]:
+def prepare(
+    seed: int, minutes: float, overrides: tuple[str, ...], fresh: bool, rebuild: bool, out: Path
+) -> tuple[Context, State]:
     """The context, with the results of an earlier run with the same settings."""
     free = shutil.disk_usage(out).free >> 20
     if free < NEEDED_MB:
-        raise QuickstartError(f"{free} MB free on the disk of {out}, {NEEDED_MB} MB needed. Free some space and run it again.")
+        raise QuickstartError(
+            f"{free} MB free on the disk of {out}, {NEEDED_MB} MB needed. Free some space and run it again."
+        )
     console = Console(TimeLeft({stage.name: stage.expected for stage in STAGES}))
     commands = Commands(out / "logs", console.progress)
     ctx = Context(REPO, out, os.environ.get("PYTHON") or sys.executable, seed, commands, console, minutes, overrides)
     if rebuild:
         console.line("\nBuilding the toy base models again (up to 90 minutes on two cores)", indent=0)
-        commands.run([ctx.python, "-m", "toy_models.build", "--out", ctx.models], REPO / "tools", "0-models", "building")
+        commands.run(
+            [ctx.python, "-m", "toy_models.build", "--out", ctx.models], REPO / "tools", "0-models", "building"
+        )
     state = State(out / "state.json", settings_key(seed, minutes, overrides, ctx.models))
     same = state.load()
     if fresh or rebuild or not same:
@@ -135,7 +141,9 @@ def prepare(seed: int, minutes: float, overrides: tuple[str, ...], fresh: bool, 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see ``paco_toy.drivers.drive`` for the exit status."""
     parser = new_parser("run.sh", __doc__, "everything: data, judge, RL")
-    parser.add_argument("--rebuild", action="store_true", help="first build the toy base models again (up to 90 minutes)")
+    parser.add_argument(
+        "--rebuild", action="store_true", help="first build the toy base models again (up to 90 minutes)"
+    )
     arguments = parse_arguments(parser, argv)
     out = REPO / "quickstart" / "out"
 

@@ -139,8 +139,12 @@ def main() -> None:
     for name, text in (("draw", "draw the grids"), ("annotate", "rank OUT/sets of --sets and write reasons")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--out", type=Path, required=True)
-    commands.choices["draw"].add_argument("--seed", type=int, default=0, help="changes every grid; not which characters are held out")
-    commands.choices["annotate"].add_argument("--sets", type=Path, required=True, help="sets.jsonl of paco-reward build-dataset --sets_only")
+    commands.choices["draw"].add_argument(
+        "--seed", type=int, default=0, help="changes every grid; not which characters are held out"
+    )
+    commands.choices["annotate"].add_argument(
+        "--sets", type=Path, required=True, help="sets.jsonl of paco-reward build-dataset --sets_only"
+    )
     arguments = parser.parse_args()
     if arguments.command == "draw":
         draw(arguments.out, arguments.seed)

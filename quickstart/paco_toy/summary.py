@@ -46,7 +46,9 @@ def policy_measures(run: Path) -> dict[str, dict[str, float]]:
     """
     rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "eval"]
     if len(rows) < 2:
-        raise QuickstartError(f"{run}/metrics.jsonl has {len(rows)} evaluations; one before and one after training are needed")
+        raise QuickstartError(
+            f"{run}/metrics.jsonl has {len(rows)} evaluations; one before and one after training are needed"
+        )
     result = {}
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         missing = [name for name in MEASURES.values() if f"eval/{name}_mean" not in row]
@@ -63,7 +65,9 @@ def versions(repo: Path) -> dict[str, str]:
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", repo, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", repo, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     try:
         found["commit"] = git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
@@ -72,7 +76,9 @@ def versions(repo: Path) -> dict[str, str]:
     return found
 
 
-def build(results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float], peak_rss_mb: int, seed: int, repo: Path) -> dict:
+def build(
+    results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float], peak_rss_mb: int, seed: int, repo: Path
+) -> dict:
     """The whole summary from the stages' results."""
     judge, rl = results["judge"], results["rl"]
     return {
@@ -111,5 +117,10 @@ def table(summary: Mapping[str, Any]) -> str:
     }  # fmt: skip
     for key, label in labels.items():
         measures = (summary["policy"][when] for when in ("before", "after"))
-        rows.append((f"  {label}", *(f"{m[key]:.3f}" + (f" ±{m[STDERRS[key]]:.3f}" if key in STDERRS else "") for m in measures)))
+        rows.append(
+            (
+                f"  {label}",
+                *(f"{m[key]:.3f}" + (f" ±{m[STDERRS[key]]:.3f}" if key in STDERRS else "") for m in measures),
+            )
+        )
     return columns(rows)

@@ -45,9 +45,21 @@ def test_shell_scripts_parse():
 def test_links_between_our_pages_lead_somewhere():
     broken = []
     for page in [path for path in FILES if path.suffix == ".md"]:
-        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-        broken += [(page.name, link) for link in links if "://" not in link and not (page.parent / link).exists()]
+        for place, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", _prose(page)):
+            target = page.parent / place if place else page
+            if "://" not in place and not (target.exists() and (not anchor or anchor in _anchors(target))):
+                broken.append((str(page.relative_to(REPO)), place, anchor))
     assert broken == []
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown viewer gives to headings: lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_repository_stays_small():

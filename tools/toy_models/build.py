@@ -74,7 +74,9 @@ def build_flux(models: Path, seconds: float, seed: int, longer: bool) -> None:
         options = {"seed": seed + 1, "early_share": 0.0, "lr": 6e-4}
     else:
         pipe, options = flux.new_pipeline(vae, seed), {"seed": seed}
-    flux.train_generator(pipe, latents, seconds, snapshot=lambda: pipe.save_pretrained(models / "flux-snapshot"), **options)
+    flux.train_generator(
+        pipe, latents, seconds, snapshot=lambda: pipe.save_pretrained(models / "flux-snapshot"), **options
+    )
     if int(os.environ.get("RANK", "0")) == 0:
         pipe.to(torch.bfloat16).save_pretrained(folder)
 
@@ -169,7 +171,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes (of one thread) for flux")
     parser.add_argument("--measure", action="store_true", help="only measure the named model in --out")
     parser.add_argument("--count", type=int, default=192, help="prompts or edits to measure on, at each size")
-    parser.add_argument("--sheet", type=Path, metavar="PNG", help="also draw some edits of the named editor into one picture")
+    parser.add_argument(
+        "--sheet", type=Path, metavar="PNG", help="also draw some edits of the named editor into one picture"
+    )
     parser.add_argument("--stage", choices=MINUTES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     name, models, seed, longer = arguments.model, arguments.out, arguments.seed, arguments.longer

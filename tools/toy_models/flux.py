@@ -40,7 +40,9 @@ _WORDS = (
 
 def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast:
     """One token per word or panel label; lower case; other words become <unk>; texts are cut to ``length`` tokens."""
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *words])}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *words])}, unk_token="<unk>")
+    )
     tokenizer.normalizer = normalizers.Lowercase()
     split = pre_tokenizers.Split(Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
@@ -79,7 +81,12 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
         axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(  # as FLUX.1-dev's
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, shift=3.0
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+        shift=3.0,
     )
     _pretrain_text(tokenizer, clip, t5, seed)
     return FluxPipeline(
@@ -97,7 +104,9 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerFast, characters: np.ndarray, view
     return token_ids(tokenizer, [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)])
 
 
-def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int, batch: int = 128) -> None:
+def _pretrain_text(
+    tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int, batch: int = 128
+) -> None:
     """Teaches the text encoders to read prompts before anything is drawn, as FLUX's T5 and CLIP can.
 
     T5: the first three tokens of each panel (label, size, position) encode the panel, its view and the character. CLIP: the
@@ -105,7 +114,13 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     """
     torch.manual_seed(seed + 7)
     rng = np.random.default_rng([seed, 4])
-    counts = {"panel": 4, "view": FACTS["view"], "style": FACTS["style"], "colour": FACTS["colour"], "shape": FACTS["shape"]}
+    counts = {
+        "panel": 4,
+        "view": FACTS["view"],
+        "style": FACTS["style"],
+        "colour": FACTS["colour"],
+        "shape": FACTS["shape"],
+    }
     probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in counts.items()})
     pooled_character, pooled_views = nn.Linear(64, len(CHARACTERS)), nn.Linear(64, 4 * len(VIEWS))
 
@@ -130,7 +145,9 @@ def image_ids(side: int) -> torch.Tensor:
     return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
 
 
-def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float):
+def velocity(
+    pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float
+):
     """The transformer's prediction (B, N, C) for image tokens at times (B,).
 
     Args:

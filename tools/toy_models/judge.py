@@ -70,7 +70,13 @@ def new_processor() -> Qwen2_5_VLProcessor:
 
 def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL of 1.2 M parameters."""
-    text = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return new_model(processor.tokenizer, seed, text, {"depth": 3, "hidden_size": 96, "intermediate_size": 192})
 
 
@@ -106,7 +112,9 @@ class CaptionBatches:
             return [first, second], CAPTION_TWO, _caption_two(character, CHARACTERS[second])
         attribute = list(ATTRIBUTES)[self.rng.integers(3)]
         shown = getattr(character, attribute)
-        asked = shown if self.rng.random() < 0.5 else str(self.rng.choice([v for v in ATTRIBUTES[attribute] if v != shown]))
+        asked = (
+            shown if self.rng.random() < 0.5 else str(self.rng.choice([v for v in ATTRIBUTES[attribute] if v != shown]))
+        )
         return [first], _presence_question(asked), "Yes." if asked == shown else "No."
 
     def panel(self, character: int) -> torch.Tensor:

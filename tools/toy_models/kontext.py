@@ -63,14 +63,20 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
         states = [t5(ids).last_hidden_state[:, :5], clip(ids).pooler_output[:, None]]
         logits = [probe(states[i // 2]) for i, probe in enumerate(probes)]
-        losses = [cross_entropy(x.flatten(0, 1), wanted[i % 2].repeat_interleave(x.shape[1])) for i, x in enumerate(logits)]
+        losses = [
+            cross_entropy(x.flatten(0, 1), wanted[i % 2].repeat_interleave(x.shape[1])) for i, x in enumerate(logits)
+        ]
         return sum(losses), {"loss": sum(losses)}
 
     fit([(nn.ModuleList([clip, t5, probes]), 2e-3)], next_loss, "text", steps=300, floor=0.0, clip=math.inf)
 
 
 def train(
-    pipe: FluxKontextPipeline, seconds: float, seed: int, longer: bool = False, snapshot: Callable[[], None] | None = None
+    pipe: FluxKontextPipeline,
+    seconds: float,
+    seed: int,
+    longer: bool = False,
+    snapshot: Callable[[], None] | None = None,
 ) -> None:
     """Trains transformer and text encoders for a wall-clock time; the pipeline ends with averaged weights.
 

@@ -21,7 +21,9 @@ from toy_models.panels import random_views
 logger = logging.getLogger(__name__)
 
 
-def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10) -> dict:
+def generator_quality(
+    folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10
+) -> dict:
     """Oracle means for ``count`` prompts over all characters: {"64px": {"consistency": …, "valid": …, …}, …}."""
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -64,7 +66,9 @@ def _draw_edits(
     for start in range(0, count, 32):
         numbers = range(start, min(start + 32, count))
         seeds = [seed * 100003 + i for i in numbers]
-        images += module.draw(pipe, [references[i] for i in numbers], [edits[i].instruction for i in numbers], seeds, steps)
+        images += module.draw(
+            pipe, [references[i] for i in numbers], [edits[i].instruction for i in numbers], seeds, steps
+        )
     return edits, references, images
 
 
@@ -83,7 +87,12 @@ def editor_quality(
     for size in sizes:
         edits, _, images = _draw_edits(module, pipe, seed, count, size, steps)
         followed, kept = judge_edits(images, edits)
-        measures = {"edit": np.sqrt(followed * kept), "followed": followed, "kept": kept, "valid": read_grids(images).valid}
+        measures = {
+            "edit": np.sqrt(followed * kept),
+            "followed": followed,
+            "kept": kept,
+            "valid": read_grids(images).valid,
+        }
         quality[f"{size}px"] = _means(f"edits at {size}px", measures)
     return quality
 

@@ -94,7 +94,11 @@ def edit_loss(
 
 
 def train(
-    pipe: QwenImageEditPipeline, seconds: float, seed: int, longer: bool = False, snapshot: Callable[[], None] | None = None
+    pipe: QwenImageEditPipeline,
+    seconds: float,
+    seed: int,
+    longer: bool = False,
+    snapshot: Callable[[], None] | None = None,
 ) -> None:
     """Trains the transformer for a wall-clock time; the pipeline ends with averaged weights.
 

@@ -45,7 +45,13 @@ def new_editor_processor() -> Qwen2VLProcessor:
 
 def new_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL of 0.4 M parameters."""
-    text = {"hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+    text = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    }
     return new_model(tokenizer, seed, text, {"depth": 2, "hidden_size": 48, "intermediate_size": 96})
 
 
@@ -67,7 +73,9 @@ class SceneReader:
         return hidden.last_hidden_state[:, self.dropped :]
 
 
-def pretrain_reader(reader: SceneReader, caches: dict[int, PanelCache], seconds: float, seed: int, batch: int = 32) -> None:
+def pretrain_reader(
+    reader: SceneReader, caches: dict[int, PanelCache], seconds: float, seed: int, batch: int = 32
+) -> None:
     """Teaches the encoder to read scenes and instructions before anything is drawn, as Qwen2.5-VL can.
 
     Each panel's token encodes what the panel shows. The shape's token encodes the shape and which panel shows it; the value's
@@ -93,7 +101,9 @@ def pretrain_reader(reader: SceneReader, caches: dict[int, PanelCache], seconds:
         loss, right = 0.0, {}
         for name, probe in probes.items():
             after_value = name == "value" or name.startswith("there")
-            tokens = features[:, _PANELS if name.startswith("panel") else slice(_VALUE if after_value else _SHAPE, None)]
+            tokens = features[
+                :, _PANELS if name.startswith("panel") else slice(_VALUE if after_value else _SHAPE, None)
+            ]
             logits, labels = probe(tokens), torch.from_numpy(wanted[name]).expand(tokens.shape[:2])
             loss = loss + cross_entropy(logits.flatten(0, 1), labels.flatten())
             right[name] = (logits.argmax(dim=-1) == labels).double().mean()

@@ -36,7 +36,13 @@ def _grids(caches: dict[int, PanelCache], side: int, size: int, rng: np.random.G
 
 
 def _fit(
-    vae: nn.Module, encode: Callable, decode: Callable, caches: dict[int, PanelCache], seconds: float, seed: int, lr: float = 3e-3
+    vae: nn.Module,
+    encode: Callable,
+    decode: Callable,
+    caches: dict[int, PanelCache],
+    seconds: float,
+    seed: int,
+    lr: float = 3e-3,
 ) -> None:
     """Trains a VAE.
 
@@ -113,7 +119,9 @@ def new_qwen_vae(seed: int) -> AutoencoderKLQwenImage:
 
 def _still_convolution(self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: None = None) -> torch.Tensor:
     """The causal convolution of one frame (B, C, 1, H, W)."""
-    return nn.functional.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], self._padding[0]).unsqueeze(2)
+    return nn.functional.conv2d(
+        x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], self._padding[0]
+    ).unsqueeze(2)
 
 
 def _plain_norm(self: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,9 @@ def test_training_edits_follow_their_instructions_or_depart_from_them():
         assert (after.colour, after.style) == ((value, before.style) if value in COLOURS else (before.colour, value))
         assert len({CHARACTERS[c].shape for c in batch.before[b]}) == 4
     batch = sample_edits(4000, rng)
-    followed = [VALUES[v] in str(CHARACTERS[c]).split() for v, c in zip(batch.value, batch.after[np.arange(4000), batch.place])]
+    followed = [
+        VALUES[v] in str(CHARACTERS[c]).split() for v, c in zip(batch.value, batch.after[np.arange(4000), batch.place])
+    ]
     unfaithful = DEPARTURE * (1 - KINDS["one more"])
     assert np.mean(followed) == pytest.approx(1 - unfaithful, abs=0.03)
     changed = (batch.before != batch.after).sum(axis=1)

@@ -1,4 +1,4 @@
-"""What the two editors share: the size, latents and grouping of reference images."""
+"""Reference images of the policies that edit: their size, their latents, and which samples may share a forward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.cache import TensorCache
-from paco_grpo.policies.pipeline import CACHE_BYTES, PipelinePolicy
+from paco_grpo.policies.diffusers_policy import CACHE_BYTES, DiffusersPolicy
+from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.types import Conditioning, Item
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Reference:
     """A reference image as the encoders see it."""
 
     image: Image.Image  # RGB
-    key: Hashable  # of its content and size: two files with the same picture are one
+    key: Hashable  # of content and size: two files with the same picture are one
 
     @property
     def size(self) -> tuple[int, int]:
@@ -41,8 +41,8 @@ class Reference:
 class ReferenceConditioning(Conditioning):
     """Packed latents of each sample's reference image, padded to the longest."""
 
-    reference: torch.Tensor  # (B, M, C) in the policy's dtype; what lies behind a row's own tokens is never used
-    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each; on the CPU, so that reading it is no waiting
+    reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
+    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each; on the CPU, so reading it does not synchronize
 
     def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
         """Reference tokens (B, rows·columns, C), rows and columns.
@@ -59,17 +59,16 @@ class ReferenceConditioning(Conditioning):
         return self.reference[:, : rows * columns], rows, columns
 
 
-class EditingPolicy(PipelinePolicy):
-    """A pipeline that changes a reference image.
+class ReferenceImagePolicy(DiffusersPolicy):
+    """A pipeline that edits a reference image.
 
-    A reference is encoded at the area of the image that is drawn, with its own shape: training small costs little, and
-    where both have one shape their tokens lie on one grid. (The pipelines alone always take about a megapixel.)
+    A reference keeps its shape and is encoded at the area of the generated image: training small costs little, and where
+    both have one shape their tokens lie on one grid. (The pipelines alone always use about a megapixel.)
     """
 
     edits_images = True
 
     def __init__(self, pipeline, **options) -> None:
-        """See :meth:`PipelinePolicy.__init__`."""
         super().__init__(pipeline, **options)
         self._latents = TensorCache(CACHE_BYTES)
         self._logged: set[tuple] = set()
@@ -79,20 +78,19 @@ class EditingPolicy(PipelinePolicy):
         """Height and width of about ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """See :meth:`Policy.size_like`; rounded by :meth:`fit_area`."""
         shape = item.height, item.width
         if None in shape:
             image = item.image
             shape = image.height, image.width
         size = self.fit_area(resolution**2, shape[1] / shape[0])
-        self._say("item", shape, "drawn", size)
+        self._log_resize("item of %dx%d is generated at %dx%d (multiple of %d)", shape, size)
         return size
 
     def reference_size(self, item: Item) -> tuple[int, int]:
         """Height and width at which the reference image of ``item`` is encoded.
 
         The area of the item's size in the shape of the image, rounded; but the item's own size where that distorts the
-        image no more than the rounding does. An item without a size has its image taken at the image's own area.
+        image no more than rounding does. For an item without a size, the image's own area.
         """
         image, own = item.image, (item.height, item.width)
         aspect = image.width / image.height
@@ -102,7 +100,7 @@ class EditingPolicy(PipelinePolicy):
         return min(own, fitted, key=lambda size: abs(math.log(size[1] / size[0] / aspect)))
 
     def batch_key(self, item: Item) -> Hashable:
-        """See :meth:`Policy.batch_key`: the size drawn and the size of the reference."""
+        """The size of the generated image and the size of the reference."""
         return item.height, item.width, *self.reference_size(item)
 
     def _read(self, item: Item) -> Reference:
@@ -114,22 +112,22 @@ class EditingPolicy(PipelinePolicy):
         image = item.image
         if image is None:
             raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
-        size = self.reference_size(dataclasses.replace(item, image=image))
-        self._say("reference image", (image.height, image.width), "read", size)
+        size = self.reference_size(dataclasses.replace(item, image=image))  # so that a lazy image is read once
+        self._log_resize("reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size)
         resized = self.pipeline.image_processor.resize(image.convert("RGB"), *size)
         return Reference(resized, (hashlib.blake2b(resized.tobytes(), digest_size=16).digest(), size))
 
     def _encode_references(self, references: Sequence[Reference]) -> dict[str, torch.Tensor]:
-        """The fields of :class:`ReferenceConditioning`; each picture goes through the VAE once, alone."""
+        """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""
         with self.encoders_held():
-            tokens = [self._latents.get(r.key, lambda r=r: (self._encode_one(r),))[0] for r in references]
+            tokens = [self._latents.get(r.key, lambda r=r: (self._encode_image(r),))[0] for r in references]
         grids = [self._grid(*reference.size) for reference in references]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
             "reference_grid": torch.tensor(grids),
         }
 
-    def _encode_one(self, reference: Reference) -> torch.Tensor:
+    def _encode_image(self, reference: Reference) -> torch.Tensor:
         """Packed latents (M, C) of a reference."""
         rows, columns = self._grid(*reference.size)
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
@@ -145,8 +143,8 @@ class EditingPolicy(PipelinePolicy):
         """Pixels (1, 3, H, W) in the shape that the VAE takes."""
         return pixels
 
-    def _say(self, thing: str, given: tuple[int, int], done: str, size: tuple[int, int]) -> None:
+    def _log_resize(self, message: str, given: tuple[int, int], size: tuple[int, int]) -> None:
         """One log line for each change of size, however many images it concerns."""
-        if given != size and (thing, given, size) not in self._logged:
-            self._logged.add((thing, given, size))
-            logger.info("%s of %dx%d is %s at %dx%d (multiple of %d)", thing, *given, done, *size, self.size_multiple)
+        if given != size and (message, given, size) not in self._logged:
+            self._logged.add((message, given, size))
+            logger.info(message, *given, *size, self.size_multiple)

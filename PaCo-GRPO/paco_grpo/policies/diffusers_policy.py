@@ -1,4 +1,4 @@
-"""What the FLUX and Qwen-Image families share: a diffusers pipeline whose latents are packed 2x2 into tokens."""
+"""A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_tim
 from PIL import Image
 from torch import nn
 
-from paco_grpo.policies import quantized
-from paco_grpo.policies.adapters import save_diffusers, unwrap
-from paco_grpo.policies.base import Policy, PolicyLoadError
-from paco_grpo.policies.cache import TensorCache
-from paco_grpo.policies.offload import Offloaded
+from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
+from paco_grpo.policies.performance.cache import TensorCache
+from paco_grpo.policies.performance.offload import Offloaded
+from paco_grpo.policies.performance.quantize import quantize as quantize_layers
 from paco_grpo.transfer import to_device
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
@@ -31,16 +30,16 @@ _ATTENTION_TARGETS = tuple(
 
 
 def lora_targets_with(*feed_forwards: str) -> tuple[str, ...]:
-    """Method §6: every attention projection, and both linear layers of the blocks' ``feed_forwards``."""
+    """docs/method.md §6: every attention projection, and both linear layers of the blocks' ``feed_forwards``."""
     return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in ("net.0.proj", "net.2"))
 
 
-class PipelinePolicy(Policy):
-    """A loaded diffusers pipeline as a policy; nothing about sizes or channels is assumed.
+class DiffusersPolicy(Policy):
+    """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
 
     A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning, velocity and pixels.
-    What was encoded is cached on the CPU (least recently used dropped beyond 1 GiB), so that encoders see each input
-    once and can be moved off the accelerator in between. Schedules are cached per size.
+    Encoded inputs are cached on the CPU (1 GiB, least recently used dropped first), so each input is encoded once and the
+    encoders can leave the device.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
@@ -57,7 +56,7 @@ class PipelinePolicy(Policy):
         negative_prompt: str | None = None,
         quantize: str | None = None,
     ) -> None:
-        """Wrap a loaded pipeline: freeze it, put it on ``device``; arguments as in ``load_policy``."""
+        """Freeze ``pipeline`` and put it on ``device``; arguments as in ``load_policy``."""
         if not 1 <= max_sequence_length <= self.text_limit:
             raise ValueError(
                 f"config.max_sequence_length={max_sequence_length} must lie between 1 and {self.text_limit} "
@@ -75,30 +74,29 @@ class PipelinePolicy(Policy):
         self.guidance_scale = guidance_scale
         self.negative_prompt = negative_prompt
         self.transformer = pipeline.transformer
-        self._transformer_config = pipeline.transformer.config
-        # A scheduler of our own: set_timesteps leaves state behind.
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self.size_multiple = 2 * pipeline.vae_scale_factor
-        self._texts = TensorCache(CACHE_BYTES)
-        self._text_duty: Offloaded | None = None
-        self._vae_duty: Offloaded | None = None
+        self._transformer_config = pipeline.transformer.config
+        # A private scheduler: set_timesteps changes its state.
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._texts = TensorCache(CACHE_BYTES)
+        self._offloaded_text: Offloaded | None = None
+        self._offloaded_vae: Offloaded | None = None
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
         if quantize is not None:
             _place(pipeline.transformer, torch.device("cpu"), dtype)
-            quantized.quantize(pipeline.transformer, quantize, dtype, self.device)
-            pipeline.transformer.to(self.device)  # the rest; the layers above are there
+            quantize_layers(pipeline.transformer, quantize, dtype, self.device)
+            pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
             _place(pipeline.transformer, self.device, dtype)
-        # float32 VAE: decoding in bf16 shows in the pixels, and the VAE is small.
+        # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
         for encoder in self.text_encoders():
             _place(encoder, self.device, dtype)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
-        """Load with the pipeline class's ``from_pretrained``; see :meth:`Policy.from_pretrained`."""
         try:
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
@@ -119,7 +117,7 @@ class PipelinePolicy(Policy):
     # --- the interface ----------------------------------------------------------------------------------------------
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """See :meth:`Policy.sigmas`: linspace(1, 1/N, N), shifted by mu from the number of tokens that are drawn.
+        """linspace(1, 1/N, N), shifted by mu from the number of generated tokens.
 
         Raises:
             ValueError: The model's schedule does not exist for so few steps.
@@ -129,9 +127,7 @@ class PipelinePolicy(Policy):
         if key not in self._sigmas:
             config = self._scheduler.config
             if config.get("shift_terminal") and num_steps < 2:
-                raise ValueError(
-                    f"num_steps = {num_steps}: {self.family}'s schedule ends at a σ of its own, it needs 2"
-                )
+                raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
             mu = calculate_shift(
                 rows * columns,
                 config.get("base_image_seq_len", 256),
@@ -144,7 +140,7 @@ class PipelinePolicy(Policy):
         return self._sigmas[key]
 
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
-        """See :meth:`Policy.initial_latents`; the same noise as the pipeline with CPU generators of these seeds."""
+        """The same noise as the pipeline's with CPU generators of these seeds."""
         rows, columns = self._grid(height, width)
         channels = self._transformer_config.in_channels // 4
         shape = (1, channels, 2 * rows, 2 * columns)
@@ -154,62 +150,54 @@ class PipelinePolicy(Policy):
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """See :meth:`Policy.decode`; all of ``latents`` in one VAE call, so the caller's batch bounds the memory.
+        """All of ``latents`` in one VAE call, so the caller's batch bounds the memory.
 
-        The bytes are made where the VAE is: a fourth of diffusers' float32 pixels crosses to the CPU, which rounds none
-        of them. Each operation is diffusers' own, in the same order, so the images are the same bits.
+        Pixels become bytes on the VAE's device, so a fourth of the float32 pixels crosses to the CPU. The operations and
+        their order are diffusers' own, so the images are the same bits.
         """
         unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
         with self.vae_at_work():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
         rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
-        arrays = rounded.cpu().numpy()
-        return [Image.fromarray(array) for array in arrays]
+        return [Image.fromarray(array) for array in rounded.cpu().numpy()]
+
+    def move_encoders(self, device: torch.device | str) -> None:
+        for module in (*self.text_encoders(), self.pipeline.vae):
+            module.to(device)
+
+    # --- offloading -------------------------------------------------------------------------------------------------
 
     def offload(self, text_encoders: bool, vae: bool) -> None:
-        """See :meth:`Policy.offload`."""
-        if text_encoders and self._text_duty is None:
-            self._text_duty = Offloaded(self.text_encoders(), self.device)
-        if vae and self._vae_duty is None:
-            self._vae_duty = Offloaded([self.pipeline.vae], self.device)
+        if text_encoders and self._offloaded_text is None:
+            self._offloaded_text = Offloaded(self.text_encoders(), self.device)
+        if vae and self._offloaded_vae is None:
+            self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
 
     @property
     def offloads_text_encoders(self) -> bool:
-        """See :class:`Policy`."""
-        return self._text_duty is not None
+        return self._offloaded_text is not None
 
     def text_at_work(self) -> AbstractContextManager:
-        """The text encoders are on the accelerator inside the block."""
-        return self._text_duty.at_work() if self._text_duty else nullcontext()
+        """The text encoders are on the device inside the block."""
+        return self._offloaded_text.at_work() if self._offloaded_text else nullcontext()
 
     def vae_at_work(self) -> AbstractContextManager:
-        """The VAE is on the accelerator inside the block."""
-        return self._vae_duty.at_work() if self._vae_duty else nullcontext()
+        """The VAE is on the device inside the block."""
+        return self._offloaded_vae.at_work() if self._offloaded_vae else nullcontext()
 
     @contextmanager
     def encoders_held(self) -> Iterator[None]:
-        """Text encoders and VAE that come to work inside the block stay until its end."""
+        """Text encoders and VAE that are copied to the device inside the block stay there until its end."""
         with ExitStack() as stack:
-            for duty in filter(None, (self._text_duty, self._vae_duty)):
-                stack.enter_context(duty.held())
+            for offloaded in filter(None, (self._offloaded_text, self._offloaded_vae)):
+                stack.enter_context(offloaded.held())
             yield
 
-    def move_text_encoders(self, device: torch.device | str) -> None:
-        """See :meth:`Policy.move_text_encoders`."""
-        for encoder in self.text_encoders():
-            encoder.to(device)
-
-    def move_vae(self, device: torch.device | str) -> None:
-        """See :meth:`Policy.move_vae`."""
-        self.pipeline.vae.to(device)
-
-    def save_lora(self, directory: str | Path) -> None:
-        """See :meth:`Policy.save_lora`."""
-        save_diffusers(self, directory)
+    # --- helpers of subclasses --------------------------------------------------------------------------------------
 
     def _cache_context(self, name: str) -> AbstractContextManager:
-        """Every forward runs inside it: a first-block cache keeps the passes ``name`` of one velocity apart."""
+        """Needed around every forward: a first-block cache keeps the passes ``name`` of one velocity apart."""
         transformer = unwrap(self.transformer)
         return transformer.cache_context(name) if transformer.is_cache_enabled else nullcontext()
 
@@ -223,7 +211,7 @@ class PipelinePolicy(Policy):
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move and cast; the cast only where needed, since diffusers warns at each."""
+    """Move and cast; cast only where needed, since diffusers warns at each cast."""
     if any(parameter.dtype != dtype for parameter in module.parameters()):
         nn.Module.to(module, dtype=dtype)
     module.to(device)
