@@ -32,7 +32,7 @@ TOOLS = Path(__file__).resolve().parent
 REPO = TOOLS.parent
 sys.path.insert(0, str(TOOLS))
 
-from golden_cases import CASES, QUICK, SAME, Command, write_inputs
+from golden_cases import CASES, QUICK, SAME, Command, command, judge_server, write_inputs
 from golden_compare import compare_folders
 
 CODE = ("PaCo-GRPO", "PaCo-Reward/judge", "PaCo-Reward/LLaMA-Factory/src", "PaCo-Reward/evaluation", "quickstart")
@@ -183,8 +183,6 @@ def preload() -> None:
 @contextlib.contextmanager
 def start_judge():
     """A judge over HTTP whose answers are computed from the pixels; yields its address."""
-    from golden_cases import judge_server
-
     server = judge_server()
     child = os.fork()  # a process, not a thread: the cases are forked from this one
     if child == 0:
@@ -220,51 +218,37 @@ def run_case(side: Side, name: str, inputs: Path, judge: str) -> None:
     """Run a case's commands one after another, in this process's children."""
     out = side.out / name
     out.mkdir(parents=True)
-    places = {"inputs": inputs, "out": out, "judge": judge}
-    for number, command in enumerate(CASES[name]):
-        argv = [str(word) for word in command.argv]
-        for key, value in places.items():
-            argv = [word.replace("{" + key + "}", str(value)) for word in argv]
-        port = str(free_port())
-        ranks = [
-            fork(run_command, side, command, argv, out / f"{number}", rank, port, inputs)
-            for rank in range(command.processes)
-        ]
+    for number, text in enumerate(CASES[name]):
+        todo, port = command(text, inputs=inputs, out=out, judge=judge), free_port()
+        ranks = [fork(run_command, side, todo, out / str(number), inputs, rank, port) for rank in range(todo.processes)]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-        if not set(statuses) <= set(command.statuses):
+        if any(statuses) and not (todo.prints and statuses == [1]):
             log = (out / f"{number}.0.err").read_text(errors="replace")
-            print(f"{side.name} {name}: {' '.join(argv)}\nexit statuses {statuses}\n{log[-3000:]}", file=sys.stderr)
+            print(f"{side.name} {name}: {text}\nexit status {statuses}\n{log[-3000:]}", file=sys.stderr)
             os._exit(1)
     normalize(out, {out: "<out>", inputs: "<inputs>", side.code: "<repo>", judge: "<judge>"})
 
 
-def run_command(side: Side, command: Command, argv: list[str], log: Path, rank: int, port: str, inputs: Path) -> None:
-    """Run one published command in this process, as one of ``command.processes``."""
-    for suffix, stream in (("out" if command.prints else "log", 1), ("err", 2)):
+def run_command(side: Side, todo: Command, log: Path, inputs: Path, rank: int = 0, port: int = 0) -> None:
+    """Run one published command in this process, as number ``rank`` of ``todo.processes``."""
+    for suffix, stream in (("out" if todo.prints else "log", 1), ("err", 2)):
         os.dup2(os.open(f"{log}.{rank}.{suffix}", os.O_WRONLY | os.O_CREAT, 0o644), stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    code = [str(side.code / folder) for folder in CODE]
-    elsewhere = tuple("/" + folder for folder in CODE)
-    sys.path[:] = [
-        *code,
-        str(inputs),
-        *(entry for entry in sys.path if not entry.endswith(elsewhere) and entry != str(TOOLS)),
-    ]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*code, str(inputs)])
-    os.environ["HF_DATASETS_CACHE"] = str(log.parent / "cache.log")
-    if command.processes > 1:
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(command.processes),
-            "LOCAL_WORLD_SIZE": str(command.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-    os.chdir(side.code / command.folder)
-    sys.argv = argv
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    code = [*(str(side.code / folder) for folder in CODE), str(inputs)]
+    elsewhere = (*(f"/{folder}" for folder in CODE), str(TOOLS))  # other trees: installed, or in PYTHONPATH
+    sys.path[:] = [*code, *(entry for entry in sys.path if not entry.endswith(elsewhere))]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(code), "HF_DATASETS_CACHE": str(log.parent / "cache.log")}
+    if todo.processes > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"WORLD_SIZE": str(todo.processes), "LOCAL_WORLD_SIZE": str(todo.processes)}
+    os.chdir(side.code / todo.folder)
+    if todo.argv[0] == "-m":
+        sys.argv = list(todo.argv[1:])
+        runpy.run_module(todo.argv[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        runpy.run_path(argv[0], run_name="__main__")
+        sys.argv = list(todo.argv)
+        sys.path.insert(0, str(Path(todo.argv[0]).resolve().parent))
+        runpy.run_path(todo.argv[0], run_name="__main__")
 
 
 def normalize(out: Path, names: dict) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 # Files that hold prose, logs, times or pickled settings: only their presence is compared.
 OPAQUE = (".md", ".html", ".log", ".err", ".lock", ".svg", ".bin")
-# Keys of JSON whose values depend on the clock, the machine, the run's folder or the version of the code.
+# Keys of JSON whose values depend on the clock, the machine or the version of the code; "python" is the state of the
+# module ``random``, which nothing computes with but the pauses between a client's attempts.
 VOLATILE = re.compile(
-    r"(^|[./])(time|train_time|date|created|seconds|elapsed|elapsed_time|remaining_time|train_runtime|commit|version|versions|hostname|machine|pid)$"
+    r"(^|[./])(time|train_time|date|created|seconds|elapsed|elapsed_time|remaining_time|train_runtime|commit|version|versions|hostname|machine|pid|python)$"
     r"|(^|\.)(time|memory|speed_of)/|_(s|seconds|per_second|mib|gib|bytes_free)$",
     re.IGNORECASE,
 )

@@ -23,7 +23,7 @@ from measuring.architectures import PRESETS, Architecture
 from measuring.footprint import META, Shape, conditioning
 from measuring.models import pipeline_of, policy_of
 from paco_grpo.policies import Policy
-from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.lora import add_lora
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _velocity(policy: Policy, shape: Shape) -> torch.Tensor:
     tokens = (shape.height // policy.size_multiple) * (shape.width // policy.size_multiple)
     latents = torch.empty(1, tokens, policy.transformer.config.in_channels, device=META)
     sigma = torch.empty(1, device=META)
-    return policy.conditional_velocity(latents, sigma, conditioning(policy, shape), shape.height, shape.width)
+    return policy.velocity(latents, sigma, conditioning(policy, shape), shape.height, shape.width, guided=False)
 
 
 def main(given: Sequence[str] | None = None) -> int:

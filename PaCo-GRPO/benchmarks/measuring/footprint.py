@@ -21,8 +21,10 @@ from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
 from paco_grpo.objectives.base import Step
 from paco_grpo.options import RunOptions
-from paco_grpo.policies import Policy, quantized
-from paco_grpo.policies.adapters import add_lora, add_snapshot, trainable_parameters, unwrap
+from paco_grpo.policies import Policy
+from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.lora import add_lora, add_snapshot, trainable_parameters
+from paco_grpo.policies.performance import quantize
 from paco_grpo.types import Conditioning, NoiseStep, Rollout
 
 META = torch.device("meta")
@@ -99,7 +101,7 @@ def resident(policy: Policy, options: RunOptions) -> dict[str, int]:
     if options.pretrained.quantize:
         for _, layer in _base_layers(policy):
             size = layer.weight.numel() * layer.weight.element_size()
-            base += quantized.stored_bytes(layer, options.pretrained.quantize) - size
+            base += quantize.stored_bytes(layer, options.pretrained.quantize) - size
     parts = {
         "transformer": base,
         "adapter": 4 * trained,
@@ -132,7 +134,7 @@ def reward_bytes(options: RunOptions) -> int:
 
 def _base_layers(policy: Policy) -> list[tuple[str, torch.nn.Linear]]:
     """Layers that quantization would replace, found behind the adapters that wrap them."""
-    return [(n.replace(".base_layer", ""), layer) for n, layer in quantized.quantizable(policy.transformer)
+    return [(n.replace(".base_layer", ""), layer) for n, layer in quantize.quantizable(policy.transformer)
             if ".lora_" not in n]  # fmt: skip
 
 
@@ -316,8 +318,8 @@ def training(policy: Policy, options: RunOptions, size: Shape, block: int | None
 def tail_bytes(policy: Policy, options: RunOptions) -> int:
     """Bytes of the quantized copies for ``sample.tail_weights``."""
     kind = options.sample.tail_weights
-    layers = quantized.token_layers(unwrap(policy.transformer)).values() if kind else ()
-    return sum(quantized.stored_bytes(layer, kind) for layer in layers)
+    layers = quantize.token_layers(unwrap(policy.transformer)).values() if kind else ()
+    return sum(quantize.stored_bytes(layer, kind) for layer in layers)
 
 
 def merged_bytes(policy: Policy) -> int:

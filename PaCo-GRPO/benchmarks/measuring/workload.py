@@ -17,6 +17,7 @@ from PIL import Image
 from measuring.architectures import PRESETS, Architecture
 from measuring.models import random_weights, t2is_prompts, write
 from paco_grpo.options import ConfigError, RunOptions, read_options
+from paco_grpo.policies.lora import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT.parent / "quickstart" / "models" / "flux"
@@ -202,7 +203,7 @@ def repeat_published_work(run: Any) -> None:
         # without its cache: autocast would reuse the weights cast here, which have no gradient
         with torch.no_grad(), torch.autocast(policy.device.type, policy.dtype, enabled, cache_enabled=False):
             transformer(*arguments, **keywords)
-            with policy.reference():
+            with reference(policy):
                 transformer(*arguments, **keywords)
 
     policy.encode, policy.decode = encode_each_image, decode_twice

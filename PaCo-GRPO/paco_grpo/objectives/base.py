@@ -5,7 +5,7 @@
         ...
         return Terms(loss, {"my_metric": value})      # per sample, (B,) each
 
-The trainer calls it once per step of a micro-batch and backpropagates at once, so the activations of one step exist at a
+The trainer calls it once per step of a micro-batch and backpropagates immediately, so only one step's activations exist at a
 time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
 processes changes the mathematics.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
 from paco_grpo.sampling.sde import Transition
@@ -74,7 +75,7 @@ class Snapshot:
     """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained, once per epoch.
 
     Attributes:
-        name: Of the adapter (``policy.snapshot(name)``) and of its file in checkpoints.
+        name: Name of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints.
         decay: (optimizer steps so far, train options) → decay in [0, 1].
         samples: Whether rollouts are sampled from it.
     """
@@ -148,7 +149,7 @@ def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], Terms]], 
 
 def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Tensor:
     """KL (B,) to the reference policy at a noise step: mean((μ − μ_ref)²)/(2s² + 1e-7) (Flow-GRPO, eq. 13)."""
-    with torch.no_grad(), policy.reference():
+    with torch.no_grad(), lora.reference(policy):
         reference = step.transition(policy)
     return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
 

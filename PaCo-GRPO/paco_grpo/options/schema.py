@@ -126,7 +126,7 @@ class TrainOptions:
     beta: float = option(0.0, "weight of the KL term against the base model", at_least=0)
     nft_beta: float = option(1.0, "β of nft: how far v⁺ and v⁻ lie from the old velocity", above=0)
     decay_type: int | None = option(
-        None, "schedule of blending into the old adapter (nft): 0, 1 or 2; None = the objective's default (0; nft: 1)"
+        None, "schedule of blending into the old adapter (nft); None = 1", choices=(None, 0, 1, 2)
     )
     old_log_prob: str = option(
         "auto",

@@ -1,4 +1,4 @@
-"""What needs objectives, rewards, libraries or a model's small files to be checked is found before any model is loaded, and the message names the field."""
+"""Checks that need objectives, rewards, libraries or a model's small files, before any model is loaded."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_resolution_must_fit_the_hub_s_model(tmp_path, monkeypatch):
 
 def test_negative_prompt_needs_true_cfg(tmp_path):
     config = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path))), ("sample.negative_prompt", " "))
-    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' ' is given, but .* leave it at None"):
+    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' ' is set, but .* leave it at None"):
         check_model(config)
 
 
@@ -101,7 +101,7 @@ def test_negative_prompt_needs_true_cfg(tmp_path):
         (
             "FluxPipeline",
             "a picture",
-            "draws from text alone, but the train items .* have reference images .config.prompt_fn",
+            "generates from text alone, but the train items .* have reference images .config.prompt_fn",
         ),
         ("FluxKontextPipeline", None, "edits images, but the train items .* have none: config.prompt_fn"),
     ],
@@ -129,7 +129,7 @@ def test_fewest_steps_are_known_without_the_weights(tiny_folder, name):
         check_model(config)
 
 
-def test_a_large_model_on_a_cpu_is_said(tmp_path, caplog):
+def test_a_large_model_on_a_cpu_is_a_warning(tmp_path, caplog):
     folder = small_files(tmp_path)
     config = load_named("toy_t2is", ("pretrained.model", str(folder)))
     check_device(config, torch.device("cpu"))

@@ -1,0 +1,216 @@
+"""Measure the structure of the code: import circles, the files between the command and the loss, and sizes.
+
+    python tools/survey.py [--repo PATH] [circles] [trace] [sizes]      default: all three
+
+circles  Modules that import each other, imports inside functions included, those for type checking left out.
+trace    A tiny training run up to its first backward: the files whose functions are entered, in order, with the number
+         of functions and of calls; and the files on the call stack at that moment.
+sizes    Lines of source and of tests, words of Markdown, by top folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TOOLS))
+from golden import ENVIRONMENT, REPO, Side, fork, run_command
+from golden_cases import command, write_inputs
+
+PACKAGES = {
+    "paco_grpo": "PaCo-GRPO",
+    "vllm_server": "PaCo-GRPO",
+    "paco_judge": "PaCo-Reward/judge",
+    "paco_reward": "PaCo-Reward/LLaMA-Factory/src",
+    "paco_eval": "PaCo-Reward/evaluation",
+}
+# Pages that a command writes.
+GENERATED = ("PaCo-GRPO/benchmarks/results/", "quickstart/study.md")
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repo", type=Path, default=REPO, help="a checkout of the repository; default: this one")
+    parser.add_argument("what", nargs="*", metavar="circles|trace|sizes")
+    args = parser.parse_args()
+    what = args.what or ["circles", "sizes", "trace"]
+    if unknown := set(what) - {"circles", "trace", "sizes"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    repo = args.repo.resolve()
+    if "circles" in what:
+        circles = find_circles(import_graph(read_modules(repo)))
+        print(f"import circles: {len(circles)}, over {sum(map(len, circles))} modules")
+        for circle in circles:
+            print("  " + ", ".join(circle))
+    if "sizes" in what:
+        for line in sizes(repo):
+            print(line)
+    if "trace" in what:
+        print_trace(repo)
+    return 0
+
+
+# --- circles ----------------------------------------------------------------------------------------------------------
+
+
+def read_modules(repo: Path) -> dict[str, tuple[str, bool]]:
+    """{module name: (its source, whether it is a package)} of the project's packages."""
+    modules = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted((repo / folder / package).rglob("*.py")):
+            parts = path.relative_to(repo / folder).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            modules[".".join(parts[:-1] if is_package else parts)] = (path.read_text(), is_package)
+    return modules
+
+
+def import_graph(modules: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """{module: the modules it names in an import}; parents of an imported module are not counted."""
+    graph = {}
+    for name, (source, is_package) in modules.items():
+        package = name if is_package else name.rpartition(".")[0]
+        imported = set(_imports(ast.parse(source), package, modules))
+        graph[name] = imported - {name}
+    return graph
+
+
+def _imports(node: ast.AST, package: str, known: Iterable[str]) -> Iterator[str]:
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in known)
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        source = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            name = f"{source}.{alias.name}"
+            if name in known or source in known:
+                yield name if name in known else source
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, package, known)
+
+
+def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that reach each other, largest first."""
+    reach = {name: _reachable(graph, name) for name in graph}
+    groups = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
+    return sorted(map(list, groups), key=lambda group: (-len(group), group))
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen, waiting = set(), list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting.extend(graph[name])
+    return seen
+
+
+# --- trace ------------------------------------------------------------------------------------------------------------
+
+
+def print_trace(repo: Path) -> None:
+    """Run, and print the files entered and those on the stack."""
+    os.environ |= ENVIRONMENT
+    with tempfile.TemporaryDirectory(prefix="paco-survey-") as folder:
+        work = Path(folder)
+        write_inputs(work / "inputs", REPO / "quickstart" / "models")
+        child = fork(_traced, repo, work)
+        os.waitpid(child, 0)
+        if not (work / "trace.json").is_file():
+            print(f"trace: no backward was reached\n{(work / 'log.0.err').read_text()[-3000:]}")
+            return
+        trace = json.loads((work / "trace.json").read_text())
+    print(f"files entered from scripts/train.py to the first backward: {len(trace['entered'])}")
+    for file, (functions, calls) in trace["entered"].items():
+        print(f"  {file:<60} {functions:>4} functions {calls:>7} calls")
+    print(f"files on the stack at the first backward: {len(set(trace['stack']))}\n  " + " > ".join(trace["stack"]))
+
+
+def _traced(repo: Path, work: Path) -> None:
+    import torch
+
+    prefix = str(repo) + os.sep
+    calls: Counter = Counter()  # of code objects, in order of first entry
+
+    def profile(frame, event, argument) -> None:
+        code = frame.f_code
+        # Bodies of modules and classes are not functions.
+        if event == "call" and code.co_filename.startswith(prefix) and code.co_flags & inspect.CO_OPTIMIZED:
+            calls[code] += 1
+
+    def backward(*arguments, **keywords) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        entered: dict[str, list[int]] = {}
+        for code, count in list(calls.items()):
+            numbers = entered.setdefault(code.co_filename.removeprefix(prefix), [0, 0])
+            numbers[0] += 1
+            numbers[1] += count
+        files = [frame.filename for frame in reversed(inspect.stack()) if frame.filename.startswith(prefix)]
+        stack = [file.removeprefix(prefix) for file in files if file != __file__]
+        stack = [file for number, file in enumerate(stack) if number == 0 or file != stack[number - 1]]
+        (work / "trace.json").write_text(json.dumps({"entered": entered, "stack": stack}))
+        os._exit(0)
+
+    torch.Tensor.backward = backward
+    todo = command("train flux ppo num_epochs=1", inputs=work / "inputs", out=work / "out")
+    # Named by its whole path, so that the file of its functions is known as one of the repository.
+    todo = replace(todo, argv=(str(repo / todo.folder / todo.argv[0]), *todo.argv[1:]))
+    sys.setprofile(profile)
+    threading.setprofile(profile)
+    run_command(Side("B", repo, work), todo, work / "log", work / "inputs")
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def sizes(repo: Path) -> Iterator[str]:
+    """Lines of a table, by top folder, and the files in ``training/``."""
+    counts: dict[str, Counter] = {}
+    for name in tracked(repo):
+        path = repo / name
+        kind = kind_of(name)
+        if kind and path.is_file():
+            text = path.read_text()
+            top = name.split("/")[0] if "/" in name else "(root)"
+            for place in (top, "all"):
+                counts.setdefault(place, Counter())[kind] += len(text.split()) if kind == "words" else text.count("\n")
+    yield f"{'':<12} {'source':>8} {'tests':>8} {'Markdown words':>15}"
+    for place in sorted(counts, key=lambda name: (name == "all", name)):
+        numbers = counts[place]
+        yield f"{place:<12} {numbers['source']:>8} {numbers['tests']:>8} {numbers['words']:>15}"
+    training = [n for n in tracked(repo) if n.startswith("PaCo-GRPO/paco_grpo/training/") and n.endswith(".py")]
+    lines = sum((repo / name).read_text().count("\n") for name in training)
+    yield f"paco_grpo/training: {len(training)} files, {lines} lines"
+
+
+def tracked(repo: Path) -> list[str]:
+    """The names of the files that git tracks."""
+    command = ["git", "-C", str(repo), "ls-files"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def kind_of(name: str) -> str | None:
+    """``source`` (.py and .sh outside tests), ``tests``, ``words`` (Markdown that no command writes) or None."""
+    if name.endswith((".py", ".sh")):
+        return "tests" if "tests" in name.split("/")[:-1] or name.endswith("conftest.py") else "source"
+    return "words" if name.endswith(".md") and not name.startswith(GENERATED) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
