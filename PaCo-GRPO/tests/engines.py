@@ -61,7 +61,7 @@ def watch(trainer, folder: Path) -> None:
         "engine": trainer.run.state.strategy.name,
         "base": sum(p.numel() for p in base),
         "base_here": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base),
-        "divided": sorted({isinstance(p, DTensor) for p in base}),
+        "sharded": sorted({isinstance(p, DTensor) for p in base}),
         "lora_whole": not any(isinstance(p, DTensor) for name, p in named if "lora_" in name),
         "dtypes": sorted({str(p.dtype) for p in base}),
         "optimizer_here": 0,

@@ -1,4 +1,4 @@
-"""Single files of models and adapters on the hub, with one clear message for each way not to get them."""
+"""Single files of models and adapters on the hub, with one error message for each way to fail."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def hub_file(name: str, file: str, cached_only: bool = False) -> Path:
     """``file`` of the hub repository ``name``, from the local cache or (unless ``cached_only``) downloaded into it.
 
     Raises:
-        NoSuchFile: The repository lacks it.
-        PolicyLoadError: The hub is not reached, or has no such repository for this user.
+        NoSuchFile: The repository does not have it.
+        PolicyLoadError: The hub cannot be reached, or has no such repository for this user.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (  # fmt: skip
@@ -45,7 +45,7 @@ def hub_file(name: str, file: str, cached_only: bool = False) -> Path:
         ) from error
     except GatedRepoError as error:
         raise PolicyLoadError(
-            f"{name!r} on the hub is gated: accept its licence there, then log in with `hf auth login`."
+            f"{name!r} on the hub is gated: accept its license there, then log in with `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise PolicyLoadError(f"the hub has no {name!r} that you may read. {remedy} Check the name.") from error

@@ -10,7 +10,7 @@ from named import override
 import memory
 from measuring import footprint as fp
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes
-from paco_grpo.policies import quantized
+from paco_grpo.policies.performance import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,8 +90,8 @@ def test_a_tail_in_int8_takes_a_byte_a_weight_more(tiny_folder):
     policy = real_policy(config)
     assert fp.tail_bytes(policy, config) == 0
     config.sample.tail_weights = "int8"
-    with policy.in_int8():
-        made = [layer for layer in policy.transformer.modules() if quantized.is_quantized(layer)]
+    with quantize.int8_copies(policy):
+        made = [layer for layer in policy.transformer.modules() if quantize.is_quantized(layer)]
         stored = sum(layer.weight.CB.nbytes + layer.weight.SCB.nbytes for layer in made)
     assert fp.tail_bytes(policy, config) == stored > 0
 

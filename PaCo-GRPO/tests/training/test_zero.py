@@ -36,7 +36,7 @@ def start(flux, folder, stage, **changes):
 
 
 @pytest.mark.parametrize(("stage", "loss_type"), [(1, "ppo"), (2, "ppo"), (2, "nft")])
-def test_a_divided_optimizer_changes_nothing(trained, stage, loss_type):
+def test_a_sharded_optimizer_changes_nothing(trained, stage, loss_type):
     one, two = trained(None, loss_type), trained(stage, loss_type)
     assert seen(two)["engine"] == f"deepspeed-zero{stage}"
     assert_same_training(one, two)

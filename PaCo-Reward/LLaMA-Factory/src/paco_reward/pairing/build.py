@@ -13,7 +13,7 @@ import json
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, outputs, select
 from paco_reward.pairing.options import check, server_of
-from paco_reward.pairing.records import TEST, TRAIN, EditRow, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import TEST, TRAIN, LabelledPair, PromptItem, Ranking
 from paco_reward.preflight import check_images
 from paco_reward.server import Server
 
@@ -49,7 +49,8 @@ def build(options: Namespace) -> dict[str, Any]:
     if ranked is None and items:
         _check_sets(items)
     server, reason_server = _checked_servers(options)
-    _check_images(items, edits)
+    images = {file: item.place for item in items for file in item.files()}
+    check_images(images | {file: edit.place for edit in edits for file in (edit.source, edit.edited)})
     _claim_output(options, items)
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
@@ -101,13 +102,6 @@ def _checked_servers(options: Namespace) -> tuple[Server | None, Server | None]:
     return server, replace(server, model=replace(server, model=options.reason_model).check())
 
 
-def _check_images(items: Iterable[PromptItem], edits: Iterable[EditRow]) -> None:
-    files = {file: item.place for item in items for file in item.files()}
-    files |= {file: edit.place for edit in edits for file in (edit.source, edit.edited)}
-    check_images(files)
-    logger.info("images: %d files readable", len(files))
-
-
 def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
     """Record the inputs of the output folder, so that sub-figures of other inputs are never reused.
 
@@ -155,19 +149,12 @@ def _rankings(
         outputs.write_lines(output / "sets.jsonl", map(asdict, sets))
         if options.sets_only or server is None:
             return []
-        rank = answers.rank_by_scores if options.rank_by == "scores" else answers.rank_by_order
-        ranked = rank(sets, items, output, server, answers.Journal(output / "work" / "rankings.jsonl"), counts)
+        journal = answers.Journal(output / "work" / "rankings.jsonl")
+        ranked = answers.rank(sets, items, output, server, journal, counts, options.rank_by)
     counts["rankings"] = len(ranked)
-    rows = (
-        {
-            "folder": ranking.folder,
-            "ref_image": ranking.ref_image,
-            "comp_images": sorted(ranking.rank_images),
-            "rank_images": ranking.rank_images,
-        }
-        for ranking in ranked
-    )
-    outputs.write_lines(output / "consistency_full_rank.jsonl", rows)
+    rows = ((r.folder, r.ref_image, sorted(r.rank_images), r.rank_images) for r in ranked)
+    names = ("folder", "ref_image", "comp_images", "rank_images")
+    outputs.write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row, strict=True)) for row in rows))
     return ranked
 
 
