@@ -177,12 +177,14 @@ def _of_process(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     seconds |= dict.fromkeys(("encode", "denoising", "decode", "optimizer"), 0.0)
     calls: Counter[str] = Counter(backward=found["backward"])
     forwards: Counter[tuple] = Counter()
+    # each process has its clock; the last batch is decoded after all denoising and before any training
+    last_decode = max((call.started for call in found["calls"] if call.part == "decoder"), default=0.0)
     parts = {"text_encoder": "encode", "text_encoder_2": "encode", "vae_encoder": "encode", "decoder": "decode"}
     for call in found["calls"]:
         if call.part != "optimizer":
             calls[call.part] += call.images
         if call.part == "transformer":
-            phase = "sampling" if call.started < seconds["sampling"] else "training"
+            phase = "sampling" if call.started < last_decode else "training"
             forwards[phase, *call.tokens, call.gradient] += call.images
             if phase == "sampling":
                 seconds["denoising"] += call.seconds()
