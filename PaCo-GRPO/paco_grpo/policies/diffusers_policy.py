@@ -19,7 +19,7 @@ from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
-from paco_grpo.transfer import to_device
+from paco_grpo.types import to_device
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
