@@ -94,7 +94,7 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
                 members = tuple(session_members(process.server.leader))
                 process.server = replace(process.server, members=members)
             write(ready=True)
-        except BaseException:  # whatever ends the launch (Ctrl-C included) leaves no process behind
+        except BaseException:  # a failed launch (Ctrl-C included) leaves no process behind
             interrupts.hold()
             started = [process for process in processes if process.child]
             end_processes([], [process.server.leader for process in started], gently_s=5.0)

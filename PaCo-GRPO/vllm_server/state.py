@@ -81,7 +81,7 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
     """PACO_RUNTIME_DIR, else paco-rl-<uid> under XDG_RUNTIME_DIR or /tmp; created for this user alone.
 
     Raises:
-        LaunchError: When the path is relative, or the folder belongs to somebody else.
+        LaunchError: When the path is relative, or the folder belongs to another user.
     """
     given = environment.get("PACO_RUNTIME_DIR")
     root = Path(given) if given else Path(environment.get("XDG_RUNTIME_DIR") or "/tmp") / f"paco-rl-{os.getuid()}"
