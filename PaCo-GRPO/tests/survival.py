@@ -1,4 +1,4 @@
-"""Runs in processes of their own, hurt at a chosen moment: killed, asked to stop, out of disk, or spoiled.
+"""Runs in separate processes, disturbed at a chosen moment: killed, asked to stop, out of disk, or spoiled.
 
 The processes are forked from a server that has everything imported, so a run costs its own work and no more.
 """

@@ -93,7 +93,7 @@ def test_several_machines_are_handed_to_accelerate(tmp_path):
         ({"NNODES": "2", "NODE_RANK": "0"}, "needs MASTER_ADDR"),
     ],
 )
-def test_what_several_machines_need_is_said(tmp_path, environment, said):
+def test_missing_variables_of_several_machines_are_named(tmp_path, environment, said):
     ended = handed_on(tmp_path, "multi_node/train_flux.sh", "t2is", **environment)
     assert ended.returncode != 0 and said in ended.stderr
     assert not (tmp_path / "called").exists()

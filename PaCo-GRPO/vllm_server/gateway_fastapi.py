@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from vllm_server.asgi import ApiError, KeyGuard
+from vllm_server.asgi import KeyGuard, unknown_route
 from vllm_server.gateway import schema
 from vllm_server.gateway.forwarding import ChatForwarder
 from vllm_server.gateway.metrics import Metrics
@@ -148,16 +148,11 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
         page, kind = await asyncio.to_thread(metrics.page)
         return Response(page, media_type=kind)
 
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, unknown_route(_ROUTES))
     app.add_middleware(ChatShortcut, forwarder=forwarder)
     if key:  # added last: outermost
         app.add_middleware(KeyGuard, key=key, on_refusal=lambda kind: metrics.errors.labels(kind).inc())
     return app
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}; this gateway answers {_ROUTES}"
-    return JSONResponse(ApiError(message, error.status_code).body(), error.status_code, error.headers)
 
 
 def serve(settings: GatewaySettings) -> None:

@@ -1,4 +1,4 @@
-"""The judge's toy pairs: drawn, paired by `paco-reward build-dataset`, ranked and explained by who knows what was drawn."""
+"""The judge's toy pairs: drawn, paired by `paco-reward build-dataset`, ranked and explained from the recorded contents."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""One whole quickstart, by its command, from a clone of what git knows: it learns, and it says so in summary.json."""
+"""One whole quickstart, by its command, from a clone of the repository: it learns, and summary.json reports it."""
 
 import json
 import os

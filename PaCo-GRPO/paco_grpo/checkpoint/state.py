@@ -21,7 +21,8 @@ from paco_grpo.distributed.collectives import any_process, save_transformer
 from paco_grpo.distributed.replicated import Replicated
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
-from paco_grpo.policies.adapters import save_diffusers, save_peft, unwrap
+from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
 

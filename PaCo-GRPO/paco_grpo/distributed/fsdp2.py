@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from paco_grpo.distributed.collectives import any_process, full_tensor
 from paco_grpo.distributed.replicated import Replicated
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.adapters import lora_parameters, unwrap
-from paco_grpo.policies.base import Policy
+from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.lora import lora_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ class FSDP2(Replicated):
         """Shard the transformer block by block, so that a device never holds more than its share and one block."""
         device = self.accelerator.device
         policy.device = device
-        policy.move_text_encoders(device)
-        policy.move_vae(device)
+        policy.move_encoders(device)
         transformer = unwrap(policy.transformer)
         names = set(self.block_classes or transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]

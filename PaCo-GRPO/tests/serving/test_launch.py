@@ -243,12 +243,6 @@ def test_the_transformers_engine_is_launched(shell, judge_folder, tiny):
     all_ended([pid])
 
 
-@pytest.mark.slow
-def test_a_model_that_the_engine_cannot_serve_is_refused(shell, model):
-    (model / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "qwen2_5_vl" in shell.failed_launch(VLLM_ENGINE="transformers")
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")

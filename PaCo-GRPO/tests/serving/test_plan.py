@@ -1,7 +1,6 @@
 """How GPUs are divided, and the command lines of engines and gateway."""
 
 import json
-import math
 import os
 import subprocess
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from serving_tools import VLLM_PYTHON, option
 
 from vllm_server.engines import Engine, engine_command, gateway_command
-from vllm_server.gpus import choose_gpus, divide_gpus, fits_heads, tensor_parallel_size
+from vllm_server.gpus import choose_gpus, divide_gpus, tensor_parallel_size
 from vllm_server.models import Model
 from vllm_server.plan import free_ports
 from vllm_server.settings import LaunchError, LaunchSettings, Weights
@@ -27,14 +26,6 @@ LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-
 )
 def test_tensor_parallel_size(gpus, heads, key_value_heads, size):
     assert tensor_parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}) == size
-
-
-@given(gpus=st.integers(1, 64), heads=st.integers(1, 64), key_value_heads=st.integers(1, 64))
-def test_no_larger_power_of_two_fits(gpus, heads, key_value_heads):
-    config = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
-    size = tensor_parallel_size(gpus, config)
-    assert size <= gpus and math.log2(size).is_integer() and (size == 1 or fits_heads(size, config))
-    assert 2 * size > gpus or not fits_heads(2 * size, config)
 
 
 def divided(gpus: int, tensor_parallel: list, replicas: list) -> list:

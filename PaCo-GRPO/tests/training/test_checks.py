@@ -1,4 +1,4 @@
-"""What needs objectives, rewards, libraries or a model's small files to be checked is found before any model is loaded, and the message names the field."""
+"""Checks that need objectives, rewards, libraries or a model's small files, before any model is loaded."""
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_fewest_steps_are_known_without_the_weights(tiny_folder, name):
         check_model(config)
 
 
-def test_a_large_model_on_a_cpu_is_said(tmp_path, caplog):
+def test_a_large_model_on_a_cpu_is_a_warning(tmp_path, caplog):
     folder = small_files(tmp_path)
     config = load_named("toy_t2is", ("pretrained.model", str(folder)))
     check_device(config, torch.device("cpu"))

@@ -82,7 +82,7 @@ def test_a_shared_start_is_computed_once_for_each_group(build):
     assert counted["backward"] == 64
 
 
-def test_rewards_are_in_flight_while_sampling_goes_on(build):
+def test_rewards_are_in_flight_during_sampling(build):
     run = build()
     counted, all_drawn, begun_early = count(run), threading.Event(), []
 

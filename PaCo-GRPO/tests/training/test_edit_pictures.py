@@ -27,7 +27,7 @@ def pixels(image):
     return np.asarray(image.convert("RGB"), dtype=np.int16)
 
 
-def test_references_are_kept_beside_the_images(run_dir):
+def test_references_are_kept_next_to_the_images(run_dir):
     folder = run_dir / "eval" / "epoch_0001"
     rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
     assert [row["reference"] for row in rows] == [f"references/{i:05d}.png" for i in range(5)]

@@ -46,7 +46,7 @@ def trained(tiny_flux_dir, tmp_path_factory):
 
 
 def processes(kind: DistributedType, count: int = 2, **state):
-    """What ``build_engine`` asks of accelerate."""
+    """The part of accelerate that ``build_strategy`` reads."""
     return SimpleNamespace(
         distributed_type=kind, num_processes=count, device=torch.device("cpu"), state=SimpleNamespace(**state)
     )
@@ -82,7 +82,7 @@ CPUS = processes(DistributedType.MULTI_CPU)
         (processes(DistributedType.MEGATRON_LM), {}, "accelerate_configs"),
     ],
 )
-def test_what_an_engine_cannot_do_is_said_before_weights_are_loaded(
+def test_unsupported_options_are_refused_before_weights_are_loaded(
     tiny_flux_dir, tmp_path, accelerator, changes, said
 ):
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -103,7 +103,7 @@ def test_the_engine_is_what_accelerate_was_started_with(tiny_flux_dir, tmp_path,
     assert build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
 
 
-def test_falling_back_is_said(tiny_flux_dir, tmp_path, caplog, monkeypatch):
+def test_falling_back_is_a_warning(tiny_flux_dir, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert build_strategy(tiny_options(tiny_flux_dir, tmp_path), CPUS).name == "replicated"
     assert "falls back to plain data parallelism on a CPU" in caplog.text
@@ -132,7 +132,7 @@ def test_more_processes_change_nothing(trained, processes, engine, objective):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_uneven_work_does_not_hang_and_changes_nothing(trained, processes):
     """Two image sizes and a prompt without scores: processes differ in their batches of sampling, training and
-    evaluation, and where a forward is an act of all, those with fewer take part in the others'."""
+    evaluation, and where a forward is a collective operation, those with fewer join the others'."""
     changes = PPO | {"sample__merge_lora": True, "enable_gradient_checkpointing": True, "sample__batch_size": 2}
     one = trained(1, uneven=True, **changes)
     assert_same_training(one, trained(processes, uneven=True, **changes, **FSDP2))
@@ -187,7 +187,7 @@ def test_each_process_asks_for_the_scores_of_its_own_images(trained, processes):
 
 
 @pytest.mark.long
-def test_low_precision_base_beside_float32_adapters(trained):
+def test_low_precision_base_with_float32_adapters(trained):
     """bfloat16: another micro-batch rounds otherwise, so only the size of the numbers is compared."""
     one, two = (trained(n, **PPO, mixed_precision="bf16", **engine) for n, engine in ((1, {}), (2, FSDP2)))
     assert seen(two)["dtypes"] == ["torch.bfloat16"] and seen(two)["sharded"] == [True]
@@ -197,6 +197,6 @@ def test_low_precision_base_beside_float32_adapters(trained):
 
 
 @pytest.mark.slow
-def test_one_process_has_nothing_to_divide(tiny_flux_dir, tmp_path, caplog):
+def test_one_process_has_nothing_to_shard(tiny_flux_dir, tmp_path, caplog):
     build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
     assert "there is only one process: nothing is sharded" in caplog.text

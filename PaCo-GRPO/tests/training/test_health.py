@@ -14,6 +14,7 @@ from tiny_run import rows_of, tiny_options, train
 from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.monitoring.health import against_first, changes_since_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
+from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
@@ -77,7 +78,7 @@ def evaluation(**means):
     return row
 
 
-def test_trained_rewards_beside_watched_ones():
+def test_trained_rewards_next_to_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
@@ -123,7 +124,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     assert len(calls) == 2  # one forward an image; the base's were kept
     state, policy = run.probe._states[1], run.state.policy
     velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
-    with policy.reference():
+    with reference(policy):
         base = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     assert torch.equal(base, state.base)
     again = BaseProbe(policy, run.test_items[:2], run.options)  # as a resumed run makes it
@@ -138,7 +139,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
 
 
 def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
-    """On random weights too: the probe says so after the first update, and the state is saved."""
+    """On random weights too: the probe reports it after the first update, and the state is saved."""
     changes = {"train__learning_rate": 3.0, "num_epochs": 4, "save_freq": 0}
     with caplog.at_level(logging.WARNING):
         config = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
@@ -151,7 +152,7 @@ def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
 
 
-def test_watched_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
+def test_evaluation_only_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
     weights = []
     for name, watch in (("plain", False), ("watching", True)):
         config = tiny_options(

@@ -1,4 +1,4 @@
-"""A judge that goes away in the middle: the run waits as long as it may, stops with its state saved, and goes on."""
+"""A judge that stops answering: the run waits until the deadline, stops with its state saved, and can be resumed."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def config_for(flux, folder, url, **changes):
     )  # fmt: skip
 
 
-def test_it_waits_stops_with_state_saved_and_goes_on(tiny_flux_dir, tmp_path, caplog):
+def test_it_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, caplog):
     asked = []
 
     def respond(number, request):

@@ -16,6 +16,7 @@ from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.options import ConfigError
+from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
@@ -224,8 +225,8 @@ def test_option_that_must_not_change_the_update(weights_after, changes):
 def test_kl_term_uses_the_reference_only_when_it_counts(make, monkeypatch):
     for beta in (0.5, 0.0):
         run, calls = make(train__beta=beta), []
-        counted = lambda calls=calls, reference=run.state.policy.reference: calls.append(1) or reference()
-        monkeypatch.setattr(run.state.policy, "reference", counted)
+        counted = lambda policy, calls=calls, reference=lora.reference: calls.append(1) or reference(policy)
+        monkeypatch.setattr(lora, "reference", counted)
         one_epoch(run)
         assert ("train/kl" in rows_of(run.options, "train")[0]) == bool(calls) == (beta > 0)
 
@@ -354,7 +355,7 @@ def test_how_the_old_adapter_follows(make, decay_type, follows):
         torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
 
 
-def test_negative_prompt_turns_true_cfg_on(tiny_folder, tmp_path):
+def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
         changes = {

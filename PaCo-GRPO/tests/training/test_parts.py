@@ -43,7 +43,7 @@ def test_ema_against_numpy(interval, limit):
         ema.load_state_dict({"v": torch.zeros(4)})
 
 
-def test_scoring_runs_beside_the_caller_and_keeps_rows():
+def test_scoring_runs_in_the_background_and_keeps_rows():
     gate = threading.Event()
 
     def slow(images, items):
@@ -191,7 +191,7 @@ def test_damaged_files_are_named(tmp_path):
         ckpt.load_json(tmp_path / "x.json")
 
 
-def test_metrics_go_on_where_the_run_resumes(tmp_path):
+def test_metrics_continue_where_the_run_resumes(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for epoch in range(4):
         metrics.write({"epoch": epoch, "phase": "eval" if epoch == 2 else "train"})

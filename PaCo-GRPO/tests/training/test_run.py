@@ -139,7 +139,7 @@ def test_resume_is_bit_identical(finished, tiny_flux_dir, tmp_path):
         }
 
 
-def test_signal_saves_and_the_run_goes_on_bit_identically(finished, tiny_flux_dir, tmp_path):
+def test_signal_saves_and_the_run_resumes_bit_identically(finished, tiny_flux_dir, tmp_path):
     changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0}
     stopped = tiny_options(
         tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:signaling': 1}",

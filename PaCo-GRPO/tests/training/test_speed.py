@@ -12,7 +12,8 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import acceleration, load_policy
+from paco_grpo.policies import load_policy
+from paco_grpo.policies.performance.compile import is_compiled
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.sampling.images import Batch, Decoder
 from paco_grpo.training import plan
@@ -23,7 +24,7 @@ from paco_grpo.training.trainer import Trainer
 
 @pytest.fixture
 def make(tiny_flux_dir, tmp_path_factory):
-    """The configuration of a tiny run in a folder of its own, by changed options."""
+    """The configuration of a tiny run in a separate folder, by changed options."""
     return lambda **changes: tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
 
 
@@ -47,8 +48,12 @@ def test_exact_options_change_no_bit(make):
     config = make(**changes)
     trainer = train(config)
     assert torch.equal(weights(trainer.run), plain)
-    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._vae_duty is not None
-    assert trainer.run.state.policy.pipeline.vae.device.type == "cpu"
+    policy = trainer.run.state.policy
+    weight = next(policy.pipeline.vae.parameters())
+    home = weight.data_ptr()
+    with policy.vae_at_work():
+        assert weight.data_ptr() != home  # a copy
+    assert policy.offloads_text_encoders and weight.data_ptr() == home
 
 
 def test_fused_adam_is_equal_to_rounding_and_resumes(make):
@@ -66,10 +71,10 @@ def test_fused_adam_is_equal_to_rounding_and_resumes(make):
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not acceleration.is_compiled(build_run(make()).state.policy)
+    assert not is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
-    assert acceleration.is_compiled(run.state.policy)
+    assert is_compiled(run.state.policy)
     assert "blocks are compiled" in caplog.text
     blocks = run.state.policy.transformer.transformer_blocks
     assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)
@@ -103,7 +108,7 @@ def test_refused_before_weights_are_loaded(make, monkeypatch, changes, said):
         build_run(make(**changes))
 
 
-def test_no_compiler_is_said_before_weights_are_loaded(make, monkeypatch):
+def test_a_missing_compiler_is_reported_before_weights_are_loaded(make, monkeypatch):
     monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="config.speed.compile=True: .* C\\+\\+ compiler"):
@@ -168,7 +173,7 @@ def test_batch_that_was_chosen_stays(make):
     assert build_run(config).plan.sample_batch_size == 2
 
 
-# --- rewards beside other work ----------------------------------------------------------------------------------------
+# --- rewards during other work ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sleep", "hidden"), [(0.6, True), (0.0, False)])
@@ -230,7 +235,7 @@ class Decoding:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_decoder_keeps_order_and_says_what_failed(background):
+def test_decoder_keeps_order_and_raises_errors(background):
     policy, got = Decoding(), []
     with Decoder(policy, lambda images, batch: got.append((images, batch.numbers[0])), background) as decoder:
         for mark in range(5):

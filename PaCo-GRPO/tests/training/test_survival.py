@@ -12,7 +12,7 @@ KILLED = [-signal.SIGKILL]
 
 @pytest.fixture(scope="module")
 def whole(tiny_flux_dir, tmp_path_factory):
-    """Processes → folder of a run that nobody disturbed."""
+    """Processes → folder of an undisturbed run."""
     folders = {}
 
     def of(processes):

@@ -1,4 +1,4 @@
-"""Trackers: the real packages, kept on this machine, and what is said where one cannot be used."""
+"""Trackers: the real packages, offline, and the errors where one cannot be used."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from tiny_run import ROOT, overrides_for
 from paco_grpo.monitoring.trackers import TrackingError, build_tracker
 
 
-def test_missing_tracker_package_is_told(tmp_path, monkeypatch):
+def test_missing_tracker_package_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(TrackingError, match="pip install swanlab"):
         build_tracker("swanlab", tmp_path, "p", "r", {})
 
 
-def test_tracker_that_does_not_start_is_told(tmp_path, monkeypatch):
+def test_tracker_that_does_not_start_is_an_error(tmp_path, monkeypatch):
     def init(**arguments):
         raise RuntimeError("No API key configured.\nmore")
 

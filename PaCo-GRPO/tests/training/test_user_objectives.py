@@ -1,4 +1,4 @@
-"""Objectives from a user's own file: steps of their own, a first pass over whole groups, snapshots."""
+"""Objectives from a user's own file: other σ, a first pass over whole groups, snapshots."""
 
 import dataclasses
 
