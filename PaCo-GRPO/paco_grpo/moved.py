@@ -6,6 +6,7 @@ import importlib.abc
 import sys
 
 MOVED = {
+    "transfer": "types",
     "policies.acceleration": "policies.performance.compile and policies.performance.attention",
     "policies.adapters": "policies.lora",
     "policies.cache": "policies.performance.cache",

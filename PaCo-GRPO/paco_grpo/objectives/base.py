@@ -12,6 +12,7 @@ processes changes the mathematics.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paco_grpo.options.suggest import suggest
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
@@ -157,3 +159,36 @@ def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Te
 def mean_square(values: torch.Tensor) -> torch.Tensor:
     """Mean square (B,) over all but the batch dimension."""
     return values.square().flatten(1).mean(1)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------------
+
+OBJECTIVES: dict[str, str] = {
+    "ppo": "paco_grpo.objectives.ppo:ppo",
+    "guard_grpo": "paco_grpo.objectives.guard:guard_grpo",
+    "nft": "paco_grpo.objectives.nft:nft",
+}
+
+
+def get_objective(name: str) -> Objective:
+    """The objective called ``name``; a plain function is an objective that needs nothing special.
+
+    Raises:
+        ValueError: It is unknown or cannot be imported.
+    """
+    target = OBJECTIVES.get(name, name)
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        near = suggest(name, OBJECTIVES)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ValueError(
+            f"config.train.loss_type={name!r} is unknown: {hint}Known: {', '.join(OBJECTIVES)}, or package.module:name"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"config.train.loss_type={name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        message = f"config.train.loss_type={name!r} is a {type(found).__name__}, not a function"
+        raise ValueError(message)  # noqa: TRY004 - every wrong value of an option is a ValueError
+    return found if isinstance(found, Objective) else Objective(found)

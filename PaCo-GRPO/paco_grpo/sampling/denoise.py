@@ -17,8 +17,7 @@ from paco_grpo.policies.performance.cache import first_block_cache
 from paco_grpo.policies.performance.quantize import int8_copies
 from paco_grpo.sampling.schedule import check_noise_steps
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
-from paco_grpo.transfer import to_device
-from paco_grpo.types import Conditioning, NoiseStep, Rollout
+from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,12 @@ def test_exact_options_change_no_bit(make):
     config = make(**changes)
     trainer = train(config)
     assert torch.equal(weights(trainer.run), plain)
-    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._offloaded_vae is not None
-    assert trainer.run.state.policy.pipeline.vae.device.type == "cpu"
+    policy = trainer.run.state.policy
+    weight = next(policy.pipeline.vae.parameters())
+    home = weight.data_ptr()
+    with policy.vae_at_work():
+        assert weight.data_ptr() != home  # a copy
+    assert policy.offloads_text_encoders and weight.data_ptr() == home
 
 
 def test_fused_adam_is_equal_to_rounding_and_resumes(make):
