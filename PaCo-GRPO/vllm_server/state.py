@@ -141,7 +141,7 @@ class LabelFolder:
         (self.path / _STATE).unlink(missing_ok=True)
 
     def remove_ended(self) -> None:
-        """Removes the group unless a server of it runs (another launch may have replaced it meanwhile)."""
+        """Removes the group unless a server of it runs (another launch may have replaced it)."""
         group = self.read()
         if group is not None and not any(server.leader.alive() for server in group.servers):
             self.remove()

@@ -340,9 +340,7 @@ def test_aggregations_of_a_file_are_found_again(load_file, line):
 
 
 @pytest.mark.parametrize("with_describe", [True, False])
-@pytest.mark.parametrize(
-    "function", ["lambda **rewards: rewards", "(lambda: doubled)", "__import__('functools').partial(doubled)"]
-)
+@pytest.mark.parametrize("function", ["lambda **rewards: rewards", "__import__('functools').partial(doubled)"])
 def test_functions_that_cannot_be_found_again_are_refused(load_file, function, with_describe):
     options = load_file(f"config.train.aggregate_fn = {function}")
     with pytest.raises(ConfigError, match=r"config\.train\.aggregate_fn"):
@@ -361,15 +359,11 @@ def test_a_saved_run_loads_to_equal_options(name, tmp_path):
     assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
 
 
-def test_a_run_saved_by_the_first_edition(tmp_path):
+def test_a_run_saved_by_the_first_edition():
     options = load_options(str(SAVED_RUN))
     assert options_to_yaml(options) == SAVED_RUN.read_text()
     assert options.train.reward_fn["my.module:factory"] == 2
-    assert (options.sample.noise_steps, options.sample.negative_prompt, options.max_train_minutes) == (
-        (1, 3),
-        " ",
-        90.0,
-    )
+    assert (options.sample.noise_steps, options.sample.negative_prompt) == ((1, 3), " ")
 
 
 @pytest.mark.parametrize(
