@@ -1,6 +1,5 @@
-"""What leaves a run: adapters that plain diffusers reads, their cards, evaluations alone, pictures."""
+"""Evaluations and adapters: plain diffusers reads them, scripts/evaluate.py repeats them, model cards describe them."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,30 +10,31 @@ import yaml
 from diffusers import FluxPipeline
 from fakes import fake_judge
 from PIL import Image
-from tiny_run import ROOT, rows_of, tiny_options, train
+from scripts import load_script
+from tiny_run import rows_of, tiny_options, train
 
+from paco_grpo.evaluation.evaluate import evaluation_set, summarize
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.training.build import load_adapter
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from paco_grpo.types import Item
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_flux_dir, tmp_path_factory):
-    """A run's configuration, its last checkpoint, and that epoch's evaluation."""
-    config = tiny_options(
+    """A run's options, its last checkpoint, and that epoch's evaluation."""
+    options = tiny_options(
         tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05, sample__merge_lora=False
     )
-    train(config)
-    folder = Path(config.save_dir) / config.run_name
-    return config, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
+    train(options)
+    folder = Path(options.save_dir) / options.run_name
+    (folder / "saved.yaml").write_text(options_to_yaml(options))
+    return options, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
+
+
+def config_argument(options) -> list[str]:
+    return ["--config", str(Path(options.save_dir) / options.run_name / "saved.yaml")]
 
 
 def pixels(path):
@@ -46,109 +46,109 @@ def data(folder):
     return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
 
 
-def test_plain_diffusers_draws_what_the_evaluation_drew(trained):
-    config, checkpoint, evaluation = trained
-    policy = load_policy(config.pretrained.model, max_sequence_length=16)
-    pipe = FluxPipeline.from_pretrained(config.pretrained.model)
-    moved = []
+def test_evaluation_set_repeats_items_with_new_seeds():
+    items = [Item(i, str(i)) for i in range(3)]
+    chosen = evaluation_set(items, 7, seed=5)
+    assert [item.item_id for item, _ in chosen] == [0, 1, 2, 0, 1, 2, 0]
+    assert len({seed for _, seed in chosen}) == 7
+    assert evaluation_set(items, None, 5) == chosen[:3]
+    assert {s for _, s in evaluation_set(items, 7, 6)}.isdisjoint(s for _, s in chosen)
+
+
+def test_summary_against_numpy():
+    summary = summarize(np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]]), ["a", "b"])
+    assert summary["eval/a_mean"] == pytest.approx(4.0)
+    assert summary["eval/a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
+    assert (summary["eval/b_mean"], summary["eval/num_images"]) == (5.5, 3)
+    assert summary["eval/missing_share"] == pytest.approx(1 / 3)
+
+
+def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
+    options, checkpoint, evaluation = trained
+    policy = load_policy(options.pretrained.model, max_sequence_length=16)
+    pipe = FluxPipeline.from_pretrained(options.pretrained.model)
+    distances = []
     for adapter in (None, checkpoint / "diffusers"):
         if adapter:
             pipe.load_lora_weights(str(adapter))
         for row in data(evaluation)[:2]:
             image = pipe(
                 row["prompt"], height=32, width=32, num_inference_steps=2, max_sequence_length=16,
-                guidance_scale=config.sample.guidance_scale, latents=policy.initial_latents([row["seed"]], 32, 32),
+                guidance_scale=options.sample.guidance_scale, latents=policy.initial_latents([row["seed"]], 32, 32),
             ).images[0]  # fmt: skip
-            moved.append(np.abs(np.asarray(image, np.int16) - pixels(evaluation / row["file"])).max())
-    assert min(moved[:2]) > 3 and max(moved[2:]) <= 1
+            distances.append(np.abs(np.asarray(image, np.int16) - pixels(evaluation / row["file"])).max())
+    assert min(distances[:2]) > 3 and max(distances[2:]) <= 1
 
 
 @pytest.mark.parametrize("place", ["", "adapter", "diffusers"])
-def test_evaluation_alone_gives_what_the_run_gave(trained, tmp_path, place):
-    config, checkpoint, evaluation = trained
-    metrics = script("evaluate").evaluate_adapter(config, str(checkpoint / place), tmp_path)
+def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
+    options, checkpoint, evaluation = trained
+    metrics = load_script("evaluate").evaluate_adapter(options, str(checkpoint / place), tmp_path)
     for one, two in zip(data(evaluation), data(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
-    row = rows_of(config, "eval")[-1]
-    assert metrics["eval/brightness_mean"] == pytest.approx(row["eval/brightness_mean"], abs=0.1)
-    assert metrics["category/odd/brightness_mean"] == pytest.approx(row["category/odd/brightness_mean"], abs=0.1)
+    row = rows_of(options, "eval")[-1]
+    for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
+        assert metrics[name] == pytest.approx(row[name], abs=0.1)
 
 
 def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
-    config, _, evaluation = trained
-    saved = tmp_path / "config.yaml"
-    saved.write_text(options_to_yaml(config))
-    arguments = ["--config", str(saved), "--output", str(tmp_path / "out"), "--config.test.batch_size=1"]
-    assert script("evaluate").main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "| category | images | brightness |" in printed and "| all | 5 |" in printed
+    options, _, evaluation = trained
+    arguments = [*config_argument(options), "--output", str(tmp_path / "out"), "--config.test.batch_size=1"]
+    main = load_script("evaluate").main
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "| category | images | brightness |" in table and "| all | 5 |" in table
     assert any(
         np.abs(pixels(evaluation / row["file"]) - pixels(tmp_path / "out" / row["file"])).max() > 3
         for row in data(evaluation)
     )
     assert "eval/brightness_mean" in json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert script("evaluate").main([*arguments, "--adapter", str(tmp_path / "nothing")]) == 2
-    assert "nothing does not exist" in capsys.readouterr().err
+    assert main([*arguments, "--adapter", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
 
 
 def test_categories_are_means_of_their_images(trained):
-    config, _, evaluation = trained
-    rows, table = data(evaluation), (evaluation / "categories.md").read_text()
-    even = [row["rewards"]["brightness"] for row in rows if row["category"] == "even"]
+    options, _, evaluation = trained
+    even = [row["rewards"]["brightness"] for row in data(evaluation) if row["category"] == "even"]
     error = np.std(even, ddof=1) / np.sqrt(len(even))
+    table = (evaluation / "categories.md").read_text()
     assert f"| even | {len(even)} | {np.mean(even):.4f} ± {error:.4f} |" in table
-    assert rows_of(config, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
+    assert rows_of(options, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
-@pytest.mark.parametrize("name", ["adapter", "diffusers"])
-def test_model_card(trained, name):
-    config, checkpoint, _ = trained
+@pytest.mark.parametrize(("name", "library"), [("adapter", "peft"), ("diffusers", "diffusers")])
+def test_model_card(trained, name, library):
+    options, checkpoint, _ = trained
     text = (checkpoint / name / "README.md").read_text()
     head = yaml.safe_load(text.split("---")[1])
-    assert head["base_model"] == config.pretrained.model
-    assert head["library_name"] == {"adapter": "peft", "diffusers": "diffusers"}[name]
-    assert head["pipeline_tag"] == "text-to-image"
-    assert "| `tiny_run:brightness` | 1 |" in text and config.dataset in text
-    last = rows_of(config, "eval")[-1]  # of this very epoch, though the checkpoint was saved before it
+    assert head["base_model"] == options.pretrained.model
+    assert (head["library_name"], head["pipeline_tag"]) == (library, "text-to-image")
+    assert "| `tiny_run:brightness` | 1 |" in text and options.dataset in text
+    last = rows_of(options, "eval")[-1]  # of this very epoch, though the checkpoint was saved before it
     assert f"After epoch 2, {last['eval/num_images']:.0f} images" in text
     assert f"| `brightness` | {last['eval/brightness_mean']:.4f} ±" in text
-    assert options_to_yaml(config) in text
+    assert options_to_yaml(options) in text
 
 
-def test_a_whole_transformer_is_no_adapter(trained, tmp_path):
+def test_load_adapter(trained, tmp_path):
+    policy = load_policy(trained[0].pretrained.model)
     (tmp_path / "transformer").mkdir()
     with pytest.raises(PolicyLoadError, match="without LoRA"):
-        load_adapter(load_policy(trained[0].pretrained.model), str(tmp_path))
-
-
-def test_weights_that_were_saved_are_the_ones_loaded(trained):
-    policy = load_policy(trained[0].pretrained.model)
+        load_adapter(policy, str(tmp_path))
     load_adapter(policy, str(trained[1]))
     assert any(p.abs().sum() > 0 for n, p in policy.transformer.named_parameters() if ".lora_B." in n)
-    assert torch.isfinite(torch.cat([p.flatten() for p in policy.transformer.parameters()])).all()
+    assert all(torch.isfinite(p).all() for p in policy.transformer.parameters())
 
 
-def test_pictures_with_the_judges_score(trained, tmp_path, capsys):
-    config, checkpoint, _ = trained
-    saved = tmp_path / "config.yaml"
-    saved.write_text(options_to_yaml(config))
-    arguments = [
-        "--config",
-        str(saved),
-        "--adapter",
-        str(checkpoint),
-        "--seeds",
-        "0,1",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    prompts = ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
+def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
+    options, checkpoint, _ = trained
+    arguments = [*config_argument(options), "--adapter", str(checkpoint), "--seeds", "0,1"]
+    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
+    arguments += ["--output", str(tmp_path / "out")]
+    main = load_script("generate").main
     with fake_judge.FakeJudge() as judge:
-        assert (
-            script("generate").main([*arguments, *prompts, "--judge", judge.url, "--judge-model", "Paco-Reward-7B"])
-            == 0
-        )
+        assert main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B"]) == 0
         assert len(judge.requests) == 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
     assert [(row["file"], row["judge"]) for row in rows] == [
@@ -156,5 +156,5 @@ def test_pictures_with_the_judges_score(trained, tmp_path, capsys):
     ]
     with Image.open(tmp_path / "out" / "sheet.png") as sheet:
         assert sheet.height > sheet.width  # a line below each picture
-    assert script("generate").main([*arguments, *prompts, "--judge", judge.url]) == 2
-    assert "no judge answers" in capsys.readouterr().err
+    assert main([*arguments, "--judge", judge.url]) == 2
+    assert judge.url in capsys.readouterr().err
