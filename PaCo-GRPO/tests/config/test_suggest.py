@@ -5,7 +5,15 @@ import pytest
 from paco_grpo.options import OPTIONS, did_you_mean, suggest
 from paco_grpo.options.suggest import suggestions
 
-REWARDS = "consistency_score consistency_for_editing subfig_clipT pickscore clipscore ocr pkg.mod:factory".split()
+REWARDS = [
+    "consistency_score",
+    "consistency_for_editing",
+    "subfig_clipT",
+    "pickscore",
+    "clipscore",
+    "ocr",
+    "pkg.mod:factory",
+]
 # Guess → what was typed.
 OPTION_GUESSES = {
     "train.learning_rate": ["train.lr", "lr", "train.LR", "train.learn_rate", "Train.Learning-Rate"],

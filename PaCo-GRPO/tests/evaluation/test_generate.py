@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from scripts import load_script
 from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
 from tiny_run import ROOT
 
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.types import Item
+from scripts import load_script
 
 CONFIGURATIONS = {"flux": "toy_t2is", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
@@ -72,7 +72,11 @@ def test_a_file_of_edits(generate, tiny_folder, tmp_path):
     [
         ("flux_kontext", "--prompt x", "--image"),
         ("flux", "--prompt x --image FOLDER/a.png", "--image"),
-        ("flux_kontext", "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png", "--image is given 2"),
+        (
+            "flux_kontext",
+            "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",
+            "--image is given 2",
+        ),
         ("flux_kontext", "--prompt x --image FOLDER/b.png", "b.png"),
         ("flux", "", "nothing to generate"),
         ("flux", "--prompt x --seeds 0,a", "--seeds 0,a"),

@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 from forked_runs import weights
-from scripts import load_script
 from tiny_run import ROOT, overrides_for, write_edits
+
+from scripts import load_script
 
 SINGLE_NODE = ROOT / "scripts" / "single_node"
 

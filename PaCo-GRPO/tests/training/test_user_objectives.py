@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from forked_runs import rows, run_to_end, state
+from forked_runs import rows, state
 from tiny_run import rows_of, tiny_options, train
 from user_objectives import joint_loss, matching_error
 
