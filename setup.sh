@@ -2,7 +2,7 @@
 # One environment for both subprojects and the quickstart.
 #   bash setup.sh            .venv: training, evaluation, tests
 #   bash setup.sh --vllm     also .venv-vllm: the reward server, and the benchmarks with vLLM
-#   bash setup.sh --check    what is there and what is missing; changes nothing
+#   bash setup.sh --check    report what is installed and what is missing; change nothing
 # PYTHON=/path/to/python3.12 bash setup.sh   chooses the interpreter (3.11 or 3.12).
 set -euo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

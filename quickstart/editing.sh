@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An editor learns to do as it is told, on a CPU: RL of a toy FLUX Kontext or Qwen-Image-Edit on "make the star blue".
-#   bash quickstart/editing.sh [--editor NAME] [--minutes M] [--seed N] [--fresh]      (--help says more)
-# Installs on first use. Run again, it goes on; with more --minutes it trains longer.
+# RL of a toy image editor on a CPU: FLUX Kontext or Qwen-Image-Edit on instructions such as "make the star blue".
+#   bash quickstart/editing.sh [--editor NAME] [--minutes M] [--seed N] [--fresh]      (see --help)
+# Installs on first use. A second run continues; with more --minutes it trains longer.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/driver.sh" editing "$@"

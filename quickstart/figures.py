@@ -1,7 +1,7 @@
-"""Draws the diagrams in assets/: `.venv/bin/python quickstart/figures.py` (the curves there come from real runs, see study.py).
+"""Draws the diagrams in assets/: `.venv/bin/python quickstart/figures.py`. (The curves in assets/ are drawn by study.py.)
 
     rl_loop.png   one epoch of PaCo-GRPO with PaCo-Reward, and how evaluation differs
-    pairing.png   sub-figure pairing: from generated grids to Yes/No pairs, with panels of the shapes world
+    pairing.png   sub-figure pairing: from generated grids to Yes/No pairs
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def _canvas(width: float, height: float) -> tuple[Figure, object]:
     return figure, axes
 
 
-def _box(axes, x: float, y: float, width: float, height: float, title: str, text: str, colour: str) -> None:
+def _box(axes, x: float, y: float, width: float, height: float, title: str, text: str, color: str) -> None:
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.09", linewidth=1.4,
-                                  edgecolor=colour, facecolor=colour + "14"))  # fmt: skip
-    axes.text(x + width / 2, y + height - 0.2, title, ha="center", va="top", fontsize=9.5, fontweight="bold", color=colour)
+                                  edgecolor=color, facecolor=color + "14"))  # fmt: skip
+    axes.text(x + width / 2, y + height - 0.2, title, ha="center", va="top", fontsize=9.5, fontweight="bold", color=color)
     axes.text(x + width / 2, y + height - 0.47, text, ha="center", va="top", fontsize=8, color=INK, linespacing=1.45)
 
 
 def _arrow(axes, start: tuple[float, float], end: tuple[float, float], text: str = "", *, bend: float = 0.0,
-           colour: str = FAINT, offset: tuple[float, float] = (0, 0.1)) -> None:  # fmt: skip
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, linewidth=1.4, color=colour, shrinkA=2, shrinkB=2,
+           color: str = FAINT, offset: tuple[float, float] = (0, 0.1)) -> None:  # fmt: skip
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, linewidth=1.4, color=color, shrinkA=2, shrinkB=2,
                                    connectionstyle=f"arc3,rad={bend}"))  # fmt: skip
     if text:
         x, y = (start[0] + end[0]) / 2 + offset[0], (start[1] + end[1]) / 2 + offset[1]
@@ -60,17 +60,17 @@ def rl_loop() -> Figure:
         _arrow(axes, (1.85, middle), (2.35, middle))
         _arrow(axes, (4.55, middle), (5.15, middle), "images")
         _arrow(axes, (7.35, middle), (7.95, middle), "scores")
-        _box(axes, 4.4, 0.15, 3.6, 1.25, "Update", "clipped policy loss at the noisy steps only;\nAdamW on the LoRA weights, EMA beside them", BLUE)
+        _box(axes, 4.4, 0.15, 3.6, 1.25, "Update", "clipped policy loss at the noisy steps only;\nAdamW on the LoRA weights, with an EMA", BLUE)
         _arrow(axes, (9.1, y), (8.0, 0.78), "advantages", bend=-0.25, offset=(0.85, -0.3))
         _arrow(axes, (4.4, 0.78), (3.3, y), "new weights", bend=-0.25, offset=(-0.5, -0.38))
         _box(axes, 0.1, 0.15, 2.45, 1.25, "Evaluation", "EMA weights, large images,\nheld-out prompts, plain steps;\nan oracle that nothing trains on", GREEN)
-        _arrow(axes, (2.75, y), (1.55, 1.4), colour=GREEN)
+        _arrow(axes, (2.75, y), (1.55, 1.4), color=GREEN)
         axes.text(0.1, 4.02, "Train small, use large: one epoch of PaCo-GRPO", fontsize=11, fontweight="bold", va="top")
         return figure
 
 
 def _grids(seed: int) -> tuple[list[np.ndarray], list[list[int]]]:
-    """Two generations of one prompt: panels and the character in each, some of which departed."""
+    """Two generations of one prompt, with departures: grids, and the character in each panel."""
     rng = np.random.default_rng(seed)
     views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
     star, blue, striped = (next(i for i, c in enumerate(CHARACTERS) if str(c) == name)

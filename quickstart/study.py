@@ -1,4 +1,4 @@
-"""The longer study, run by hand: what RL does over seeds, over resolutions, and under a control reward.
+"""The longer study, run by hand: the effect of RL over seeds, over resolutions, and under a control reward.
 
     .venv/bin/python quickstart/study.py                     # all runs, two at a time (after quickstart/run.sh, whose judge it serves)
     .venv/bin/python quickstart/study.py --only table        # the table and the figures again from finished runs
@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+from paco_toy.processes import failure
+from paco_toy.stages import SERVED_NAME
+from paco_toy.summary import read_rows
 
 REPO = Path(__file__).resolve().parent.parent
 GRPO = REPO / "PaCo-GRPO"
@@ -47,7 +51,8 @@ class StudyRun:
     """One training run of the study."""
 
     name: str
-    seed: int
+    color: str
+    seed: int = 0
     resolution: int = 64
     reward: str | None = None  # the only training reward, by import path; None: the configuration's, the judge
 
@@ -55,102 +60,69 @@ class StudyRun:
     def folder(self) -> Path:
         return OUT / self.name
 
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / "study.done").exists()
+
+    def rows(self, phase: str) -> list[dict]:
+        """The rows of metrics.jsonl of one phase, in order."""
+        return [row for row in read_rows(self.folder / "metrics.jsonl") if row["phase"] == phase]
+
 
 RUNS = (
-    StudyRun("64px-seed0", 0),
-    StudyRun("64px-seed1", 1),
-    StudyRun("64px-seed2", 2),
-    StudyRun("alignment-seed0", 0, 64, ALIGNMENT),
-    StudyRun("32px-seed0", 0, 32),
-    StudyRun("128px-seed0", 0, 128),
+    StudyRun("64px-seed0", "#1f5fbf"),
+    StudyRun("64px-seed1", "#4f8fdf", seed=1),
+    StudyRun("64px-seed2", "#8fbcef", seed=2),
+    StudyRun("alignment-seed0", "#8a8a8a", reward=ALIGNMENT),
+    StudyRun("32px-seed0", "#2f9e6e", resolution=32),
+    StudyRun("128px-seed0", "#b3541e", resolution=128),
 )
 
 
 def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
+    kwargs = f"{{'consistency_score': {{'base_url': 'http://127.0.0.1:{PORT}', 'model': '{SERVED_NAME}'}}}}"
     command = [
         "bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={run.seed}",
         f"--config.save_dir={os.path.relpath(OUT, GRPO)}", f"--config.run_name={run.name}", "--config.resume_from=latest",
         f"--config.train.resolution={run.resolution}", f"--config.max_train_minutes={minutes}", "--config.num_epochs=100000",
         f"--config.eval_freq={every}", f"--config.test.seed={1000 + run.seed}", "--config.num_threads=1",
+        f"--config.test.reward_fn_kwargs={kwargs}",
     ]  # fmt: skip
-    kwargs = f"{{'consistency_score': {{'base_url': 'http://127.0.0.1:{PORT}', 'model': 'PaCo-Reward-Toy'}}}}"
-    command.append(f"--config.test.reward_fn_kwargs={kwargs}")
     if run.reward is None:
-        command.append(f"--config.train.reward_fn_kwargs={kwargs}")
-    else:
-        command += ["--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
-    return command
+        return [*command, f"--config.train.reward_fn_kwargs={kwargs}"]
+    return [*command, "--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
 
 
-def _server(judge: Path, script: str) -> None:
-    served = {
-        "VLLM_MODEL_PATHS": str(judge),
-        "VLLM_MODEL_NAMES": "PaCo-Reward-Toy",
-        "VLLM_PORT": PORT,
-        "VLLM_LABEL": LABEL,
-    }
-    subprocess.run(["bash", f"vllm_server/{script}"], cwd=GRPO, env={**os.environ, **served}, check=True)
+def _train(run: StudyRun, minutes: float, every: int) -> None:
+    path = OUT / f"{run.name}.log"
+    print(f"started {run.name}; log: {path}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
+    command = _command(run, minutes, every)
+    with path.open("w") as log:
+        status = subprocess.run(
+            command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status != 0:
+        raise SystemExit(failure(run.name, status, path.read_text(errors="replace"), path))
+    (run.folder / "study.done").touch()
+    print(f"finished {run.name}", flush=True)
 
 
 def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, jobs: int) -> None:
-    """Runs `jobs` trainings at a time, one thread each, beside one server; a finished run is not run again."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    waiting = [run for run in runs if not (run.folder / "study.done").exists()]
-    running: dict[str, tuple[StudyRun, subprocess.Popen]] = {}
+    """Runs ``jobs`` trainings at a time, one thread each, and one server; a finished run is not run again."""
+    waiting = [run for run in runs if not run.is_done]
     if not waiting:
         return
-    _server(judge, "launch.sh")
+    OUT.mkdir(parents=True, exist_ok=True)
+    served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL}
+    subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
+    pool = ThreadPoolExecutor(jobs)
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                log = (OUT / f"{run.name}.log").open("w")
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
-                command = _command(run, minutes, every)
-                print(f"started {run.name} ({len(waiting)} waiting); log: {log.name}", flush=True)
-                process = subprocess.Popen(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                running[run.name] = (run, process)
-            for name, (run, process) in list(running.items()):
-                try:
-                    process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    continue
-                del running[name]
-                if process.returncode != 0:
-                    raise SystemExit(
-                        f"{name} failed; the end of its log ({OUT / name}.log):\n{_tail(OUT / f'{name}.log')}"
-                    )
-                (run.folder / "study.done").touch()
-                print(f"finished {name}", flush=True)
+        for future in as_completed([pool.submit(_train, run, minutes, every) for run in waiting]):
+            future.result()
     finally:
-        for _, process in running.values():
-            process.terminate()
-        _server(judge, "stop.sh")
-
-
-def _tail(path: Path, lines: int = 15) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-
-
-def evaluations(run: StudyRun) -> Iterator[dict]:
-    """The evaluation rows of a run's metrics.jsonl, in order."""
-    for line in (run.folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["phase"] == "eval":
-            yield row
-
-
-def _last_samples(run: StudyRun, epochs: int = 5) -> dict[str, float]:
-    """Mean scores of the images of the last epochs, at the training resolution."""
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["phase"] == "train"][-epochs:]
-    keys = {f"reward/{name}_mean": name for name in MEASURES}
-    return {name: float(np.mean([row[key] for row in rows])) for key, name in keys.items() if key in rows[-1]}
-
-
-def _images(run: StudyRun, epoch: int) -> list[dict]:
-    path = run.folder / "eval" / f"epoch_{epoch:04d}" / "eval_data.jsonl"
-    return [json.loads(line)["rewards"] for line in path.read_text().splitlines()]
+        pool.shutdown(cancel_futures=True)
+        subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
 
 
 def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, float]:
@@ -173,10 +145,10 @@ def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, fl
     return float(np.average(first, weights=weights)), float(np.average(second, weights=weights))
 
 
-def summarise(run: StudyRun) -> dict:
-    """First and last evaluation of a run."""
-    rows = list(evaluations(run))
-    first, last = rows[0], rows[-1]
+def summarize(run: StudyRun) -> dict:
+    """First and last evaluation of a run, and the mean scores of the last five epochs' samples."""
+    evaluations, epochs = run.rows("eval"), run.rows("train")[-5:]
+    first, last = evaluations[0], evaluations[-1]
     result: dict = {
         "run": run.name,
         "resolution": run.resolution,
@@ -187,67 +159,73 @@ def summarise(run: StudyRun) -> dict:
         key = f"eval/{name}_mean"
         if key in first:
             result[name] = {"before": first[key], "after": last[key], "stderr": last[f"eval/{name}_stderr"]}
-    result["last_samples"] = _last_samples(run)
-    before, after = (_images(run, row["epoch"]) for row in (first, last))
-    result["at_equal_alignment"] = dict(zip(("before", "after"), at_equal_alignment(before, after)))
+    keys = {name: f"reward/{name}_mean" for name in MEASURES}
+    result["last_samples"] = {
+        name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items() if key in epochs[-1]
+    }
+    images = [
+        [image["rewards"] for image in read_rows(run.folder / "eval" / f"epoch_{row['epoch']:04d}" / "eval_data.jsonl")]
+        for row in (first, last)
+    ]
+    result["at_equal_alignment"] = dict(zip(("before", "after"), at_equal_alignment(*images)))
     return result
 
 
 def table(runs: tuple[StudyRun, ...]) -> str:
-    """Markdown table of all finished runs; also written to study.json."""
-    results = [summarise(run) for run in runs if (run.folder / "study.done").exists()]
-    lines = [
-        "| run | epochs (min) | oracle consistency | gain | judge | alignment | view | distinct | valid | consistency at equal alignment |",
-        "|---" * 10 + "|",
-    ]
+    """Markdown table of all finished runs, also written to study.md; all numbers go to study.json."""
+    results = [summarize(run) for run in runs if run.is_done]
+    head = ("run", "epochs (min)", "oracle consistency", "gain", "judge", "alignment", "view", "distinct", "valid",
+            "consistency at equal alignment")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in results:
         o = r["oracle_consistency"]
-        cells = [f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else "" for n in MEASURES[1:]]
-        equal = r["at_equal_alignment"]
-        lines.append(
-            f"| {r['run']} | {r['epochs']} ({r['minutes']:.0f}) | {o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f} | {o['after'] - o['before']:+.3f} | "
-            + " | ".join(cells)
-            + f" | {equal['before']:.2f} → {equal['after']:.2f} |"
-        )
+        cells = [
+            r["run"],
+            f"{r['epochs']} ({r['minutes']:.0f})",
+            f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}",
+        ]
+        cells.append(f"{o['after'] - o['before']:+.3f}")
+        cells += [
+            f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else ""
+            for n in (*MEASURES[1:], "at_equal_alignment")
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
     text = "\n".join(lines) + "\n"
     (REPO / "quickstart" / "study.md").write_text(text)
     return text
 
 
-COLOURS = {"64px-seed0": "#1f5fbf", "64px-seed1": "#4f8fdf", "64px-seed2": "#8fbcef", "32px-seed0": "#2f9e6e", "128px-seed0": "#b3541e", "alignment-seed0": "#8a8a8a"}  # fmt: skip
+TITLES = {"oracle_consistency": "oracle consistency at 128 px", "consistency_score": "judge's score at 128 px"}
+AXES = {"epochs": "epochs", "minutes": "minutes of training (one thread)"}
 
 
-def _curve(axis, run: StudyRun, measure: str, across: str) -> None:
-    rows = list(evaluations(run))
-    x = [row["epoch"] if across == "epochs" else row["train_time"] / 60 for row in rows]
-    y = np.array([row[f"eval/{measure}_mean"] for row in rows])
-    error = np.array([row[f"eval/{measure}_stderr"] for row in rows])
-    axis.plot(x, y, color=COLOURS[run.name], label=run.name, linewidth=1.8)
-    axis.fill_between(x, y - error, y + error, color=COLOURS[run.name], alpha=0.15, linewidth=0)
+def _curves(axis, runs: list[StudyRun], measure: str, across: str) -> None:
+    for run in runs:
+        rows = run.rows("eval")
+        x = [row["epoch"] if across == "epochs" else row["train_time"] / 60 for row in rows]
+        y = np.array([row[f"eval/{measure}_mean"] for row in rows])
+        error = np.array([row[f"eval/{measure}_stderr"] for row in rows])
+        axis.plot(x, y, color=run.color, label=run.name, linewidth=1.8)
+        axis.fill_between(x, y - error, y + error, color=run.color, alpha=0.15, linewidth=0)
+    axis.set_xlabel(AXES[across])
+    axis.grid(alpha=0.25)
 
 
 def figures(runs: tuple[StudyRun, ...]) -> None:
     """assets/study.png (seeds and control) and assets/resolution_study.png (32, 64, 128 px)."""
-    done = [run for run in runs if (run.folder / "study.done").exists()]
-    titles = {"oracle_consistency": "oracle consistency at 128 px", "consistency_score": "judge's score at 128 px"}
-    seeds = [r for r in done if r.resolution == 64]
+    done = [run for run in runs if run.is_done]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharex=True, layout="constrained")
-    for axis, (measure, title) in zip(axes, titles.items()):
-        for run in seeds:
-            _curve(axis, run, measure, "minutes")
-        axis.set(title=title, xlabel="minutes of training (one thread)")
-        axis.grid(alpha=0.25)
+    for axis, (measure, title) in zip(axes, TITLES.items()):
+        _curves(axis, [run for run in done if run.resolution == 64], measure, "minutes")
+        axis.set_title(title)
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(ASSETS / "study.png", dpi=110)
-    resolutions = [r for r in done if r.name in ("32px-seed0", "64px-seed0", "128px-seed0")]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.6), layout="constrained", sharey="row")
-    for row, (measure, title) in zip(axes, titles.items()):
-        for axis, across in zip(row, ("epochs", "minutes")):
-            for run in resolutions:
-                _curve(axis, run, measure, across)
-            axis.set(ylabel=title, xlabel="epochs" if across == "epochs" else "minutes of training (one thread)")
-            axis.grid(alpha=0.25)
+    for row, (measure, title) in zip(axes, TITLES.items()):
+        for axis, across in zip(row, AXES):
+            _curves(axis, [run for run in done if run.seed == 0 and run.reward is None], measure, across)
+            axis.set_ylabel(title)
     axes[0, 0].legend(frameon=False, fontsize=8, title="trained at")
     figure.savefig(ASSETS / "resolution_study.png", dpi=110)
 
@@ -261,12 +239,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")
-    parser.add_argument("--runs", nargs="*", help="names of the runs to do; default all")
+    parser.add_argument("--runs", nargs="*", choices=[run.name for run in RUNS], help="runs to do; default all")
     parser.add_argument("--only", choices=["table"], help="no training")
     arguments = parser.parse_args()
-    unknown = set(arguments.runs or []) - {run.name for run in RUNS}
-    if unknown:
-        parser.error(f"unknown runs {sorted(unknown)}; there are {[run.name for run in RUNS]}")
     chosen = tuple(run for run in RUNS if not arguments.runs or run.name in arguments.runs)
     if arguments.only != "table":
         if not (arguments.judge / "config.json").exists():

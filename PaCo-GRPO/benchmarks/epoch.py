@@ -1,28 +1,23 @@
-"""One whole epoch (encoding, sampling, decoding, rewards, training) of the trainer's own loop, on weights made in place.
+"""One epoch of training (encoding, sampling, decoding, rewards, update), timed and counted, without any download.
 
-Settings that are compared take turns within each round, in another order each time; ratios are medians of the ratios
-within a round. FLOPs are counted by PyTorch from shapes, and the share of the peak (MFU) is of the fastest large
-matrix product measured on the same machine.
-
-    python benchmarks/epoch.py --preset toy                         # the counting test's setting, on a CPU
-    python benchmarks/epoch.py --preset toy --compare work=published,ours --compare sample.merge_lora=off,on
+    python benchmarks/epoch.py --preset toy                                               # a trained toy, on a CPU
     python benchmarks/epoch.py --preset flux-dev --batch 8 --train-batch 2 --profile      # 12 B, on one GPU
     python benchmarks/epoch.py --preset flux-dev --blocks 0.25 --resolution 256 --config.train.lora_rank=32
     python benchmarks/epoch.py --preset toy --workload config --reward-seconds 0.2        # is the reward hidden?
 
-Any option of config/base.py can follow as --config.a.b=value. Several processes: torchrun --nproc-per-node N
-benchmarks/epoch.py … (see scaling.py). ``tables.py`` turns the JSON into tables and plots.
+Any option of config/base.py can follow as --config.a.b=value; sweep.py compares several values. Architectures are the
+real ones and weights are random (except the toy's). FLOPs are counted by PyTorch from shapes; MFU is their share of the
+fastest large matrix product measured on the same machine.
 
-Workloads: counting = 64 images, 8 prompts, 10 steps, 1 of them trained, PPO, no KL; published = the same epoch with the
-work that the published implementation repeats (832 instead of 704 images through the transformer, 256 instead of 8
-through each text encoder, 128 instead of 64 through the decoder): a model of that work on our code, not their code;
-config = k, m and steps of the model's own configuration.
+Workloads: counting = 64 images, 8 prompts, 10 steps, 1 of them trained, PPO, no KL; config = k, m and steps of the
+model's own configuration. --published-work repeats what the published implementation computes again in the first: 832
+instead of 704 images through the transformer, 256 instead of 8 through each text encoder, 128 instead of 64 through the
+decoder. It models the amount of work with our code; it is not the published code.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import logging
 import os
@@ -30,93 +25,149 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from measuring import machine, workload
+from measuring import report
+from measuring.report import flops, number, share, spread, table
 
 REFUSED, TOO_LARGE = 2, 3  # exit statuses
+SECONDS = ("epoch", "sampling", "reward_wait", "training", "cpu", "encode", "denoising", "decode", "optimizer")
+CALLS = {
+    "transformer": "transformer, forward", "text_encoder": "first text encoder", "text_encoder_2": "second text encoder",
+    "decoder": "VAE decoder", "backward": "transformer, backward",
+}  # fmt: skip
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure and write; returns the exit status: 0, 2 refused, 3 does not fit into the accelerator's memory."""
-    arguments, rest = parser().parse_known_args(given)
+    """Measure and write; returns the exit status: 0, 2 refused, 3 the accelerator's memory is too small."""
+    arguments, overrides = parser().parse_known_args(given)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 
-    from measuring.turns import is_out_of_memory
-    from paco_grpo.training.configuration import ConfigError
+    from paco_grpo.options import ConfigError
 
     if not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    quiet()
+    _quiet()
     try:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
-            overrides = overrides_of(rest)
             found = measure(arguments, overrides, Path(folder))
-            if arguments.profile and found is not None and found["processes"] == 1:
-                found["profile"] = profile_of(arguments, overrides, Path(folder))
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
+    except torch.OutOfMemoryError as error:
         print(
-            "error: the accelerator's memory is not enough; lower --batch, --train-batch or --blocks, or add "
+            "error: the accelerator's memory is too small; lower --batch, --train-batch or --blocks, or add "
             f"--config.enable_gradient_checkpointing=true ({str(error)[:200]})",
             file=sys.stderr,
         )
         return TOO_LARGE
     if found is not None:
-        machine.write(arguments.output, found)
-        print(arguments.output)
+        text = tables(found)
+        report.write(arguments.output, found, text)
+        print(f"{text}\n{arguments.output}")
     return 0
 
 
-def measure(arguments: argparse.Namespace, overrides: list[tuple[str, str]], folder: Path) -> dict | None:
+def measure(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> dict[str, Any] | None:
     """The report; None on processes other than the main one."""
-    from measuring.turns import Turns, compared
-
-    work = work_of(arguments).resolved()
-    turns = Turns(work, arguments.compare, overrides, folder, arguments.warmup + arguments.repeats + 2)
-    before = turns.peak()
-    measured = turns.measure(arguments.warmup, arguments.repeats)
-    peak = max(before, turns.peak(), key=lambda each: each["flops_per_second"])
-    found = None
-    if turns.main:
-        results = [turns.result(i, each, peak["flops_per_second"]) for i, each in enumerate(measured)]
-        found = machine.report(
-            "epoch",
-            dataclasses.asdict(work) | {"repeats": arguments.repeats, "warmup": arguments.warmup,
-                                        "overrides": dict(overrides)},
-            processes=turns.accelerator.num_processes, device=turns.device.type, peak=peak,
-            parameters=parameters(turns.watched[0].run.policy.pipeline),
-            results=results, compared=compared(turns.pairs, measured),
-        )  # fmt: skip
-    turns.close()
-    return found
-
-
-def profile_of(arguments: argparse.Namespace, overrides: list[tuple[str, str]], folder: Path) -> dict:
-    """Kernels of an epoch of one batch and three steps."""
     import torch
 
-    from measuring.profiling import profiled
-    from measuring.turns import Turns
+    from measuring import timing
+    from measuring.workload import architecture_of, resolve
 
-    gc.collect()  # what was measured before is in cycles of hooks; two 12 B models at once are too much
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    small = dataclasses.replace(work_of(arguments).resolved(), k=arguments.batch, m=1, steps=3, train_steps=1)
-    turns = Turns(small, [], overrides, folder / "profile", 3)
-    turns.watched[0].epoch()
-    trace = arguments.output.parent / "traces" / f"{arguments.output.stem}.json.gz"
-    found = profiled(turns.watched[0], trace)
-    turns.close()
+    work = resolve(arguments)
+    architecture = architecture_of(work)
+    meter = build(work, architecture, overrides, folder)
+    run, train = meter.run, meter.run.options.train
+    peaks, epochs = [timing.matmul_peak(meter.device, run.state.policy.dtype)], []
+    for index in range(arguments.warmup + arguments.repeats):
+        first_images = arguments.images if index == 0 else None
+        epoch = _epoch_with_images(meter, first_images) if first_images else meter.epoch()
+        if index >= arguments.warmup:
+            epochs.append(epoch)
+        if epoch:
+            print(f"epoch {index + 1}: {epoch[0]['seconds']['epoch']:.2f} s", file=sys.stderr, flush=True)
+    peaks.append(timing.matmul_peak(meter.device, run.state.policy.dtype))
+    found = None
+    if run.accelerator.is_main_process:
+        import yaml
+
+        peak = max(peaks, key=lambda each: each["flops_per_second"])
+        counted = timing.flops_of(
+            epochs[-1], architecture, train.resolution, train.lora_rank, run.state.policy.size_multiple
+        )
+        result = {"label": arguments.label, "plan": run.plan.as_dict(), "size_multiple": run.state.policy.size_multiple}
+        result["config"] = yaml.safe_load((run.folder / "config.yaml").read_text())
+        result |= timing.result_of(epochs, counted, peak["flops_per_second"])
+        found = report.header("epoch", vars(work) | {"overrides": overrides}) | {
+            "processes": run.accelerator.num_processes, "device": meter.device.type, "peak": peak,
+            "parameters": _parameters(run.state.policy.pipeline), "results": [result],
+        }  # fmt: skip
+    meter.close()
+    if arguments.profile and found is not None and found["processes"] == 1:
+        del meter, run
+        gc.collect()  # two 12 B models do not fit
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        small = argparse.Namespace(**vars(work) | {"k": work.batch, "m": 1, "steps": 3, "train_steps": 1})
+        meter = build(small, architecture, overrides, folder / "profile")
+        meter.epoch()
+        trace = arguments.output.parent / "traces" / f"{arguments.output.stem}.json.gz"
+        found["profile"] = timing.profile_of(meter, trace)
+        meter.close()
     return found
 
 
-def parameters(pipeline) -> dict[str, int]:
-    """Number of base weights of each part (without LoRA)."""
+def build(work: argparse.Namespace, architecture, overrides: list[str], folder: Path):
+    """The ``EpochMeter`` of a run of ``work`` (resolved)."""
+    import torch
+
+    from measuring.timing import EpochMeter
+    from measuring.workload import prepare, repeat_published_work
+    from paco_grpo.training.build import build_run
+
+    if work.published_work:
+        overrides = [*overrides, "--config.speed.offload_text_encoders=false"]
+    options, loading = prepare(work, architecture, folder, work.warmup + work.repeats, overrides)
+    with loading:
+        run = build_run(options, "benchmark")
+    meter = EpochMeter(run)
+    if work.lora_scale:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in run.state.policy.transformer.parameters():
+                if parameter.requires_grad:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(work.lora_scale * noise.to(parameter))
+    if work.published_work:
+        repeat_published_work(run)
+    return meter
+
+
+def _epoch_with_images(meter, path: Path) -> list[dict[str, Any]]:
+    """Measure an epoch; ``path`` gets its images (n, H, W, 3) as bytes and the mean |ratio − 1| of its update."""
+    import numpy as np
+
+    images, decode = [], meter.run.state.policy.decode
+
+    def keeping(*arguments, **keywords):
+        found = decode(*arguments, **keywords)
+        images.extend(np.asarray(image) for image in found)
+        return found
+
+    meter.run.state.policy.decode = keeping
+    epoch = meter.epoch()
+    meter.run.state.policy.decode = decode
+    if epoch:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        deviation = epoch[0]["metrics"].get("train/ratio_deviation", np.nan)
+        np.savez(path, images=np.stack(images), ratio_deviation=deviation)
+    return epoch
+
+
+def _parameters(pipeline) -> dict[str, int]:
+    """Number of weights of each part, without LoRA."""
     import torch
 
     return {
@@ -126,25 +177,8 @@ def parameters(pipeline) -> dict[str, int]:
     }
 
 
-def work_of(arguments: argparse.Namespace) -> workload.Workload:
-    """The settings that a command line stands for."""
-    names = {field.name for field in dataclasses.fields(workload.Workload)} - {"name"}
-    return workload.Workload(name=arguments.workload, **{name: getattr(arguments, name) for name in names})
-
-
-def overrides_of(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """Options of the configuration among the arguments.
-
-    Raises:
-        ConfigError: Something else is among them.
-    """
-    from paco_grpo.training.configuration import parse_command_line
-
-    return parse_command_line(["--config", "benchmark", *rest])[1]
-
-
-def quiet() -> None:
-    """Warnings of the libraries alone; prompts cut at CLIP's 77 tokens are meant to be."""
+def _quiet() -> None:
+    """Only errors; that prompts are cut at CLIP's 77 tokens is expected."""
     import diffusers
     import transformers
 
@@ -153,42 +187,80 @@ def quiet() -> None:
         library.utils.logging.set_verbosity_error()
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Markdown tables of the results (one, or those of a sweep)."""
+    results, settings, peak = found["results"], found["settings"], found["peak"]
+    work = ", ".join(f"{key} {settings[key]}" for key in ("preset", "resolution", "k", "m", "steps", "batch"))
+    labels = [f"`{result['label']}`" for result in results]
+
+    def rows(cells) -> list[list[str]]:
+        return [[label, *cells(result)] for label, result in zip(labels, results, strict=True)]
+
+    parts = [f"{work}. Seconds of an epoch, median (quartiles); cpu: of all threads of the main process.\n"]
+    parts.append(table(["", *SECONDS], rows(lambda r: [spread(r["seconds"][name]) for name in SECONDS])))
+    parts.append("Images (texts) through each part.\n")
+    parts.append(table(["", *CALLS.values()], rows(lambda r: [str(r["calls"].get(name, 0)) for name in CALLS])))
+
+    def rates(r: dict[str, Any]) -> list[str]:
+        rate, memory = r["rates"], r["memory"]
+        cells = [
+            number(rate["sampling_tokens_per_second"]),
+            flops(r["flops"]["sampling"]),
+            flops(r["flops"]["training"]),
+        ]
+        cells += [share(rate[f"{phase}_mfu"]) for phase in ("denoising", "sampling", "training", "epoch")]
+        return [*cells, share(rate["reward_hidden"]), number(memory.get("peak_gpu_mib", memory["peak_rss_mib"]) / 1024)]
+
+    threads = f" on {peak['threads']} thread(s)" if peak["threads"] else ""
+    parts.append(
+        f"MFU: share of the measured {peak['dtype']} peak, {flops(peak['flops_per_second'])}FLOP/s{threads}.\n"
+    )
+    columns = ["", "image tokens/s", "sampling FLOPs", "training FLOPs", "denoising MFU", "sampling MFU", "training MFU",
+               "epoch MFU", "reward hidden", "peak GiB"]  # fmt: skip
+    parts.append(table(columns, rows(rates)))
+    if found.get("profile"):
+        parts.append(f"Operations of {found['profile']['total_ms']:.0f} ms: one batch, 3 steps.\n")
+        operations = found["profile"]["operations"][:12]
+        parts.append(table(["", "calls", "ms", "share"], [
+            [f"`{each['name'][:70]}`", str(each["calls"]), number(each["ms"]), share(each["share"])] for each in operations
+        ]))  # fmt: skip
+    return "\n".join(parts)
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line, without the options of the configuration."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add_work(made)
-    made.add_argument("--workload", choices=workload.WORKLOADS, default="counting", help="see above")
-    made.add_argument("--repeats", type=int, default=5, help="counted rounds")
-    made.add_argument("--warmup", type=int, default=1, help="rounds before them")
+    presets = ("tiny", "toy", "narrow", "flux-small", "flux-dev", "kontext-dev", "qwen-edit")
+    made.add_argument("--preset", choices=presets, default="toy", help="the generator")
+    made.add_argument("--workload", choices=("counting", "config"), default="counting", help="see above")
+    made.add_argument("--published-work", action="store_true", help="see above")
+    made.add_argument("--blocks", type=float, default=1.0, help="fraction of the preset's blocks")
+    made.add_argument("--width", type=float, default=1.0, help="fraction of the preset's attention heads")
+    made.add_argument("--resolution", type=int, help="pixels along a side (default: the model's training resolution)")
+    made.add_argument("--k", type=int, help="images per prompt")
+    made.add_argument("--m", type=int, help="prompts per epoch")
+    made.add_argument("--steps", type=int, help="denoising steps")
+    made.add_argument("--train-steps", type=int, help="noisy steps, all trained on")
+    made.add_argument("--batch", type=int, default=16, help="images per forward and process in sampling")
+    made.add_argument("--train-batch", type=int, default=16, help="images per forward and process in training")
+    made.add_argument("--reward-seconds", type=float, help="a reward that waits this long for each image")
+    made.add_argument("--judge", metavar="URL", help="a judge server as the reward")
+    made.add_argument("--judge-model", default="PaCo-Reward-7B", help="the name it serves")
+    made.add_argument("--repeats", type=int, default=5, help="measured epochs")
+    made.add_argument("--warmup", type=int, default=1, help="epochs before them")
+    made.add_argument("--lora-scale", type=float, default=0.0, help="add noise of this size to the LoRA, as if trained")
+    made.add_argument("--images", type=Path, metavar="FILE.npz", help="write the images of the first epoch")
+    made.add_argument("--label", default="as configured", help="name in tables")
     made.add_argument(
-        "--compare", action="append", default=[], metavar="KEY=BASE,OTHER",
-        help="an option of the configuration (on/off for switches; KEY+KEY for several at once), or work=published,ours; "
-        "may be repeated",
-    )  # fmt: skip
-    made.add_argument(
-        "--profile", action="store_true", help="kernels of one small epoch: a table and a trace (one process)"
+        "--profile", action="store_true", help="operations of a small epoch: table and trace, one process"
     )
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
     return made
-
-
-def add_work(made: argparse.ArgumentParser) -> None:
-    """The options that ``work_of`` reads."""
-    made.add_argument("--preset", choices=workload.RESOLUTIONS, default="toy", help="the generator")
-    made.add_argument("--blocks", type=float, default=1.0, help="fraction of the preset's blocks")
-    made.add_argument("--width", type=float, default=1.0, help="fraction of the preset's attention heads")
-    made.add_argument("--resolution", type=int, help="pixels a side (default: the model's training resolution)")
-    made.add_argument("--k", type=int, help="images a prompt")
-    made.add_argument("--m", type=int, help="prompts an epoch")
-    made.add_argument("--steps", type=int, help="denoising steps")
-    made.add_argument("--train-steps", type=int, help="noisy steps, all trained on")
-    made.add_argument("--batch", type=int, default=16, help="images a rollout forward (and process)")
-    made.add_argument("--train-batch", type=int, default=16, help="images a training forward (and process)")
-    made.add_argument("--reward-seconds", type=float, help="a reward that waits so long for each image")
-    made.add_argument("--judge", metavar="URL", help="ask this judge for the consistency score")
-    made.add_argument("--judge-model", default="PaCo-Reward-7B", help="the name it serves")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python benchmarks/memory.py --config config/grpo.py:t2is_24gb --config.train.batch_size=2 --processes 8
     python benchmarks/memory.py --config config/grpo.py:t2is_48gb --measure        # on a GPU: random weights, real bytes
 
-The policy's own code runs on torch's meta device, where tensors have sizes and no memory: every tensor that is made is
-followed until it dies, through autograd's saved tensors, gradient checkpointing and the backward pass. "computed" is
-that; it leaves out what no tensor holds (the CUDA context, cuBLAS workspaces, fragmentation: RESERVE below) and what
-other programs use. --measure runs the same phases on a GPU and puts its allocator's peak beside the computed number.
+The policy's own code runs on torch's meta device, where tensors have sizes and no memory. Every tensor is followed until
+it dies, through autograd's saved tensors, gradient checkpointing and the backward pass. The computed numbers leave out
+what no tensor holds (CUDA context, cuBLAS workspaces, fragmentation: RESERVE below) and what other programs use.
+--measure also runs the phases on a GPU and prints its allocator's peak next to the computed number.
 
 The real architectures are known without a download (FLUX.1-dev, FLUX.1-Kontext-dev, Qwen-Image-Edit); any local pipeline
 folder works too. Writes benchmarks/results/memory/NAME.json.
@@ -29,50 +29,54 @@ CARDS = (80, 48, 24)  # GB as sold; 80 GB show as 79.2 GiB (H100), 48 as 47.4 (L
 USABLE = {80: 79.2, 48: 44.4, 24: 22.0}  # GiB, the smallest of the cards sold as such, ECC on
 
 
-def compute(config: Any, processes: int = 1) -> dict[str, Any]:
-    """Bytes by part and by phase of one process of ``config``.
+def compute(options: Any, processes: int = 1) -> dict[str, Any]:
+    """Bytes by part and by phase of one process of ``options``.
 
     Returns:
-        ``parts``: what lies on the accelerator throughout, by name. ``phases``: what each phase adds to it and the sum.
+        ``parts``: what stays on the accelerator, by name. ``phases``: what each phase adds to it, and the sum.
         ``saved``: what autograd keeps between forward and backward. ``parameters``: counts by part.
     """
     from measuring import footprint as fp
+    from paco_grpo.objectives import get_objective
     from paco_grpo.training.plan import make_plan
 
-    for name, value in (("sample.batch_size", config.sample.batch_size), ("max_sequence_length", config.max_sequence_length)):
+    for name, value in (
+        ("sample.batch_size", options.sample.batch_size),
+        ("max_sequence_length", options.max_sequence_length),
+    ):
         if not value:
-            raise RuntimeError(f"config.{name}=0 is settled by a run from its GPU or data set: give a number here")
-    policy = fp.meta_policy(config)
-    plan = make_plan(config, processes)
-    drawn = fp.shape(policy, config, config.train.resolution, plan.sample_batch_size)
-    trained = fp.shape(policy, config, config.train.resolution, config.train.batch_size)
-    tested = fp.shape(policy, config, config.test.resolution, config.test.batch_size)
-    parts = fp.resident(policy, config)
+            raise RuntimeError(f"config.{name}=0 is chosen by a run from its GPU or data set: give a number here")
+    policy = fp.meta_policy(options)
+    plan = make_plan(options, processes, get_objective(options.train.loss_type).gradient_steps)
+    drawn = fp.shape(policy, options, options.train.resolution, plan.sample_batch_size)
+    trained = fp.shape(policy, options, options.train.resolution, options.train.batch_size)
+    tested = fp.shape(policy, options, options.test.resolution, options.test.batch_size)
+    parts = fp.resident(policy, options)
     held = sum(parts.values())
-    records = fp.record_bytes(policy, config, drawn, plan.samples_per_process, plan.prompts)
-    decoder = fp.bytes_of(policy.pipeline.vae) if config.speed.offload_vae else 0
-    encoders = 0 if config.speed.offload_text_encoders is False else sum(map(fp.bytes_of, policy.text_encoders()))
-    merged = fp.merged_bytes(policy) if config.sample.merge_lora else 0
+    records = fp.record_bytes(policy, options, drawn, plan.samples_per_process, plan.prompts)
+    decoder = fp.bytes_of(policy.pipeline.vae) if options.speed.offload_vae else 0
+    encoders = 0 if options.speed.offload_text_encoders is False else sum(map(fp.bytes_of, policy.text_encoders()))
+    merged = fp.merged_bytes(policy) if options.sample.merge_lora else 0
     tokens = fp.tokens(policy, trained)
-    training = fp.training(policy, config, trained)
+    training = fp.training(policy, options, trained)
     adds = {
         "encode": encoders + (fp.encoding(policy, drawn) or 0),
         "sample": records
         + merged
-        + fp.tail_bytes(policy, config)
+        + fp.tail_bytes(policy, options)
         + fp.sampling(policy, drawn)
-        + fp.decoded_bytes(policy, config, fp.tokens(policy, drawn)),
+        + fp.decoded_bytes(policy, options, fp.tokens(policy, drawn)),
         "decode": records + decoder + fp.decoding(policy, drawn),
-        "train": records + training["peak"] + fp.decoded_bytes(policy, config, tokens),
-        # one message of all gradients where processes add them up
+        "train": records + training["peak"] + fp.decoded_bytes(policy, options, tokens),
+        # several processes sum gradients in one message
         "update": records + training["gradients"] * (2 if processes > 1 else 1),
-        "sample test": fp.sampling(policy, tested) + fp.decoded_bytes(policy, config, fp.tokens(policy, tested)),
+        "sample test": fp.sampling(policy, tested) + fp.decoded_bytes(policy, options, fp.tokens(policy, tested)),
         "decode test": decoder + fp.decoding(policy, tested),
     }
-    if config.speed.overlap_decode is not False:  # None: where the device is CUDA
+    if options.speed.overlap_decode is not False:  # None: where the device is CUDA
         adds["sample, decode"] = adds.pop("sample") + adds.pop("decode") - records
     return {
-        "model": config.pretrained.model,
+        "model": options.pretrained.model,
         "parameters": fp.parameters(policy),
         "parts": parts,
         "resident": held,
@@ -83,8 +87,8 @@ def compute(config: Any, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def measure(config: Any) -> dict[str, int]:
-    """What the same phases add on this machine's GPU, with random weights: its allocator's peak.
+def measure(options: Any) -> dict[str, int]:
+    """Peak of the GPU's allocator in the same phases, with random weights.
 
     Raises:
         RuntimeError: There is no CUDA device.
@@ -96,16 +100,16 @@ def measure(config: Any) -> dict[str, int]:
     if not torch.cuda.is_available():
         raise RuntimeError("--measure needs a CUDA device; without it the numbers are computed")
     device = torch.device("cuda")
-    policy = fp.random_policy(config, device)
+    policy = fp.random_policy(options, device)
     drawn, trained = (
-        fp.shape(policy, config, config.train.resolution, batch)
-        for batch in (config.sample.batch_size, config.train.batch_size)
+        fp.shape(policy, options, options.train.resolution, batch)
+        for batch in (options.sample.batch_size, options.train.batch_size)
     )
-    tested = fp.shape(policy, config, config.test.resolution, config.test.batch_size)
+    tested = fp.shape(policy, options, options.test.resolution, options.test.batch_size)
     actions = {
         "sample": lambda: fp.sampling(policy, drawn),
         "decode": lambda: fp.decoding(policy, drawn),
-        "train": lambda: fp.training(policy, config, trained),
+        "train": lambda: fp.training(policy, options, trained),
         "sample test": lambda: fp.sampling(policy, tested),
         "decode test": lambda: fp.decoding(policy, tested),
     }
@@ -120,17 +124,17 @@ def measure(config: Any) -> dict[str, int]:
 
 
 def fits(found: Mapping[str, Any]) -> dict[int, float]:
-    """GiB that are left of each card, the reserve taken off; negative: it does not fit."""
+    """GiB left on each card after RESERVE; negative: it does not fit."""
     return {card: USABLE[card] - (found["peak"] + RESERVE) / GIB for card in CARDS}
 
 
 def tables(name: str, found: Mapping[str, Any], measured: Mapping[str, int] | None = None) -> str:
-    """Markdown: parts, phases, and what fits."""
+    """Markdown: parts, phases, and the cards that fit."""
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in found["parts"].items())
     lines = [
         f"**{name}** ({found['model']}), GiB, computed" + (" | measured" if measured else ""),
         "",
-        f"Always there, {found['resident'] / GIB:.2f}: {parts}. Kept for the backward pass: {found['saved'] / GIB:.2f}.",
+        f"Resident, {found['resident'] / GIB:.2f}: {parts}. Kept for the backward pass: {found['saved'] / GIB:.2f}.",
         "",
         "| phase | adds | total |" + (" adds, measured |" if measured else ""),
         "|---|--:|--:|" + ("--:|" if measured else ""),
@@ -148,7 +152,7 @@ def tables(name: str, found: Mapping[str, Any], measured: Mapping[str, int] | No
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line that says what is wrong."""
+    """Returns the exit status: 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -156,20 +160,22 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="also run the phases on this machine's GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "memory", help="folder")
     arguments, rest = parser.parse_known_args(given)
-    from measuring.machine import report, write
-    from measuring.presets import PresetError
-    from paco_grpo.training.configuration import ConfigError, read_config
+    from measuring.models import UnknownModelError
+    from measuring.report import header, write
+    from paco_grpo.options import ConfigError, read_options
 
     try:
-        config, name = read_config(rest, ROOT / "config" / "base.py")
-        found = compute(config, arguments.processes)
-        measured = measure(config) if arguments.measure else None
-    except (ConfigError, PresetError, RuntimeError) as error:
+        options, name = read_options(rest)
+        found = compute(options, arguments.processes)
+        measured = measure(options) if arguments.measure else None
+    except (ConfigError, UnknownModelError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = {"config": name, "overrides": rest[1:], "processes": arguments.processes}
-    write(arguments.output / f"{name}.json", report("memory", settings, kind="computed", **found, measured=measured))
-    print(tables(name, found, measured), end="")
+    text = tables(name, found, measured)
+    made = header("memory", settings) | found | {"kind": "computed", "measured": measured}
+    write(arguments.output / f"{name}.json", made, text)
+    print(text, end="")
     return 0
 
 

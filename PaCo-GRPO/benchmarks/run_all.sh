@@ -1,221 +1,121 @@
 #!/usr/bin/env bash
-# Every benchmark of this folder, unattended, with one command:
+# All benchmarks, unattended:
 #
 #   bash benchmarks/run_all.sh            on a machine with GPUs: FLUX.1-dev's real size
-#   bash benchmarks/run_all.sh --cpu      on any machine: toy widths, about 40 minutes; begins nothing later (LIMIT, seconds)
+#   bash benchmarks/run_all.sh --cpu      on any machine: toy sizes, about an hour
 #
-# Writes benchmarks/results/MACHINE/*.json, tables.md, plots and logs, and the tables into benchmarks/README.md. A report
-# that is there already is not measured again (so a run that was cut off goes on); --again deletes them first. A benchmark
-# that fails is reported at the end and does not stop the others. --dry-run prints the commands. RESULTS and README name
-# another folder and file, PYTHON another interpreter.
+# Writes a JSON report, tables (.md), a plot (.png) and a log for each line below to benchmarks/results. A report that
+# exists is not measured again, so an interrupted run continues. A benchmark that fails is reported at the end and does
+# not stop the others. --dry-run prints the commands. RESULTS names another folder, PYTHON another interpreter, and JUDGE
+# a judge (folder or hub name) to launch and measure: on a CPU the quickstart's is measured by default.
 set -uo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-cd "$here/.."
-PYTHON="${PYTHON:-$(cd .. && pwd)/.venv/bin/python}"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+repo="$(cd .. && pwd)"
+export PYTHON="${PYTHON:-$repo/.venv/bin/python}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 [[ -x "$PYTHON" ]] || PYTHON=python3
-
-# --- what is compared: exact options, off and on, at the counting test's workload; one line each ------------------------
-# KEY=BASE,OTHER as epoch.py --compare takes it (KEY+KEY=… for several options at once). One that this version does not
-# have is left out, with a line.
-COMPARISONS=(
-  "work=published,ours"
-  "sample.merge_lora=off,on"
-  "sample.same_latent=off,on"
-  "sample.merge_lora+sample.same_latent=off,on"
-)
-CPU_COMPARISONS=(
-  "speed.fused_adam=None,on" # None: by itself, which is off on a CPU
-  "speed.overlap_decode=None,on"
-  "sample.batch_size=16,4,64"
-)
-COMPILED="speed.compile=off,on" # apart, since its first epoch takes minutes
-# In several reports: each setting has its own LoRA and optimizer on the GPU, 2.7 GB at FLUX.1-dev's size.
-GPU_OPTIONS=(
-  "speed.fused_adam=off,None" # and on on a GPU
-  "enable_gradient_checkpointing=off,on"
-  "allow_tf32=off,on"
-  "speed.overlap_decode=off,None"
-)
-GPU_PLACES=(
-  "speed.offload_text_encoders=off,None"
-  "speed.attention=None,_native_cudnn,_native_flash"
-)
-GPU_TAILS=( # approximate: what they change in the images is for effects.py
-  "sample.tail_steps=None,4"
-  "sample.tail_cache=0,0.1"
-  "sample.tail_weights=None,int8"
-)
-# What an option changes in the images, and what it gains in sampling.
-EFFECTS=(
-  --setting sample.tail_steps=4 --setting sample.tail_steps=4,sample.tail_order=2 --setting sample.tail_order=2
-  --setting sample.tail_cache=0.1 --setting sample.tail_cache=0.3 --setting sample.tail_weights=int8
-)
-CPU_EFFECTS=(--setting max_sequence_length=64 --setting sample.merge_lora=false --setting speed.attention=_native_math)
-# What a process reads when it starts; the first is the base. Kept memory: glibc returns less of it to the system.
-KEPT="MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912"
-CPU_ENVIRONMENTS=(
-  --setting "OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_= MALLOC_TRIM_THRESHOLD_="
-  --setting "OMP_NUM_THREADS=1 $KEPT"
-  --setting "OMP_NUM_THREADS=$(env -u OMP_NUM_THREADS nproc) MALLOC_MMAP_THRESHOLD_= MALLOC_TRIM_THRESHOLD_="
-)
-GPU_ENVIRONMENTS=(
-  --setting "PYTORCH_CUDA_ALLOC_CONF="
-  --setting "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-)
-# ------------------------------------------------------------------------------------------------------------------------
-
-size=gpu again=false dry=false
+results="${RESULTS:-benchmarks/results}" port="${VLLM_PORT:-8000}" size=gpu dry=false
 for argument in "$@"; do
   case "$argument" in
     --cpu) size=cpu ;;
-    --again) again=true ;;
     --dry-run) dry=true ;;
-    -h | --help) sed -n '2,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
     *) echo "error: unknown argument $argument (see --help)" >&2; exit 2 ;;
   esac
 done
-export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+$dry || mkdir -p "$results"
+declare -a failed=()
+
+# run NAME PROGRAM ARGUMENTS… : one report, unless it exists
+run() {
+  local name="$1" program="$2" status smaller
+  shift 2
+  if $dry; then printf '%s' "$program"; printf ' %q' --output "$results/$name.json" "$@"; echo; return; fi
+  if [[ -f "$results/$name.json" ]]; then echo "$name: exists"; return; fi
+  for smaller in "" "--batch 2 --train-batch 1" "--batch 2 --train-batch 1 --config.enable_gradient_checkpointing=true"; do
+    status=0
+    # shellcheck disable=SC2086
+    "$PYTHON" "benchmarks/$program" --output "$results/$name.json" "$@" $smaller >"$results/$name.log" 2>&1 || status=$?
+    ((status == 3)) || break # 3: the GPU's memory is too small
+  done
+  echo "$name: exit status $status, log $results/$name.log"
+  ((status == 0)) || failed+=("$name")
+}
+
 if [[ $size == cpu ]]; then
-  export CUDA_VISIBLE_DEVICES=""
+  export CUDA_VISIBLE_DEVICES="" JUDGE="${JUDGE:-$repo/quickstart/models/judge}"
+  run published sweep.py --base work=published --variant "" -- --preset toy
+  run options sweep.py --variant sample.merge_lora=true --variant sample.same_latent=true \
+    --variant "sample.merge_lora=true sample.same_latent=true" --variant speed.fused_adam=true \
+    --variant speed.overlap_decode=true --variant sample.batch_size=4 --variant sample.batch_size=64 -- --preset toy
+  run images sweep.py --images --base sample.merge_lora=true \
+    --variant "sample.merge_lora=true sample.tail_steps=4" \
+    --variant "sample.merge_lora=true sample.tail_steps=4 sample.tail_order=2" \
+    --variant "sample.merge_lora=true sample.tail_cache=0.1" --variant "sample.merge_lora=true sample.tail_cache=0.3" \
+    --variant "sample.merge_lora=true sample.tail_weights=int8" --variant "sample.merge_lora=true max_sequence_length=64" \
+    --variant sample.merge_lora=false --variant "sample.merge_lora=true speed.attention=_native_math" \
+    -- --preset toy --k 2 --m 2 --batch 4 --lora-scale 0.01
+  run resolution sweep.py --rounds 2 --base train.resolution=128 --variant train.resolution=256 \
+    --variant train.resolution=384 --variant train.resolution=512 --variant train.resolution=768 \
+    -- --preset narrow --k 1 --m 2 --batch 1 --steps 3
+  run processes sweep.py --base "processes=1 OMP_NUM_THREADS=1" --variant "processes=2 OMP_NUM_THREADS=1" \
+    -- --preset toy --k 2
+  cores="$(env -u OMP_NUM_THREADS nproc)" # which obeys the variable
+  kept="MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912"
+  run environment sweep.py --base OMP_NUM_THREADS=1 --variant "OMP_NUM_THREADS=1 $kept" \
+    --variant "OMP_NUM_THREADS=$cores" -- --preset toy --k 4
+  run environment-512px sweep.py --rounds 2 --base OMP_NUM_THREADS=1 --variant "OMP_NUM_THREADS=1 $kept" \
+    --variant "OMP_NUM_THREADS=$cores" -- --preset narrow --resolution 512 --k 2 --m 2 --batch 2 --train-batch 2 --steps 4
+  run rewards epoch.py --preset toy --batch 4 --reward-seconds 0.05 --repeats 2 --profile
+  run compile sweep.py --rounds 2 --variant speed.compile=true -- --preset toy --k 2
 else
   gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
   if $dry; then gpus=8; fi
   if ((gpus == 0)); then echo "error: no GPU is visible; for a CPU: bash benchmarks/run_all.sh --cpu" >&2; exit 2; fi
-fi
-
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-machine="$("$PYTHON" -m measuring.machine)" || { echo "error: $PYTHON lacks the packages: bash setup.sh in the repository's root" >&2; exit 2; }
-results="${RESULTS:-benchmarks/results/$machine}"
-README="${README:-benchmarks/README.md}"
-$dry || mkdir -p "$results"
-if $again && ! $dry; then rm -f "$results"/*.json "$results"/*.png "$results"/tables.md; fi
-echo "results go to $results"
-declare -a failed=() left=()
-
-# measure NAME PROGRAM ARGUMENTS… : one report, unless it is there; exit status of the program
-measure() {
-  local name="$1" program="$2" begun=$SECONDS status=0
-  shift 2
-  # --output first: what follows a -- is not the program's own
-  set -- --output "$results/$name.json" "$@"
-  if $dry; then printf '%s' "$program"; printf ' %q' "$@"; echo; return 0; fi
-  if [[ -f "$results/$name.json" ]]; then echo "$name: there already"; return 0; fi
-  if [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2700})); then left+=("$name"); return 0; fi
-  echo "$name: $program ${*:3}"
-  "$PYTHON" "benchmarks/$program" "$@" >"$results/$name.log" 2>&1 || status=$?
-  if ((status == 0)) && [[ ! -f "$results/$name.json" ]]; then echo "no report was written" >>"$results/$name.log" && status=1; fi
-  if ((status)); then
-    echo "$name: failed with status $status after $((SECONDS - begun)) s, last lines of $results/$name.log:" >&2
-    tail -n 3 "$results/$name.log" >&2
-  else
-    echo "$name: done in $((SECONDS - begun)) s"
-  fi
-  return "$status"
-}
-
-# must NAME … : as measure, remembering failures
-must() { measure "$@" || failed+=("$1"); }
-
-# world NAME ARGUMENTS… : effects.py on the quickstart's prompts, which are drawn where they are not there
-world() {
-  local prompts=../quickstart/out/world/prompts
-  if ! $dry && [[ ! -d "$prompts" && ! -f "$results/$1.json" ]]; then
-    (cd ../quickstart && "$PYTHON" -m paco_toy.build_world --out out/world) >"$results/world.log" 2>&1
-  fi
-  must "$1" effects.py "${@:2}"
-}
-
-# fitting NAME PROGRAM ARGUMENTS… : as must, with less memory at each try while the GPU's is not enough (status 3)
-fitting() {
-  local name="$1" status=0 smaller
-  for smaller in "" "--train-batch 1" "--batch 2 --train-batch 1" \
-    "--batch 2 --train-batch 1 --config.enable_gradient_checkpointing=true"; do
-    status=0
-    # shellcheck disable=SC2086
-    measure "$@" $smaller || status=$?
-    ((status == 3)) || break
-  done
-  ((status == 0)) || failed+=("$name")
-}
-
-known="$("$PYTHON" -m measuring.options)"
-compare=()
-# among COMPARISON… : those whose options there are, in `compare`
-among() {
-  local each key missing
-  compare=()
-  for each in "$@"; do
-    missing=""
-    while read -r -d + key; do
-      if [[ "$key" != work ]] && ! grep -qx -- "$key" <<<"$known"; then missing="$key"; fi
-    done <<<"${each%%=*}+"
-    if [[ -z "$missing" ]]; then compare+=(--compare "$each"); else echo "no option $missing: $each is left out"; fi
-  done
-}
-# compared NAME COMPARISON… : at FLUX.1-dev's size
-compared() {
-  among "${@:2}"
-  ((${#compare[@]})) && fitting "$1" epoch.py --preset flux-dev --batch 8 --train-batch 2 "${compare[@]}" --repeats 3
-}
-
-if [[ $size == cpu ]]; then
-  among "${COMPARISONS[@]}" "${CPU_COMPARISONS[@]}"
-  must epoch-counting epoch.py --preset toy "${compare[@]}" --repeats 3
-  must epoch-rewards epoch.py --preset toy --batch 4 --reward-seconds 0.05 --repeats 2 --profile
-  must resolution_sweep resolution_sweep.py --preset narrow --resolutions 128 256 384 512 768 --k 1 --m 2 --batch 1 \
-    --steps 3 --repeats 2 --counted flux-dev kontext-dev --text 512 128
-  must scaling scaling.py --processes 1 2 --rounds 2 --repeats 2 -- --preset toy --k 2
-  world effects-toy --config config/grpo.py:toy_t2is --config.sample.num_steps=10 --images 4 --rounds 3 \
-    "${EFFECTS[@]}" "${CPU_EFFECTS[@]}"
-  must environment environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 3 --repeats 2 -- --preset toy --k 4
-  must environment-512px environment.py "${CPU_ENVIRONMENTS[@]}" --rounds 2 --repeats 3 -- \
-    --preset narrow --resolution 512 --k 2 --m 2 --batch 2 --train-batch 2 --steps 4
-  among "$COMPILED"
-  if ((${#compare[@]})); then must epoch-compiled epoch.py --preset toy --k 2 "${compare[@]}" --repeats 2; fi
-else
-  fitting epoch-counting epoch.py --preset flux-dev --batch 8 --train-batch 4 --repeats 3 --profile
-  compared epoch-compared "${COMPARISONS[@]}"
-  compared epoch-options "${GPU_OPTIONS[@]}"
-  compared epoch-places "${GPU_PLACES[@]}"
-  compared epoch-tails "${GPU_TAILS[@]}"
-  compared epoch-compiled "$COMPILED"
-  fitting epoch-rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
-  fitting resolution_sweep resolution_sweep.py --preset flux-dev --batch 4 --train-batch 1 --k 4 --m 2 --repeats 2 \
-    --counted flux-dev kontext-dev --text 512 128
-  must environment environment.py "${GPU_ENVIRONMENTS[@]}" --rounds 2 --repeats 2 -- \
-    --preset flux-dev --batch 4 --train-batch 1
-  fitting epoch-kontext epoch.py --preset kontext-dev --batch 4 --train-batch 2 --repeats 2
-  fitting epoch-qwen epoch.py --preset qwen-edit --batch 2 --train-batch 1 --repeats 2
-  counts=(1)
-  for count in 2 4 8; do if ((count <= gpus)); then counts+=("$count"); fi; done
+  flux=(--preset flux-dev --batch 8 --train-batch 2)
+  run epoch epoch.py "${flux[@]}" --repeats 3 --profile
+  run published sweep.py --base work=published --variant "" -- "${flux[@]}"
+  run options sweep.py --variant sample.merge_lora=true --variant sample.same_latent=true --variant speed.compile=true \
+    --variant speed.fused_adam=false --variant enable_gradient_checkpointing=true --variant allow_tf32=true \
+    --variant speed.overlap_decode=false --variant speed.offload_text_encoders=false \
+    --variant speed.attention=_native_cudnn --variant speed.attention=_native_flash \
+    --variant PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True -- "${flux[@]}"
+  run images sweep.py --images --variant sample.tail_steps=4 --variant "sample.tail_steps=4 sample.tail_order=2" \
+    --variant sample.tail_cache=0.1 --variant sample.tail_weights=int8 -- "${flux[@]}" --lora-scale 0.01
+  run resolution sweep.py --rounds 2 --base train.resolution=128 --variant train.resolution=256 \
+    --variant train.resolution=512 --variant train.resolution=768 --variant train.resolution=1024 \
+    -- --preset flux-dev --k 4 --m 2 --batch 4 --train-batch 1
+  run rewards epoch.py --preset flux-dev --batch 4 --train-batch 2 --repeats 2 --reward-seconds 0.2
+  run kontext epoch.py --preset kontext-dev --batch 4 --train-batch 2 --repeats 2
+  run qwen-edit epoch.py --preset qwen-edit --batch 2 --train-batch 1 --repeats 2
+  counts=()
+  for count in 2 4 8; do if ((count <= gpus)); then counts+=(--variant "processes=$count"); fi; done
   if ((gpus > 1)); then
-    must scaling scaling.py --processes "${counts[@]}" --rounds 2 --repeats 2 -- --preset flux-dev --batch 4 --train-batch 1
-  else
-    echo "scaling: one GPU, so there is nothing to scale over"
+    run processes sweep.py --rounds 2 --base processes=1 "${counts[@]}" -- --preset flux-dev --batch 4 --train-batch 1
   fi
 fi
+run engines compare_engines.py
 
-must compare_engines compare_engines.py
-
-judges=(bash benchmarks/judges.sh "$results")
-if [[ $size == gpu && -z "${JUDGE:-}" ]]; then
-  echo "judges: left out; JUDGE=FOLDER OR HUB NAME measures that one"
-elif $dry; then
-  echo "${judges[*]}"
-elif [[ $size == cpu ]] && ((SECONDS > ${LIMIT:-2700})); then
-  left+=(judges)
-else
-  echo "judges: ${judges[*]}"
-  if PYTHON="$PYTHON" "${judges[@]}" >"$results/judges.log" 2>&1; then
-    echo "judges: done"
-  else
-    failed+=(judges)
-    tail -n 3 "$results/judges.log" >&2
+# --- judge servers: the engine, the gateway in front of it, an epoch that it scores, and vLLM where it is installed -------
+if [[ -n "${JUDGE:-}" ]]; then
+  export VLLM_MODEL_PATHS="$JUDGE" VLLM_MODEL_NAMES=Judge MAX_MODEL_LEN="${MAX_MODEL_LEN:-2048}"
+  launch() { $dry || VLLM_ENGINE="$1" VLLM_LABEL="benchmark-$1" VLLM_PORT="$2" bash vllm_server/launch.sh; }
+  stop() { for engine in transformers vllm; do $dry || VLLM_LABEL="benchmark-$engine" bash vllm_server/stop.sh || true; done; }
+  trap stop EXIT
+  VLLM_GATEWAY=always launch transformers "$port"
+  direct="$({ bash vllm_server/status.sh --json || true; } | "$PYTHON" -c '
+import json, sys
+rows = (row for row in json.load(sys.stdin) if row["label"] == "benchmark-transformers" and row["engine"] == "transformers")
+print(next(rows, {"url": "http://127.0.0.1:8001"})["url"])')"
+  gateway="http://127.0.0.1:$port"
+  run gateway judge_load.py --model Judge --target "direct=$direct" --target "gateway=$gateway" --concurrency 1 16 64 --pairs 384
+  # an untrained judge leaves many images without a score; the time is the same
+  run judge epoch.py --preset toy --batch 8 --repeats 3 --judge "$gateway" --judge-model Judge \
+    --config.train.max_missing_reward_fraction=1.0
+  $dry || "$PYTHON" scripts/plan_gpus.py --check --epoch "$results/judge.json" --judge-load "$results/gateway.json" \
+    --judge-target gateway
+  if [[ -x "${VLLM_PYTHON:-$repo/.venv-vllm/bin/python}" ]]; then
+    OMP_NUM_THREADS=1 launch vllm "$((port + 1))"
+    run judge-engines judge_load.py --model Judge --target "transformers=$gateway" --target "vllm=http://127.0.0.1:$((port + 1))"
   fi
 fi
-
-if $dry; then exit 0; fi
-"$PYTHON" benchmarks/tables.py benchmarks/results/*/ "$results" --readme "$README" || failed+=(tables)
-echo "finished in $SECONDS s: $results/tables.md"
-if ((${#left[@]})); then echo "left for another run of the same command: ${left[*]}"; fi
 if ((${#failed[@]})); then echo "failed: ${failed[*]}" >&2; exit 1; fi

@@ -6,6 +6,14 @@ import importlib.abc
 import sys
 
 MOVED = {
+    "transfer": "types",
+    "policies.acceleration": "policies.performance.compile and policies.performance.attention",
+    "policies.adapters": "policies.lora",
+    "policies.cache": "policies.performance.cache",
+    "policies.editing": "policies.reference_image",
+    "policies.offload": "policies.performance.offload",
+    "policies.pipeline": "policies.diffusers_policy",
+    "policies.quantized": "policies.performance.quantize",
     "sampling.rollout": "sampling.denoise",
     "sampling.tail": "sampling.denoise (Tail, integrate)",
     "objectives.common": "objectives.base",

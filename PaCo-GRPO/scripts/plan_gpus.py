@@ -1,7 +1,7 @@
 """How many of N GPUs should serve the judge, and how long does an epoch take?
 
-Rewards are computed while the next images are sampled, so too few judges make the generators wait and too many stand
-idle while the generators have less to sample with. This prints the expected epoch time of every split and the best one.
+Rewards are computed while the next images are sampled: with too few judges the generators wait, with too many the judges
+are idle and sampling is slow. This prints the expected epoch time of every split and marks the best one.
 
     # seconds per image and GPU measured on one GPU, a judge measured at 40 pairs a second on one GPU
     python scripts/plan_gpus.py --gpus 8 --sample-seconds 1.9 --train-seconds 1.1 --judge-pairs-per-second 40
@@ -10,7 +10,7 @@ idle while the generators have less to sample with. This prints the expected epo
     python scripts/plan_gpus.py --gpus 8 --run runs/NAME --judge-load benchmarks/results/judge_load.json
 
     # before there is a run: seconds from benchmarks/epoch.py on one GPU, random weights of the real size
-    python scripts/plan_gpus.py --gpus 8 --images 672 --epoch benchmarks/results/MACHINE/epoch-counting.json --judge-load …
+    python scripts/plan_gpus.py --gpus 8 --images 672 --epoch benchmarks/results/epoch.json --judge-load …
 
     # is the plan right? Predict the measured run itself from its own seconds, and compare
     python scripts/plan_gpus.py --run runs/NAME --judge-load benchmarks/results/judge_load.json --check
@@ -23,8 +23,8 @@ R pairs a second and GPU, s and t seconds a GPU needs to sample and to train on 
     scored = max(sample + last batch's pairs / (J·R), first batch's seconds + reward)
     epoch  = scored + ceil(S / G)·t + u
 
-The judge begins when the first batch is drawn and cannot end before the last one is. Other rewards, evaluation and
-checkpoints are not in it, unless --other-seconds has them.
+The judge starts when the first batch is sampled and cannot finish before the last one is. Other rewards, evaluation and
+checkpoints count only if --other-seconds includes them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pathlib import Path
 
 
 class PlanError(ValueError):
-    """Numbers that cannot be planned with; the message names the argument."""
+    """Invalid or missing numbers; the message names the argument."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Workload:
     Attributes:
         images: m·k, over all GPUs.
         batch_size: Images per GPU and sampling batch.
-        pairs: Questions to the judge for an image; 0 = there is no judge.
-        sample_seconds: Of one GPU for an image, decoding included.
-        train_seconds: Of one GPU for an image, all trained steps.
-        other_seconds: Of an epoch, whatever the split.
-        pairs_per_second: Of a judge on one GPU, with enough questions in flight.
+        pairs: Judge questions per image; 0 = no judge.
+        sample_seconds: Per image on one GPU, with decoding.
+        train_seconds: Per image on one GPU, all trained steps.
+        other_seconds: Per epoch, independent of the split.
+        pairs_per_second: Of a judge on one GPU with enough questions in flight.
     """
 
     images: int
@@ -82,16 +82,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """What one division of the GPUs leads to; seconds.
+    """Expected seconds of an epoch for one division of the GPUs.
 
     Attributes:
         generating: GPUs that sample and train.
         serving: GPUs of the judge.
-        sample: Until the last image is drawn.
-        reward: The judge's work, were it never idle.
-        wait: Until all scores are in, after the last image was drawn.
+        sample: Until the last image is sampled.
+        reward: Total work of the judge.
+        wait: From the last image until all scores have arrived.
         train: The update.
-        epoch: Everything.
+        epoch: Total.
         bottleneck: sampling | rewards | training, whichever takes longest.
     """
 
@@ -106,7 +106,7 @@ class Split:
 
 
 def predict(work: Workload, generating: int, serving: int) -> Split:
-    """Times of one split (see the top of the file).
+    """Expected times of one split; formulas at the top of the file.
 
     Raises:
         PlanError: No GPU generates, or none serves although there are pairs to judge.
@@ -141,12 +141,12 @@ def splits(work: Workload, gpus: int, gpus_per_judge: int = 1) -> list[Split]:
         raise PlanError(f"gpus_per_judge = {gpus_per_judge} must be at least 1")
     counts = range(gpus_per_judge, gpus, gpus_per_judge) if work.pairs else range(1)
     if not counts or gpus < 1:
-        raise PlanError(f"{gpus} GPU(s) are too few for a judge on {gpus_per_judge} and one that generates")
+        raise PlanError(f"{gpus} GPU(s) are too few for a judge on {gpus_per_judge} and one generating GPU")
     return [predict(work, gpus - serving, serving) for serving in counts]
 
 
 def best(found: Sequence[Split]) -> Split:
-    """The shortest epoch; among equals the one with the fewest serving GPUs."""
+    """The shortest epoch; among equals, the one with the fewest serving GPUs."""
     return min(found, key=lambda split: (split.epoch, split.serving))
 
 
@@ -201,7 +201,7 @@ def read_run(folder: Path) -> Measured:
 
 
 def read_epoch(file: Path, setting: str | None = None) -> Measured:
-    """From the report of ``benchmarks/epoch.py``, which has warmed up.
+    """From a report of ``benchmarks/epoch.py`` or ``benchmarks/sweep.py``, whose first epoch is not counted.
 
     Raises:
         PlanError: The file is no such report, or has several settings and ``setting`` names none of them.
@@ -220,7 +220,7 @@ def read_epoch(file: Path, setting: str | None = None) -> Measured:
 
 
 def measured_of(plan: dict, times: dict[str, float]) -> Measured:
-    """Of a run's plan and the median seconds of its epochs: sample, reward_wait, train, epoch."""
+    """From a run's plan and the median seconds of its epochs (sample, reward_wait, train, epoch)."""
     share = plan["samples"] / plan["num_processes"]
     return Measured(
         images=plan["samples"],
@@ -271,15 +271,15 @@ def parser() -> argparse.ArgumentParser:
     images.add_argument("--pairs", type=int, help="pairs per image, instead of --layout; 0: no judge; editing: 2")
     speed = found.add_argument_group("how fast one GPU is")
     speed.add_argument("--run", type=Path, help="folder of a run, for seconds per image")
-    speed.add_argument("--epoch", type=Path, help="or the JSON of benchmarks/epoch.py")
-    speed.add_argument("--setting", help="which of its settings, where it has several (as its table names them)")
+    speed.add_argument("--epoch", type=Path, help="or a JSON report of benchmarks/epoch.py or sweep.py")
+    speed.add_argument("--setting", help="which of its variants, if it has several (as its table names them)")
     speed.add_argument("--sample-seconds", type=float, help="to sample and decode an image")
     speed.add_argument("--train-seconds", type=float, help="to train on an image")
     speed.add_argument(
         "--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run or --epoch, else 0)"
     )
     speed.add_argument("--judge-load", type=Path, help="judge_load.json of benchmarks/judge_load.py")
-    speed.add_argument("--judge-target", help="which of its servers, where it has several")
+    speed.add_argument("--judge-target", help="which of its servers, if it has several")
     speed.add_argument("--judge-gpus", type=int, default=1, help="GPUs that server had (default 1)")
     speed.add_argument("--judge-pairs-per-second", type=float, help="of one GPU, instead of --judge-load")
     found.add_argument(
@@ -290,13 +290,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def workload(arguments: argparse.Namespace) -> tuple[Workload, Measured | None]:
-    """What the arguments and the files they name say; arguments win.
+    """The workload from files and arguments; arguments take precedence.
 
     Raises:
         PlanError: A number is missing.
     """
     if arguments.run and arguments.epoch:
-        raise PlanError("--run and --epoch both have seconds per image: give one")
+        raise PlanError("--run and --epoch both contain seconds per image: give one of them")
     measured = read_run(arguments.run) if arguments.run else None
     if arguments.epoch:
         measured = read_epoch(arguments.epoch, arguments.setting)
@@ -341,9 +341,9 @@ def table(found: Sequence[Split]) -> str:
 
 
 def check(work: Workload, measured: Measured, serving: int) -> str:
-    """Predicted beside measured, for the run that the seconds are from.
+    """Predicted and measured times of the run that the seconds come from.
 
-    Its sampling and training are the prediction's own input; what is tested is the waiting, and the sum.
+    Sampling and training are inputs of the prediction; the waiting and the total are what is tested.
     """
     split = predict(work, measured.processes, serving)
     rows = [("wait for rewards", split.wait, measured.reward_wait), ("epoch", split.epoch, measured.epoch)]
@@ -353,7 +353,7 @@ def check(work: Workload, measured: Measured, serving: int) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line that says what is missing."""
+    """Returns the exit status: 0, or 2 after an error message."""
     arguments = parser().parse_args(given)
     try:
         work, measured = workload(arguments)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paco_grpo.transfer import to_device
+from paco_grpo.types import to_device
 
 
 def test_numbers_and_types_stay():

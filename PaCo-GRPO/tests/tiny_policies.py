@@ -16,7 +16,7 @@ from tiny_flux import build_tiny_flux
 from tiny_qwen_edit import build_tiny_qwen_edit
 
 from paco_grpo.policies import Policy, load_policy
-from paco_grpo.policies.adapters import trainable_parameters
+from paco_grpo.policies.lora import trainable_parameters
 from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.policies.base import Policy
@@ -17,29 +17,37 @@ class ToyConditioning(Conditioning):
     direction: torch.Tensor  # (B, N, C)
 
 
-class _Velocity(nn.Module):
+class _Velocity(nn.Module, BaseTunerLayer):
+    """Switched like a LoRA layer: ``base`` without adapters, ``old`` for the adapter of that name, else ``current``."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.current = nn.Parameter(torch.tensor([0.3, -0.7], dtype=dtype))
+        self.base = torch.tensor([0.1, -0.2], dtype=dtype)
+        self.old = torch.tensor([0.25, -0.6], dtype=dtype)
+        self.in_use = "default"
 
-    def forward(self, x, sigma, direction, parameters):
-        return parameters[0] * x + parameters[1] * sigma.view(-1, 1, 1) * direction
+    def forward(self, x, sigma, direction):
+        a, b = {"default": self.current, "old": self.old, "base": self.base}[self.in_use]
+        return a * x + b * sigma.view(-1, 1, 1) * direction
+
+    def enable_adapters(self, enabled):
+        self.in_use = "default" if enabled else "base"
+
+    def set_adapter(self, names):
+        (self.in_use,) = [names] if isinstance(names, str) else names
 
 
 class ToyPolicy(Policy):
-    """``parameters`` in use: current, ``base`` inside ``reference()``, ``old_parameters`` inside ``snapshot("old")``."""
-
     size_multiple = 4
     device = torch.device("cpu")
 
     def __init__(self, dtype: torch.dtype = torch.float32, tokens: int = 6, channels: int = 4) -> None:
         self.dtype = dtype
         self.transformer = _Velocity(dtype)
-        self.base = torch.tensor([0.1, -0.2], dtype=dtype)
-        self.old_parameters = torch.tensor([0.25, -0.6], dtype=dtype)
+        self.base, self.old_parameters = self.transformer.base, self.transformer.old
         self.shape = (tokens, channels)
         self.calls: list[int] = []
-        self._override = None
 
     @classmethod
     def from_pretrained(cls, path, **options):
@@ -57,28 +65,12 @@ class ToyPolicy(Policy):
     def initial_latents(self, seeds, height, width):
         return torch.stack([self._normal(seed) for seed in seeds])
 
-    def velocity(self, latents, sigma, conditioning, height, width):
+    def velocity(self, latents, sigma, conditioning, height, width, guided=True):
         self.calls.append(latents.shape[0])
-        parameters = self.transformer.current if self._override is None else self._override
-        return self.transformer(latents, sigma, conditioning.direction, parameters)
+        return self.transformer(latents, sigma, conditioning.direction)
 
     def decode(self, latents, height, width):
         raise NotImplementedError
-
-    def save_lora(self, directory):
-        raise NotImplementedError
-
-    @contextmanager
-    def _using(self, parameters):
-        self._override = parameters
-        yield
-        self._override = None
-
-    def reference(self):
-        return self._using(self.base)
-
-    def snapshot(self, name):
-        return self._using(self.old_parameters)
 
     def _normal(self, seed):
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(int(seed)), dtype=self.dtype)

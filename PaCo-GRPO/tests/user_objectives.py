@@ -1,4 +1,4 @@
-"""A user's own objective, named by import path: group-coupled matching errors at σ of its own, with a first pass."""
+"""A user's own objective, named by import path: group-coupled matching errors at sampled σ, with a first pass."""
 
 import numpy as np
 import torch

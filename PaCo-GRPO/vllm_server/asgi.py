@@ -5,6 +5,9 @@ import hashlib
 import hmac
 
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -47,6 +50,16 @@ class ApiError(Exception):
             headers.append((b"www-authenticate", b"Bearer"))
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def unknown_route(known: str):
+    """Handler of Starlette's own errors (unknown paths and methods); its message names the known routes."""
+
+    async def answer(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}; known routes: {known}"
+        return JSONResponse(ApiError(message, error.status_code).body(), error.status_code, error.headers)
+
+    return answer
 
 
 class KeyGuard:

@@ -23,18 +23,19 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from vllm_server.asgi import ApiError, KeyGuard
+from vllm_server.asgi import KeyGuard, unknown_route
 from vllm_server.gateway import schema
 from vllm_server.gateway.forwarding import ChatForwarder
 from vllm_server.gateway.metrics import Metrics
 from vllm_server.gateway.replicas import Replicas
 
 CHAT_PATH = "/v1/chat/completions"
+_CHAT_ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 502, 503, 504)
 _ROUTES = "POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
 _SETTINGS = "PACO_GATEWAY_SETTINGS"  # passes them to worker processes
 
@@ -117,7 +118,12 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
         200: {"description": "The engine's answer", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
     }
 
-    @app.post(CHAT_PATH, dependencies=guarded, response_model=schema.Completion, responses=schema.errors() | streams)
+    @app.post(
+        CHAT_PATH,
+        dependencies=guarded,
+        response_model=schema.Completion,
+        responses=schema.errors(*_CHAT_ERRORS) | streams,
+    )
     async def chat(body: schema.chat_body(list(settings.models))):
         """Chat completion by a replica of the model; an event stream where `stream` is true."""
         raise NotImplementedError  # ChatShortcut answers
@@ -142,16 +148,11 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
         page, kind = await asyncio.to_thread(metrics.page)
         return Response(page, media_type=kind)
 
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, unknown_route(_ROUTES))
     app.add_middleware(ChatShortcut, forwarder=forwarder)
     if key:  # added last: outermost
         app.add_middleware(KeyGuard, key=key, on_refusal=lambda kind: metrics.errors.labels(kind).inc())
     return app
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}; this gateway answers {_ROUTES}"
-    return JSONResponse(ApiError(message, error.status_code).body(), error.status_code, error.headers)
 
 
 def serve(settings: GatewaySettings) -> None:

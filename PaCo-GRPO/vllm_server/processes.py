@@ -1,11 +1,12 @@
-"""Processes of ours: known by pid *and* start time, ended gently and then hard, and nothing else ever ended.
+"""Processes identified by pid *and* start time, ended gently and then forcibly; no other process is ever ended.
 
-Linux only (/proc). A pid alone is not enough: it may have been given to somebody else's process since.
+Linux only (/proc). A pid alone is not enough: it may belong to another process by now.
 """
 
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,43 +22,41 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The living process with this pid; None if there is none (a zombie has ended)."""
-        stat = _stat(pid)
-        return cls(pid, stat.started) if stat and not stat.ended else None
+        """The running process with this pid, if any (a zombie has ended)."""
+        state, _, started = _stat(pid)
+        return cls(pid, started) if state not in "ZX" else None
 
     def alive(self) -> bool:
-        stat = _stat(self.pid)
-        return stat is not None and stat.started == self.started and not stat.ended
+        return Process.of(self.pid) == self
 
 
-@dataclass(frozen=True)
-class _Stat:
-    session: int
-    started: int
-    ended: bool  # a zombie: it still has its pid
+def _stat(pid: int) -> tuple[str, int, int]:
+    """State letter, session and start time of a process; an ended one without a pid is ("X", 0, 0)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0, 0
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may contain spaces and brackets
+    return fields[0], int(fields[3]), int(fields[19])
 
 
 def session_members(leader: Process) -> list[Process]:
-    """The living processes of the session that ``leader`` leads, itself included; empty once its pid is given back.
+    """The running processes of the session that ``leader`` leads, itself included; empty once its pid was reused.
 
-    While the leader lives, or is a zombie that its parent has not yet asked about, its session can hold only its own
-    descendants.
+    While the leader runs, or is a zombie that its parent has not collected, its session contains only its descendants.
     """
-    if not _has_pid(leader):
-        return []
     members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            stat = _stat(int(entry.name))
-            if stat is not None and stat.session == leader.pid and not stat.ended:
-                members.append(Process(int(entry.name), stat.started))
-    return members if _has_pid(leader) else []
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        state, session, started = _stat(pid)
+        if session == leader.pid and state not in "ZX":
+            members.append(Process(pid, started))
+    return members if _stat(leader.pid)[2] == leader.started else []
 
 
 def exit_status(pid: int) -> int | None:
-    """The exit status of a child of ours (negative: its signal), None while it runs. It stays a zombie.
+    """The exit status of a child of ours (negative: its signal), None while it runs.
 
-    So its session's number is not given to others, and what it left behind can still be found and ended.
+    The child stays a zombie, so that its session's number is not reused and the processes it left behind can be ended.
     """
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
@@ -65,37 +64,38 @@ def exit_status(pid: int) -> int | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
-def end_processes(processes: list[Process], leaders: list[Process], gently_s: float = 20.0) -> list[Process]:
-    """End these processes: SIGTERM to the leaders (to all others, once those have ended), SIGKILL to what is left.
+def end_processes(processes: Iterable[Process], leaders: Iterable[Process], gently_s: float = 20.0) -> list[Process]:
+    """Ends processes: SIGTERM to the leaders, then to all others, then SIGKILL.
 
-    Each of ``leaders`` leads a session of its own; what it has started since is ended too. Returns what still lives
-    (nothing, unless the kernel will not let go of a process).
+    Args:
+        leaders: Each leads a session; every process of it is ended too.
+        gently_s: Time for the leaders to end their own children, who would get in the way if they were signaled too.
+
+    Returns:
+        Processes that are still running (none, unless the kernel does not let go of one).
     """
-    known = set(processes).union(*map(session_members, leaders))
-    alive = [leader for leader in leaders if leader.alive()]
-    if alive:
-        # A leader ends its children in order; they would only get in its way if they were signalled too.
-        _signal(alive, signal.SIGTERM)
-        _wait(lambda: _ending(known, alive), gently_s)
-    left = [process for process in known if process.alive()]
-    if left:
-        _signal(left, signal.SIGTERM)
-        _wait(lambda: [process for process in left if process.alive()], 2.0)
-        _signal(left, signal.SIGKILL)
-        _wait(lambda: [process for process in left if process.alive()], 10.0)
-    return [process for process in known if process.alive()]
+    known, running = set(processes), [leader for leader in leaders if leader.alive()]
+
+    def any_leader() -> bool:
+        known.update(*map(session_members, leaders))
+        return any(leader.alive() for leader in running)
+
+    def left() -> list[Process]:
+        return [process for process in known if process.alive()]
+
+    if any_leader():
+        _signal(running, signal.SIGTERM)
+        _wait(any_leader, gently_s)
+    for number, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
+        _signal(left(), number)
+        _wait(left, seconds)
+    return left()
 
 
-def _ending(known: set[Process], leaders: list[Process]) -> bool:
-    """Whether one of them still lives; what they have started meanwhile becomes known."""
-    known.update(*map(session_members, leaders))
-    return any(leader.alive() for leader in leaders)
-
-
-def _signal(processes: list[Process], number: signal.Signals) -> None:
+def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
     for process in processes:
         try:
-            # The file descriptor pins the process: between the check and the signal the pid cannot change hands.
+            # The descriptor pins the process: the pid cannot be reused between the check and the signal.
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             continue
@@ -103,7 +103,7 @@ def _signal(processes: list[Process], number: signal.Signals) -> None:
             if process.alive():
                 signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
-            pass  # it ended in between, which is what was wanted
+            pass  # it ended in between
         finally:
             os.close(descriptor)
 
@@ -112,18 +112,3 @@ def _wait(left, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while left() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold spaces and brackets
-    state, session, started = fields[0], int(fields[3]), int(fields[19])
-    return _Stat(session, started, state in "ZX")
-
-
-def _has_pid(process: Process) -> bool:
-    stat = _stat(process.pid)
-    return stat is not None and stat.started == process.started

@@ -1,15 +1,17 @@
-"""What is known of the launched groups of servers: one folder per label under a runtime root of this user."""
+"""The process table: the servers of each launch, in one folder per label under a runtime folder of this user."""
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from vllm_server.processes import Process
+from vllm_server.processes import Process, end_processes
 from vllm_server.settings import LaunchError, local_url
 
 GATEWAY = "gateway"  # title and engine of the gateway's record
@@ -17,22 +19,19 @@ _STATE, _LOCK = "state.json", "lock"
 
 
 @dataclass(frozen=True)
-class ServerRecord:
-    """One server process: what it serves, where, and how it is recognised.
+class Server:
+    """One server process: what it serves, where, and how to recognize it."""
 
-    ``title`` tells replicas apart; ``name``: the model's; ``names``: what it is asked for by, adapters too.
-    """
-
-    title: str
-    name: str
+    title: str  # differs between replicas
+    name: str  # of the model
     model: str
     host: str
     port: int
     engine: str
-    log: str | None
-    leader: Process
+    log: str | None = None
+    leader: Process | None = None  # None: not started
     members: tuple[Process, ...] = ()
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # everything it serves, adapters included
     gpus: tuple[str, ...] = ()
 
     @property
@@ -40,37 +39,49 @@ class ServerRecord:
         """Where this machine reaches the server."""
         return local_url(self.host, self.port)
 
+    def answers(self, api_key: str | None, timeout_s: float = 5.0) -> bool:
+        """Whether the server is healthy and serves all its names."""
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+            if response.status != 200:
+                return False
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+            served = json.loads(connection.getresponse().read())["data"]
+            return set(self.names) <= {entry["id"] for entry in served}
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return False
+        finally:
+            connection.close()
+
 
 @dataclass(frozen=True)
-class GroupState:
-    """A launched group of servers, as it is written to state.json."""
+class Group:
+    """The servers of one launch, as written to state.json. ``ready``: all of them have answered."""
 
     label: str
     ready: bool
-    servers: tuple[ServerRecord, ...] = field(default_factory=tuple)
+    servers: tuple[Server, ...] = ()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> "GroupState":
-        data = json.loads(text)
-        servers = tuple(
-            ServerRecord(
-                **server
-                | {"leader": Process(**server["leader"])}
-                | {"members": tuple(Process(**member) for member in server["members"])}
-                | {"names": tuple(server["names"]), "gpus": tuple(server["gpus"])}
-            )
-            for server in data["servers"]
-        )
-        return cls(data["label"], data["ready"], servers)
+def end_servers(servers: Sequence[Server]) -> list[Process]:
+    """Ends servers: the gateway first, so that it can answer its requests. Returns processes that are still running."""
+    left = []
+    for front in (True, False):
+        part = [server for server in servers if (server.engine == GATEWAY) == front]
+        members = [member for server in part for member in server.members]
+        left += end_processes(members, [server.leader for server in part])
+    return left
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, or paco-rl-<uid> under XDG_RUNTIME_DIR, or under /tmp. Never relative to the working folder.
+    """PACO_RUNTIME_DIR, else paco-rl-<uid> under XDG_RUNTIME_DIR or /tmp; created for this user alone.
 
-    Created for this user alone. Raises LaunchError when it belongs to somebody else or is not absolute.
+    Raises:
+        LaunchError: When the path is relative, or the folder belongs to somebody else.
     """
     given = environment.get("PACO_RUNTIME_DIR")
     root = Path(given) if given else Path(environment.get("XDG_RUNTIME_DIR") or "/tmp") / f"paco-rl-{os.getuid()}"
@@ -80,53 +91,59 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.lstat()
     except OSError as error:
-        raise LaunchError(f"cannot make the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
+        raise LaunchError(f"cannot create the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise LaunchError(f"the runtime folder {root} is not a folder of this user; set PACO_RUNTIME_DIR to another")
     return root
 
 
 class LabelFolder:
-    """The folder of one label: state.json, one log per server, and a lock held while launching."""
+    """The folder of one label: state.json, one log per server, and a lock during a launch."""
 
     def __init__(self, root: Path, label: str):
-        self.path = root / label
-        self.label = label
+        self.path, self.label = root / label, label
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one launch of a label at a time. Raises LaunchError if another one is at it."""
+        """One launch of a label at a time. Raises LaunchError during another one."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         with open(self.path / _LOCK, "w") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise LaunchError(f"another launch of label {self.label!r} is under way") from error
+                raise LaunchError(f"another launch of label {self.label!r} is in progress") from error
             yield
 
-    def read(self) -> GroupState | None:
-        """None where there is no group. Raises LaunchError for a file that cannot be read."""
+    def read(self) -> Group | None:
+        """None where there is no group. Raises LaunchError for a damaged file."""
         try:
-            return GroupState.from_json((self.path / _STATE).read_text())
+            data = json.loads((self.path / _STATE).read_text())
+            servers = [
+                Server(**server | {"leader": Process(**server["leader"]),
+                                   "members": tuple(Process(**member) for member in server["members"]),
+                                   "names": tuple(server["names"]), "gpus": tuple(server["gpus"])})
+                for server in data["servers"]
+            ]  # fmt: skip
+            return Group(data["label"], data["ready"], tuple(servers))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{self.path / _STATE} is damaged ({error}); remove it if nothing runs") from error
 
-    def write(self, state: GroupState) -> None:
-        """Replace state.json in one step."""
+    def write(self, group: Group) -> None:
+        """Replaces state.json atomically."""
         temporary = self.path / f"{_STATE}.new"
-        temporary.write_text(state.to_json())
+        temporary.write_text(json.dumps(asdict(group), indent=1))
         temporary.replace(self.path / _STATE)
 
     def remove(self) -> None:
-        """Forget the group; its logs stay, to be read."""
+        """Removes the group; its logs stay."""
         (self.path / _STATE).unlink(missing_ok=True)
 
     def remove_ended(self) -> None:
-        """Forget the group unless a server of it runs (a launch may have replaced what the caller had read)."""
-        state = self.read()
-        if state is not None and not any(server.leader.alive() for server in state.servers):
+        """Removes the group unless a server of it runs (another launch may have replaced it meanwhile)."""
+        group = self.read()
+        if group is not None and not any(server.leader.alive() for server in group.servers):
             self.remove()
 
     def log(self, name: str) -> Path:
@@ -135,5 +152,5 @@ class LabelFolder:
 
 
 def all_labels(root: Path) -> list[LabelFolder]:
-    """The labels that have a state, by name."""
+    """The labels with a group, by name."""
     return [LabelFolder(root, path.parent.name) for path in sorted(root.glob(f"*/{_STATE}"))]

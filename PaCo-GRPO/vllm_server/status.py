@@ -1,4 +1,4 @@
-"""Say which servers run, and whether they answer. Exit status 0 when all that should run are healthy."""
+"""Show which servers run and whether they answer. Exit status 0 when all are healthy, else 3."""
 
 import argparse
 import json
@@ -6,36 +6,35 @@ import os
 import sys
 from collections.abc import Mapping
 
-from vllm_server.servers import serves
 from vllm_server.settings import LaunchError
 from vllm_server.state import all_labels, runtime_root
 
 
 def status(environment: Mapping[str, str]) -> list[dict]:
-    """One row for each process: label, name, model, engine, url, gpus, pid, log, state.
+    """One row per process.
 
-    ``state``: healthy, loading, not answering (alive, but it does not serve its models: it is stuck, or VLLM_API_KEY is
-    not the launch's), or ended.
+    ``state``: healthy, loading, not answering (it runs but does not serve its models: it is stuck, or VLLM_API_KEY is
+    not the one of the launch), or ended.
     """
     rows = []
     for folder in all_labels(runtime_root(environment)):
         group = folder.read()
         for server in group.servers if group else ():
-            url = server.url
             if not server.leader.alive():
                 state = "ended"
-            elif serves(url, server.names, environment.get("VLLM_API_KEY") or None):
+            elif server.answers(environment.get("VLLM_API_KEY") or None):
                 state = "healthy"
             else:
                 state = "not answering" if group.ready else "loading"
             row = {"label": folder.label, "name": server.title, "model": server.model, "engine": server.engine}
-            rows.append(row | {"url": url, "gpus": list(server.gpus), "pid": server.leader.pid, "log": server.log, "state": state})
+            row |= {"url": server.url, "gpus": list(server.gpus), "pid": server.leader.pid, "log": server.log}
+            rows.append(row | {"state": state})
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="status.sh", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     arguments = parser.parse_args()
     try:
         rows = status(os.environ)
@@ -44,12 +43,9 @@ def main() -> int:
         return 1
     if arguments.json:
         print(json.dumps(rows))
-    elif not rows:
-        print("No servers.")
-    for row in [] if arguments.json else rows:
-        print(
-            f"{row['label']:<16} {row['name']:<24} {row['engine']:<12} {row['url']:<28} {row['pid']:>8}  {row['state']}"
-        )
+    else:
+        print("\n".join("{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}".format(**row) for row in rows)
+              or "No servers.")  # fmt: skip
     return 0 if all(row["state"] == "healthy" for row in rows) else 3
 
 

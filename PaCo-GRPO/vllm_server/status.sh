@@ -1,10 +1,5 @@
 #!/usr/bin/env bash
-# Say which servers run: bash vllm_server/status.sh [--json]
+# Show which servers run: bash vllm_server/status.sh [--json]
 set -euo pipefail
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-REPO="$(cd "$HERE/../.." && pwd)"
-PYTHON="${PYTHON:-}"
-if [[ -z "$PYTHON" ]]; then
-  if [[ -x "$REPO/.venv/bin/python" ]]; then PYTHON="$REPO/.venv/bin/python"; else PYTHON="python3"; fi
-fi
-PYTHONPATH="$HERE/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.status "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+run_module status "$@"

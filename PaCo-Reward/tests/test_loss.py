@@ -10,7 +10,7 @@ from paco_reward.loss import count_answers, find_answers, first_token_loss, toke
 
 
 def numpy_answers(logits, labels):
-    """Cross-entropies of each answer: a list of float64 arrays. Written as loops, on purpose."""
+    """Cross-entropies of each answer, as a list of float64 arrays; deliberately in plain loops."""
     answers = []
     for row_logits, row_labels in zip(np.asarray(logits, np.float64), np.asarray(labels)):
         current = None
@@ -88,8 +88,8 @@ def test_released_scheme_equals_numpy(batch, weight):
 
 @given(st.lists(batches, min_size=2, max_size=4), weights)
 def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, weight):
-    """Micro-batches of different answer lengths and numbers of answers, as gradient accumulation meets them."""
-    micro_batches[0] = (micro_batches[0][0][:1], micro_batches[0][1][:1])  # fewer sequences than the others
+    """Micro-batches with different answer lengths and numbers of answers."""
+    micro_batches[0] = (micro_batches[0][0][:1], micro_batches[0][1][:1])  # fewer sequences
     items = sum(count_answers(torch.tensor(labels)) for _, labels in micro_batches)
     total = sum(first_token_loss(*tensors(batch), weight, "sequence", items) for batch in micro_batches)
     assert total.item() == pytest.approx(numpy_sequence(micro_batches, weight), abs=1e-6, rel=1e-6)
@@ -110,7 +110,6 @@ def test_padding_changes_nothing(batch, weight, extra):
 
 @given(batches, weights)
 def test_packed_rows_equal_separate_rows(batch, weight):
-    """Three sequences in three rows, and the same three one after the other in one row."""
     logits, labels = tensors(batch)
     packed = first_token_loss(logits.reshape(1, -1, logits.shape[2]), labels.reshape(1, -1), weight)
     torch.testing.assert_close(packed, first_token_loss(logits, labels, weight))
@@ -140,7 +139,7 @@ def test_one_token_answers():
     assert first_token_loss(*tensors(batch), 0.1, "released").item() == pytest.approx(0.1 * plain, abs=1e-6)
 
 
-def test_a_batch_without_answers_is_zero_and_keeps_step():
+def test_a_batch_without_answers_has_zero_loss_and_gradient():
     logits = torch.randn(2, 5, 3, requires_grad=True)
     loss = first_token_loss(logits, torch.full((2, 5), -100), 0.1, num_items=torch.tensor(1))
     loss.backward()
@@ -155,9 +154,9 @@ def test_each_answer_has_weight_one(batch, weight):
     assert count_answers(torch.tensor(batch[1])) == len(answers.lengths)
 
 
-def test_bad_weight_and_scheme_are_refused():
+def test_invalid_weight_and_scheme():
     answers = find_answers(torch.tensor([[-100, 1, 2]]))
-    with pytest.raises(ValueError, match="between 0 and 1, not 1.5"):
+    with pytest.raises(ValueError, match="first_token_weight"):
         token_weights(answers, 1.5)
-    with pytest.raises(ValueError, match="sequence, released, not 'mean'"):
+    with pytest.raises(ValueError, match="'mean'"):
         token_weights(answers, 0.5, "mean")

@@ -18,12 +18,12 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward import launch, overlay, worker
 from paco_reward.config import check_keys
-from paco_reward.datasets import labelled_pairs
+from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.metrics import measure
 from paco_reward.scorer import JudgeScorer
 
-# One process that trains several configurations one after the other: the first through upstream alone.
+# Trains several configurations in one process: the first with upstream alone.
 SEVERAL = """
 import sys, yaml
 from llamafactory.train.tuner import run_exp
@@ -41,27 +41,35 @@ def installed():
 
 def test_an_untested_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.9")
-    with pytest.raises(PacoRewardError, match=r"0\.9\.9 was not tested.*versions that work: 0\.9\.5"):
+    with pytest.raises(PacoRewardError, match=r"0\.9\.9 .*0\.9\.5"):
         overlay.install()
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(PacoRewardError, match="not installed"):
+    with pytest.raises(PacoRewardError, match=r"llamafactory==0\.9\.5"):
         overlay.check_version()
 
 
+def test_missing_seams_are_refused(monkeypatch):
+    from llamafactory.train.sft import workflow
+
+    monkeypatch.setattr(workflow, "CustomSeq2SeqTrainer", object)
+    with pytest.raises(PacoRewardError, match="seams"):
+        overlay.install()
+
+
 def test_arguments(installed):
-    overlay.install()  # again: nothing changes
+    overlay.install()  # idempotent
     arguments = next(cls for cls in overlay.train_arguments() if cls.__name__ == "FinetuningArguments")
     assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
     assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
     for bad, message in [
-        ({"first_token_weight": 1.5}, "between 0 and 1"),
+        ({"first_token_weight": 1.5}, "first_token_weight"),
         ({"first_token_weight": 0.1, "first_token_scheme": "mean"}, "first_token_scheme"),
-        ({"first_token_weight": 0.1, "stage": "dpo"}, "stage: sft"),
-        ({"first_token_weight": 0.1, "use_dft_loss": True}, "use_dft_loss cannot both"),
+        ({"first_token_weight": 0.1, "stage": "dpo"}, "stage"),
+        ({"first_token_weight": 0.1, "use_dft_loss": True}, "use_dft_loss"),
     ]:
         with pytest.raises(ValueError, match=message):
             arguments(**bad)
@@ -70,8 +78,8 @@ def test_arguments(installed):
         check_keys({"frist_token_weight": 0.1}, overlay.train_arguments())
 
 
-def test_training_prompt_is_the_serving_prompt(installed, judge_dir, data_dir, tiny, tmp_path):
-    """Token ids from LLaMA-Factory's template qwen2_vl, and from the processor's chat template."""
+def test_training_and_serving_prompts_are_equal(installed, judge_dir, data_dir, tiny, tmp_path):
+    """LLaMA-Factory's template qwen2_vl against the processor's chat template."""
     from llamafactory.data import get_template_and_fix_tokenizer
     from llamafactory.hparams import get_train_args
     from llamafactory.model import load_tokenizer
@@ -97,7 +105,7 @@ def test_training_prompt_is_the_serving_prompt(installed, judge_dir, data_dir, t
 
 
 def test_answer_statistics(tiny):
-    """Against loops over one hand-made batch, left and right padded."""
+    """Against loops over one batch, left and right padded."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 6, 8, generator=generator)
     labels = torch.tensor([[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6])
@@ -115,13 +123,13 @@ def test_a_tokenizer_that_splits_yes_is_refused():
         def encode(self, text, add_special_tokens):
             return [1, 2]
 
-    with pytest.raises(PacoRewardError, match="splits 'Yes' into 2 tokens"):
+    with pytest.raises(PacoRewardError, match="'Yes'"):
         overlay.option_ids(Splitting())
 
 
 @pytest.fixture(scope="module")
 def trained(judge_dir, data_dir, tmp_path_factory):
-    """One process, several trainings: name -> output folder. Steps are 8 sequences, in micro-batches of 8 or of 2."""
+    """Several trainings in one process: a folder of outputs by name. Steps are 8 sequences, in micro-batches of 8 or 2."""
     folder = tmp_path_factory.mktemp("trained")
 
     def config(name, **changes):
@@ -145,7 +153,7 @@ def trained(judge_dir, data_dir, tmp_path_factory):
 
 
 def assert_same_training(found, reference):
-    """Weights (plain gradient descent: they show the gradients) and logged losses agree."""
+    """Weights (after plain gradient descent: they show the gradients) and logged losses agree."""
     expected, weights = adapter(reference), adapter(found)
     assert max(np.abs(value).max() for name, value in expected.items() if "lora_B" in name) > 1e-3
     for key, value in expected.items():
@@ -163,36 +171,32 @@ def test_null_is_llama_factorys_own_loss_bit_for_bit(trained):
 
 
 @pytest.mark.slow
-def test_accumulated_steps_are_whole_steps(trained):
+def test_accumulated_micro_batches_equal_one_batch(trained):
     assert_same_training(trained / "sequence", trained / "whole")
 
 
 @pytest.mark.slow
-def test_sixteen_answers_packed_in_one_row_are_sixteen_rows(trained):
+def test_packed_answers_equal_separate_rows(trained):
     assert_same_training(trained / "packed", trained / "sixteen")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["sequence", "released"])
+@pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
 def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
-    """The same steps, with the micro-batches spread over two processes.
-
-    Were one of the two to use another loss, or another divisor, the weights would differ.
-    """
+    """The same micro-batches on two processes: with another loss or divisor on one of them, the weights would differ."""
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "first_token_scheme": scheme}
     config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.worker"]
-    said = run_processes(torchrun, [config], tmp_path)
+    log = run_processes(torchrun, [config], tmp_path)
     for process in (1, 2):
-        assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in said
+        assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in log
     assert_same_training(tmp_path / "two", trained / scheme)
 
 
 @pytest.mark.slow
-def test_evaluation_metrics_are_those_of_the_scorer(trained, judge_dir, data_dir):
-    """LLaMA-Factory's evaluation after training: its judge metrics equal the adapter scored by ourselves."""
+def test_evaluation_metrics_equal_the_scorers(trained, judge_dir, data_dir):
     found = json.loads((trained / "whole" / "eval_results.json").read_text())
-    expected = measure(JudgeScorer.from_pretrained(judge_dir, trained / "whole"), *labelled_pairs(data_dir, "held_out"))
+    expected = measure(JudgeScorer.from_pretrained(judge_dir, trained / "whole"), *labeled_pairs(data_dir, "held_out"))
     assert found["eval_judge_accuracy"] == pytest.approx(expected["accuracy"])
     assert found["eval_judge_auc"] == pytest.approx(expected["auc"])
     assert found["eval_judge_ece"] == pytest.approx(expected["ece"], abs=1e-5)
@@ -201,7 +205,7 @@ def test_evaluation_metrics_are_those_of_the_scorer(trained, judge_dir, data_dir
 
 @pytest.mark.slow
 def test_train_command(judge_dir, data_dir, tmp_path):
-    """The script as a user types it, on the toy configuration with a smaller model, in two processes."""
+    """The published script on the toy configuration with a smaller model, in two processes."""
     root = Path(__file__).parent.parent
     command = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"model_name_or_path={judge_dir}"]
     command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
@@ -217,8 +221,8 @@ def test_train_command(judge_dir, data_dir, tmp_path):
     assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38
 
 
-def test_a_misspelt_key_is_the_last_line(installed, judge_dir, data_dir, tmp_path, monkeypatch, capsys):
-    """Found by the worker under torchrun, whose first process hands the line back to the command."""
+def test_a_misspelt_key_is_reported_by_the_command(installed, judge_dir, data_dir, tmp_path, monkeypatch, capsys):
+    """The worker under torchrun finds it, and the command repeats its error."""
     config = train_config(judge_dir, data_dir, tmp_path / "out") | {"lerning_rate": 1}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -231,4 +235,4 @@ def test_a_misspelt_key_is_the_last_line(installed, judge_dir, data_dir, tmp_pat
     monkeypatch.setattr(launch.subprocess, "run", torchrun)
     with pytest.raises(PacoRewardError, match="'lerning_rate'; did you mean learning_rate"):
         launch.run(file, [], {"NPROC_PER_NODE": "2"})
-    assert "error: unknown configuration key" in capsys.readouterr().err
+    assert "'lerning_rate'" in capsys.readouterr().err

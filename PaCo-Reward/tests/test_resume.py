@@ -1,4 +1,4 @@
-"""A training that is killed goes on from its last checkpoint; what it leaves can be looked at and loaded."""
+"""A killed training resumes from its last checkpoint; its outputs can be viewed and loaded."""
 
 import os
 import signal
@@ -13,6 +13,10 @@ import torch
 import yaml
 from training_tools import TIMEOUT, adapter, losses, train_config
 
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
+from paco_reward.scorer import JudgeScorer
+
 STEPS = 8
 
 
@@ -20,7 +24,11 @@ def start(config: dict, folder: Path, log: Path) -> subprocess.Popen:
     """`paco-reward train` as a user starts it, in one process."""
     file = folder / f"{Path(config['output_dir']).name}.yaml"
     file.write_text(yaml.safe_dump(config))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "NPROC_PER_NODE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }
     command = [sys.executable, "-m", "paco_reward.cli", "train", str(file)]
     return subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
 
@@ -37,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(judge_dir, data_dir, folder) -> Path:
-    """A training that nobody disturbed, with tensorboard and the picture of its loss."""
+    """An uninterrupted training, with TensorBoard and a plot of its loss."""
     config = settings(judge_dir, data_dir, folder / "whole") | {"report_to": "tensorboard", "plot_loss": True}
     config["logging_dir"] = str(folder / "board")
     finish(start(config, folder, folder / "whole.log"), folder / "whole.log")
@@ -52,8 +60,8 @@ def settings(judge_dir: Path, data_dir: Path, output: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_killed_and_given_again_it_ends_where_it_would_have(whole, judge_dir, data_dir, folder):
-    """Weights, optimizer, schedule, order of the data and dropout go on: the adapter is the undisturbed one's."""
+def test_a_killed_training_resumes_to_the_same_adapter(whole, judge_dir, data_dir, folder):
+    """Weights, optimizer, schedule, data order and dropout are all restored."""
     config, log = settings(judge_dir, data_dir, folder / "killed"), folder / "killed.log"
     process = start(config, folder, log)
     deadline = time.monotonic() + TIMEOUT
@@ -63,8 +71,8 @@ def test_killed_and_given_again_it_ends_where_it_would_have(whole, judge_dir, da
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (folder / "killed" / "adapter_model.safetensors").exists()
-    said = finish(start(config, folder, log), log)
-    assert "step 1/" not in said and f"step {STEPS}/{STEPS}" in said
+    text = finish(start(config, folder, log), log)
+    assert "step 1/" not in text and f"step {STEPS}/{STEPS}" in text
     assert losses(folder / "killed") == pytest.approx(losses(whole), abs=1e-6)
     expected, found = adapter(whole), adapter(folder / "killed")
     for name, weights in expected.items():
@@ -72,20 +80,15 @@ def test_killed_and_given_again_it_ends_where_it_would_have(whole, judge_dir, da
 
 
 @pytest.mark.slow
-def test_the_curve_can_be_looked_at(whole, folder):
+def test_the_loss_curve_is_written(whole, folder):
     assert (whole / "training_loss.png").stat().st_size > 1000
     assert any((folder / "board").rglob("events.out.tfevents*")) or any(whole.rglob("events.out.tfevents*"))
 
 
 @pytest.mark.slow
-def test_the_adapter_folder_alone_loads_as_the_model_card_says(whole, judge_dir, scorer, tiny):
-    """Base from transformers, PeftModel.from_pretrained on the folder: no code of ours."""
+def test_the_adapter_loads_with_peft_alone(whole, judge_dir, scorer, tiny):
     from peft import PeftModel
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
-
-    from paco_judge.client import Pair
-    from paco_judge.questions import theme_question
-    from paco_reward.scorer import JudgeScorer
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(judge_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, str(whole))

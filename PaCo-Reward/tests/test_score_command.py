@@ -49,7 +49,7 @@ def test_all_pairs_and_their_mean(paths, answering_judge, capsys):
     assert values[-1] == pytest.approx(np.mean(values[:-1]), abs=1e-4)
 
 
-def test_images_from_the_web_are_those_of_the_files(paths, web, answering_judge, capsys, monkeypatch):
+def test_images_by_url_score_as_files(paths, web, answering_judge, capsys, monkeypatch):
     assert main(["score", *paths[:2], "--model", str(answering_judge)]) == 0
     by_path = capsys.readouterr().out.splitlines()
     assert main(["score", f"{web}/0.png", f"{web}/1.png", "--model", str(answering_judge)]) == 0
@@ -62,19 +62,21 @@ def test_images_from_the_web_are_those_of_the_files(paths, web, answering_judge,
         open_image(f"{web}/0.png")
 
 
-def test_edits_have_two_scores_and_the_root_of_their_product(paths, answering_judge, tiny, capsys):
+def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, tiny, capsys):
     scorer = JudgeScorer.from_pretrained(answering_judge)
     assert main(["score", *paths, "--model", str(answering_judge), "--instruction", "make it blue"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["edit", "prompt_following", "consistency", "overall"] and len(lines) == 2
     for line, edited in zip(lines, (1, 2), strict=True):
-        pairs = [Pair(tiny.picture(0), tiny.picture(edited), question) for question in editing_questions("make it blue")]
+        pairs = [
+            Pair(tiny.picture(0), tiny.picture(edited), question) for question in editing_questions("make it blue")
+        ]
         consistency, following = (verdict.p_yes for verdict in scorer.score(pairs))
         assert numbers(line, 3) == pytest.approx([following, consistency, math.sqrt(following * consistency)], abs=1e-4)
 
 
-def test_reasons_are_what_the_model_says_one_token_at_a_time(paths, scorer, tiny, judge_dir, capsys):
-    """Greedy decoding once more by hand, without batch, padding or cache."""
+def test_reasons_are_greedy_decoding(paths, scorer, tiny, judge_dir, capsys):
+    """Against decoding by hand, without batch, padding or cache."""
     import torch
 
     pair = Pair(tiny.picture(0), tiny.picture(1), pair_question())
@@ -89,12 +91,12 @@ def test_reasons_are_what_the_model_says_one_token_at_a_time(paths, scorer, tiny
             inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 1))
         if token.item() == scorer.processor.tokenizer.eos_token_id:
             break
-    said = scorer.processor.tokenizer.decode(inputs["input_ids"][0, start:], skip_special_tokens=True).strip()
-    assert scorer.reasons([pair, Pair(tiny.picture(2), tiny.picture(3), pair_question() + " x" * 9)], 5)[0] == said
-    # The random judge says neither Yes nor No: its reasons are shown, a mean is not.
+    expected = scorer.processor.tokenizer.decode(inputs["input_ids"][0, start:], skip_special_tokens=True).strip()
+    assert scorer.reasons([pair, Pair(tiny.picture(2), tiny.picture(3), pair_question() + " x" * 9)], 5)[0] == expected
+    # The random judge answers neither Yes nor No: its reasons are printed, but no mean.
     assert main(["score", *paths[:2], "--model", str(judge_dir), "--reasons", "--reason_tokens", "5"]) == 1
     shown = capsys.readouterr()
-    assert said in shown.out and "no score: neither Yes nor No is among the judge's top 20" in shown.out
+    assert expected in shown.out and "no score: neither Yes nor No is among the judge's top 20" in shown.out
     assert "1 of 1 answers have no score" in shown.err
 
 
@@ -111,19 +113,22 @@ def test_over_a_server(paths, capsys, monkeypatch):
         arguments = ["score", *paths[:2], "--server", server.url, "--api_key_env", "JUDGE_KEY"]
         assert main([*arguments, "--reasons", "--reason_tokens", "40"]) == 0
         assert {headers.get("authorization") for headers in server.headers} == {"Bearer secret"}
-    said = capsys.readouterr().out
-    assert "0.8000" in said and "    Yes. Both are boats." in said
+    text = capsys.readouterr().out
+    assert "0.8000" in text and "    Yes. Both are boats." in text
 
 
-def test_what_cannot_be_done_is_one_line(paths, capsys, monkeypatch):
-    monkeypatch.delenv("NO_KEY", raising=False)
-    for arguments, message in (
-        (["--server", "http://127.0.0.1:9"], "no judge answers at http://127.0.0.1:9"),
-        (["--server", "http://127.0.0.1:9", "--adapter", "a"], "serve the adapter"),
-        (["--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY: this environment variable is not set"),
-        ([], "name the judge"),
-        (["--instruction", " ", "--server", "http://127.0.0.1:9"], "--instruction is empty"),
-    ):
-        assert main(["score", *paths[:2], *arguments]) == 1
-        error = capsys.readouterr().err.strip().splitlines()
-        assert message in error[-1] and error[-1].startswith("error: "), error
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--server", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["--server", "nowhere"], "--server"),
+        (["--server", "http://127.0.0.1:9", "--adapter", "a"], "--adapter"),
+        (["--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
+        ([], "--model"),
+        (["--instruction", " ", "--server", "http://127.0.0.1:9"], "--instruction"),
+    ],
+)
+def test_problems_are_one_line(paths, arguments, named, capsys):
+    assert main(["score", *paths[:2], *arguments]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and named in error

@@ -1,4 +1,4 @@
-"""Small trainings in processes of their own, and what they leave behind."""
+"""Small trainings in separate processes, and their outputs."""
 
 import json
 import os
@@ -14,7 +14,7 @@ TIMEOUT = 590
 
 
 def train_config(judge_dir, data_dir, output, **changes) -> dict:
-    """Two optimizer steps of plain gradient descent, so that weights show gradients."""
+    """Two steps of plain gradient descent, so that weights show gradients."""
     return {
         "model_name_or_path": str(judge_dir),
         "stage": "sft",
@@ -49,7 +49,7 @@ def train_config(judge_dir, data_dir, output, **changes) -> dict:
 
 
 def run_processes(command, configs, folder) -> str:
-    """Run trainings in processes of their own; returns what they said."""
+    """Run trainings in a separate process; returns its output."""
     files = []
     for config in configs:
         files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")

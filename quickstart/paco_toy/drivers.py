@@ -1,54 +1,75 @@
-"""What the drivers `quickstart` and `editing` share: arguments, one at a time in a clone, and an orderly end."""
+"""What the drivers ``quickstart`` and ``editing`` share: arguments, one run at a time per clone, and a clean end."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paco_toy.processes import QuickstartError
 
 
 def new_parser(script: str, description: str, seed_of: str) -> argparse.ArgumentParser:
-    """A driver's command line, to which it may add its own arguments; `seed_of` says what the seed decides."""
+    """A driver's command line, to which it may add arguments; ``seed_of`` names what the seed determines."""
     parser = argparse.ArgumentParser(
         prog=f"quickstart/{script}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of} (default 0)")
     parser.add_argument("--fresh", action="store_true", help="start over")
-    parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script"
+    )
     return parser
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; `overrides` holds every --config.… as a tuple. Ends the process with a message at others."""
+    """The arguments; ``overrides`` holds every --config.… as a tuple. Ends the process with a message at others."""
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if not word.startswith("--config.")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.seed < 0:
-        parser.error("--seed is a number from 0 on")
+        parser.error("--seed must not be negative")
     arguments.overrides = (*arguments.overrides, *rest)
     return arguments
 
 
-def end_as_by_ctrl_c() -> None:
-    """From here on SIGTERM and SIGHUP end the driver as Ctrl-C does, so that it ends what it started."""
+def drive(name: str, out: Path, work: Callable[[], None]) -> int:
+    """Runs ``work``; 0 when it succeeds, 1 with one message when not, 130 after Ctrl-C, SIGTERM or SIGHUP."""
 
     def interrupt(signal_number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+    try:
+        with _only_one(out):
+            work()
+    except QuickstartError as error:
+        print(f"\n{name}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(
+            f"\n{name}: no space left on the disk. Free some space and run it again; it continues from here.",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted, everything it started was ended. Run it again to continue.", file=sys.stderr)
+        return 130
+    return 0
 
 
 @contextlib.contextmanager
-def only_one(out: Path) -> Iterator[None]:
-    """Refuse a second driver in the same clone."""
+def _only_one(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with open(out.parent / ".quickstart.lock", "w") as lock:
         try:

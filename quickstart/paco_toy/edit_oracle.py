@@ -1,11 +1,11 @@
 """The oracle of the editing task, by pixel statistics alone: was the instruction followed, and was the rest kept?
 
-The panels are read by `paco_toy.oracle.read_grids`. *Followed*: the changed panel is valid and shows its shape with the new
-colour or style; 0 or 1. *Kept*: the share of eight facts that stayed: character and view of the three other panels, and of
-the changed one its view and the attribute that nobody mentioned. An untouched copy has 0 and 1, a picture of something else
-about 0 and 0. The score of an edit is sqrt(followed · kept), as method §1 joins the judge's two answers.
+*Followed*, 0 or 1: the changed panel is valid and shows its shape with the new colour or style. *Kept*: the share of eight
+facts that stayed: character and view of the three other panels, and of the changed one its view and its other attribute. An
+untouched copy has 0 and 1, an unrelated picture about 0 and 0. The score of an edit is sqrt(followed · kept), as
+docs/method.md §1 joins the judge's two answers.
 
-The factories at the end are rewards for the registry of PaCo-GRPO (`paco_toy.edit_oracle:oracle_edit`).
+The factories at the end are rewards for PaCo-GRPO, given by import path (`paco_toy.edit_oracle:oracle_edit`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from paco_toy.edits import ATTRIBUTES, Edit, read_edit
+from paco_toy.edits import EDITABLE, Edit, read_edit
 from paco_toy.oracle import Reading, Scorer, read_grids
 from paco_toy.world import CHARACTERS, VIEW_INDEX
 
@@ -23,30 +23,24 @@ from paco_toy.world import CHARACTERS, VIEW_INDEX
 def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[np.ndarray, np.ndarray]:
     """Followed and kept, float64 (B,) in [0, 1] each, of 2x2 grids of any square size from 32 px on."""
     reading = read_grids(images)
-    pairs = [(_followed(reading, b, edit), _kept(reading, b, edit)) for b, edit in enumerate(edits)]
+    pairs = [_judge(reading, b, edit) for b, edit in enumerate(edits)]
     followed, kept = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return followed, kept
 
 
-def _followed(reading: Reading, b: int, edit: Edit) -> float:
-    if not reading.valid[b, edit.place]:
-        return 0.0
-    shown = CHARACTERS[reading.character[b, edit.place]]
-    return float(shown.shape == edit.result.shape and getattr(shown, edit.attribute) == edit.value)
-
-
-def _kept(reading: Reading, b: int, edit: Edit) -> float:
-    facts = []
+def _judge(reading: Reading, b: int, edit: Edit) -> tuple[bool, float]:
+    followed, facts = False, []
     for panel in range(4):
         valid = bool(reading.valid[b, panel])
+        shown = CHARACTERS[reading.character[b, panel]]
         facts.append(valid and reading.view[b, panel] == VIEW_INDEX[edit.views[panel]])
-        shown = CHARACTERS[reading.character[b, panel]] if valid else None
         if panel == edit.place:
-            (other,) = set(ATTRIBUTES) - {edit.attribute}
+            (other,) = set(EDITABLE) - {edit.attribute}
             facts.append(valid and getattr(shown, other) == getattr(edit.result, other))
+            followed = valid and shown.shape == edit.result.shape and getattr(shown, edit.attribute) == edit.value
         else:
             facts.append(valid and shown == edit.characters[panel])
-    return float(np.mean(facts))
+    return followed, float(np.mean(facts))
 
 
 def _scores(images: Sequence[Image.Image], items: Sequence) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +53,7 @@ def oracle_followed() -> Scorer:
 
 
 def oracle_kept() -> Scorer:
-    """Reward factory: share of what the instruction does not mention that stayed, float64 (B,)."""
+    """Reward factory: share of the rest that stayed, float64 (B,)."""
     return lambda images, items: _scores(images, items)[1]
 
 

@@ -3,15 +3,14 @@
 A *scene* is a 2x2 grid of four different shapes, each a character in a view. An instruction names one of them by its shape
 and gives it another colour or style: "make the star blue".
 
-`python -m paco_toy.edits --seed 0 --out quickstart/out/world/edits` writes a `geneval_image` data set:
-{train,test}_metadata.jsonl and images/; half of the test edits lead to a held-out character.
+`python -m paco_toy.edits --seed 0 --out quickstart/out/world/edits` writes a data set of the kind `geneval_image`:
+{train,test}_metadata.jsonl and images/. Half of the test edits result in a held-out character.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from PIL import Image
 
 from paco_toy.world import (
     CHARACTERS,
-    COLOURS,
-    STYLES,
     VIEWS,
     Character,
     View,
@@ -32,39 +29,31 @@ from paco_toy.world import (
     render_panel,
     split_characters,
     to_uint8,
+    write_jsonl,
 )
 
-ATTRIBUTES: dict[str, tuple[str, ...]] = {"colour": tuple(COLOURS), "style": STYLES}
+EDITABLE = ("colour", "style")  # attributes of a character
 IMAGE_SIDE = 128  # pixels of a reference image
-_SPLITS = {"train": 0, "test": 1}
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A scene, and the one change that is asked for.
+    """A scene and the requested change."""
 
-    Attributes:
-        characters: Four, panels row-major, shapes all different.
-        views: Four.
-        place: Which panel changes, 0 to 3.
-        attribute: What changes in it, ``colour`` or ``style``.
-        value: Its new value.
-    """
-
-    characters: tuple[Character, ...]
-    views: tuple[View, ...]
-    place: int
-    attribute: str
-    value: str
+    characters: tuple[Character, ...]  # four, panels row-major, all of different shapes
+    views: tuple[View, ...]  # four
+    place: int  # of the panel that changes, 0 to 3
+    attribute: str  # ``colour`` or ``style``
+    value: str  # the attribute's new value
 
     @property
     def instruction(self) -> str:
-        """What is asked of the editor."""
+        """The instruction to the editor."""
         return f"make the {self.characters[self.place].shape} {self.value}"
 
     @property
     def result(self) -> Character:
-        """What the changed panel then shows."""
+        """The changed panel's character after the edit."""
         return dataclasses.replace(self.characters[self.place], **{self.attribute: self.value})
 
     def edited(self) -> tuple[Character, ...]:
@@ -72,7 +61,7 @@ class Edit:
         return tuple(self.result if i == self.place else c for i, c in enumerate(self.characters))
 
     def row(self) -> dict[str, Any]:
-        """The edit as fields of a metadata row; `read_edit` reads them."""
+        """The edit as fields of a metadata row; ``read_edit`` reads them."""
         return {
             "scene": [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)],
             "place": self.place,
@@ -85,14 +74,14 @@ def read_edit(row: Mapping[str, Any]) -> Edit:
     """The edit of a metadata row.
 
     Raises:
-        ValueError: The row is not one of this world's.
+        ValueError: The row is not an edit of this world.
     """
     try:
         characters = tuple(Character(*words.split()) for words, _ in row["scene"])
         views = tuple(View(*words.split()) for _, words in row["scene"])
         edit = Edit(characters, views, row["place"], row["attribute"], row["value"])
         known = {*characters, edit.result} <= set(CHARACTERS) and set(views) <= set(VIEWS)
-        if not known or len(views) != 4 or edit.attribute not in ATTRIBUTES:
+        if not known or len(views) != 4 or edit.attribute not in EDITABLE:
             raise ValueError("a field has a value that the world does not know")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"not an edit of the shapes world ({error}): {dict(row)!r}") from error
@@ -100,18 +89,13 @@ def read_edit(row: Mapping[str, Any]) -> Edit:
 
 
 def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequence[int]) -> Edit:
-    """An edit whose scene shows characters of ``known`` (indices into CHARACTERS) and that leads to one of ``results``."""
+    """An edit of a scene of characters in ``known`` (indices into CHARACTERS) that results in one of ``results``."""
     pool = [CHARACTERS[i] for i in known]
-    while True:
-        result = CHARACTERS[rng.choice(results)]
-        attribute = str(rng.choice(list(ATTRIBUTES)))
-        before = [
-            c
-            for c in pool
-            if c != result and dataclasses.replace(c, **{attribute: getattr(result, attribute)}) == result
-        ]
-        if before:  # the result may be reachable from held-out characters alone
-            break
+    before: list[Character] = []
+    while not before:  # some results are reachable only from characters that are not known
+        result, attribute = CHARACTERS[rng.choice(results)], str(rng.choice(EDITABLE))
+        value = getattr(result, attribute)
+        before = [c for c in pool if c != result and dataclasses.replace(c, **{attribute: value}) == result]
     characters = [before[rng.integers(len(before))]]
     while len(characters) < 4:
         candidate = pool[rng.integers(len(pool))]
@@ -119,25 +103,23 @@ def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequenc
             characters.append(candidate)
     order = rng.permutation(4)
     views = tuple(VIEWS[v] for v in rng.integers(len(VIEWS), size=4))
-    return Edit(
-        tuple(characters[i] for i in order), views, int(np.argmin(order)), attribute, str(getattr(result, attribute))
-    )
+    return Edit(tuple(characters[i] for i in order), views, int(np.argmin(order)), attribute, value)
 
 
 def draw_scene(
     characters: Sequence[Character], views: Sequence[View], side: int, jitters: Sequence[tuple[float, float]]
 ) -> Image.Image:
-    """The image, ``side`` pixels square, of four panels; the same jitters give the same places."""
+    """The image, ``side`` pixels square, of four panels; jitters are shifts as for ``render_panel``."""
     panels = [render_panel(c, v, side // 2, j) for c, v, j in zip(characters, views, jitters, strict=True)]
     return Image.fromarray(to_uint8(assemble_grid(panels)))
 
 
 def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> None:
-    """Write the data set; every second test edit leads to a held-out character."""
+    """Write the data set; every second test edit results in a held-out character."""
     known, held_out = split_characters()
     (out / "images").mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", train), ("test", test)):
-        rng = np.random.default_rng([seed, 40 + _SPLITS[split]])
+    for number, (split, count) in enumerate({"train": train, "test": test}.items()):
+        rng = np.random.default_rng([seed, 40 + number])
         rows = []
         for i in range(count):
             is_held_out = split == "test" and i % 2 == 1
@@ -145,18 +127,15 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
             name = f"images/{split}_{i:04d}.png"
             jitters = [random_jitter(rng) for _ in range(4)]
             draw_scene(edit.characters, edit.views, IMAGE_SIDE, jitters).save(out / name, compress_level=1)
-            rows.append(
-                {
-                    "idx": f"{split}-{i:04d}",
-                    "prompt": edit.instruction,
-                    "image": name,
-                    "category": "held-out character" if is_held_out else "training character",
-                    "task_name": edit.attribute,
-                }
-                | edit.row()
-            )
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (out / f"{split}_metadata.jsonl").write_text(text, encoding="utf-8")
+            row = {
+                "idx": f"{split}-{i:04d}",
+                "prompt": edit.instruction,
+                "image": name,
+                "category": "held-out character" if is_held_out else "training character",
+                "task_name": edit.attribute,
+            }
+            rows.append(row | edit.row())
+        write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
 
 def main() -> None:

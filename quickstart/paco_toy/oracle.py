@@ -1,13 +1,14 @@
-"""The oracle: what a grid shows, by pixel statistics alone. Nothing trains on it; it only measures.
+"""The oracle: reads from pixel statistics alone which character and view each panel of a grid shows. Nothing trains on it.
 
-Each panel is compared with the rendering of every character in every view, and with an empty panel. The nearest one names the
-panel; a panel that is nearest to empty, or further than `INVALID_RMS` from everything, is invalid.
+Each panel is compared with the rendering of every character in every view, and with an empty panel. The nearest rendering
+names the panel; a panel that is nearest to empty, or further than ``INVALID_RMS`` from everything, is invalid.
 
-The factories at the end are rewards for the registry of PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
+The factories at the end are rewards for PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,38 +19,37 @@ from PIL import Image
 from paco_toy.world import CHARACTER_INDEX, CHARACTERS, LABELS, VIEW_INDEX, VIEWS, Character, View, render_panel
 
 INVALID_RMS = 0.12  # root mean square pixel distance, pixels in [0, 1]
-_PAIRS = [(i, j) for i in range(4) for j in range(i + 1, 4)]
+_FIRST, _SECOND = np.triu_indices(4, k=1)  # the six pairs of panels
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What B grids of four panels show. Arrays (B, 4), panels row-major."""
+    """What B grids of four panels show. Arrays (B, 4), panels row-major; results (B,) float64."""
 
     character: np.ndarray  # int, index into CHARACTERS; meaningless where invalid
     view: np.ndarray  # int, index into VIEWS; meaningless where invalid
     valid: np.ndarray  # bool
     rms: np.ndarray  # float32, distance to the nearest rendering
 
+    def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+        valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
+        return np.mean(valid & agree(values[:, _FIRST], values[:, _SECOND]), axis=1)
+
     def consistency(self) -> np.ndarray:
-        """Share of the six panel pairs with the same character, both valid; (B,) float64."""
-        return np.mean(
-            [self.valid[:, i] & self.valid[:, j] & (self.character[:, i] == self.character[:, j]) for i, j in _PAIRS],
-            axis=0,
-        )
+        """Share of the six panel pairs with the same character, both valid."""
+        return self._pairs(np.equal, self.character)
+
+    def distinctness(self) -> np.ndarray:
+        """Share of the six panel pairs in different views, both valid: four identical panels give 0."""
+        return self._pairs(np.not_equal, self.view)
 
     def alignment(self, character: np.ndarray) -> np.ndarray:
-        """Share of panels that show the named character, (B,) int; returns (B,) float64."""
+        """Share of panels that show the named character, int (B,)."""
         return np.mean(self.valid & (self.character == character[:, None]), axis=1)
 
     def view_following(self, views: np.ndarray) -> np.ndarray:
-        """Share of panels in the view asked for, (B, 4) int; returns (B,) float64."""
+        """Share of panels in the requested view, int (B, 4)."""
         return np.mean(self.valid & (self.view == views), axis=1)
-
-    def distinctness(self) -> np.ndarray:
-        """Share of the six panel pairs in different views, both valid: four identical panels give 0; (B,) float64."""
-        return np.mean(
-            [self.valid[:, i] & self.valid[:, j] & (self.view[:, i] != self.view[:, j]) for i, j in _PAIRS], axis=0
-        )
 
 
 @lru_cache(maxsize=4)
@@ -91,37 +91,34 @@ def read_prompt(prompt: str) -> tuple[int, tuple[int, ...]]:
     """The character and the four views that a toy prompt names, as indices.
 
     Raises:
-        ValueError: the prompt is not one of the shapes world.
+        ValueError: The prompt is not one of the shapes world.
     """
     try:
-        head, *tails = [part for label_split in [prompt.split(" [", 1)] for part in label_split]
-        words = head.split(".")[0].split()
-        character = CHARACTER_INDEX[Character(*words[-3:])]
-        text, views = "[" + tails[0], []
-        for label, following in zip(LABELS, (*LABELS[1:], None)):
-            start = text.index(label) + len(label)
-            end = text.index(following) if following else len(text)
-            views.append(VIEW_INDEX[View(*text[start:end].strip().rstrip(".").split())])
-    except (KeyError, ValueError, IndexError, TypeError) as error:
+        head, *panels = re.split("|".join(map(re.escape, LABELS)), prompt)
+        character = CHARACTER_INDEX[Character(*head.split(".")[0].split()[-3:])]
+        views = tuple(VIEW_INDEX[View(*text.strip().rstrip(".").split())] for text in panels)
+        if len(views) != len(LABELS):
+            raise ValueError(f"{len(views)} panels")
+    except (KeyError, ValueError, TypeError) as error:
         raise ValueError(f"not a prompt of the shapes world ({error}): {prompt!r}") from error
-    return character, tuple(views)
+    return character, views
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
 
 
 def oracle_consistency() -> Scorer:
-    """Reward factory: `Reading.consistency`, float64 (B,)."""
+    """Reward factory: ``Reading.consistency``, float64 (B,)."""
     return lambda images, items: read_grids(images).consistency()
 
 
 def oracle_alignment() -> Scorer:
-    """Reward factory: `Reading.alignment` with the prompt's character, float64 (B,)."""
+    """Reward factory: ``Reading.alignment`` with the prompt's character, float64 (B,)."""
     return lambda images, items: read_grids(images).alignment(np.array([read_prompt(i.prompt)[0] for i in items]))
 
 
 def oracle_view() -> Scorer:
-    """Reward factory: `Reading.view_following` with the prompt's views, float64 (B,)."""
+    """Reward factory: ``Reading.view_following`` with the prompt's views, float64 (B,)."""
     return lambda images, items: read_grids(images).view_following(np.array([read_prompt(i.prompt)[1] for i in items]))
 
 
@@ -131,5 +128,5 @@ def oracle_valid() -> Scorer:
 
 
 def oracle_distinct() -> Scorer:
-    """Reward factory: `Reading.distinctness`, float64 (B,)."""
+    """Reward factory: ``Reading.distinctness``, float64 (B,)."""
     return lambda images, items: read_grids(images).distinctness()

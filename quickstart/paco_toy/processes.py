@@ -1,7 +1,8 @@
-"""The quickstart's sub-commands: run with a full log, watched, ended as a group; and the memory of all of them."""
+"""The quickstart's commands: run with a log and a progress bar, ended with everything they started; and their memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 MARK = "PACO_QUICKSTART_ID"  # in the environment of everything we start, so that detached servers are counted too
-FULL = re.compile(r"No space left on device|Errno 28|os error 28|Disk quota exceeded")
 Progress = Callable[[str], "tuple[float | None, str] | None"]
 
 
 class QuickstartError(RuntimeError):
-    """The quickstart cannot go on; the text is the whole message."""
+    """The quickstart cannot continue; the text is the whole message."""
 
 
 def steps(line: str) -> tuple[float | None, str] | None:
@@ -34,11 +36,11 @@ def steps(line: str) -> tuple[float | None, str] | None:
 
 
 class Commands:
-    """Runs commands one after the other; `watch(fraction, text)` sees their progress.
+    """Runs commands one after the other.
 
     Args:
-        logs: Folder for one log file a command.
-        watch: Called with what is being done, the fraction (or None) and a line, several times a second.
+        logs: Folder for one log file per command.
+        watch: Called with the activity, the fraction done (or None) and a line of progress, several times a second.
     """
 
     def __init__(self, logs: Path, watch: Callable[[str, float | None, str], None]) -> None:
@@ -47,7 +49,7 @@ class Commands:
 
     def run(
         self,
-        command: Sequence[str | Path],
+        command: Sequence[object],
         cwd: Path,
         log: str,
         what: str,
@@ -59,10 +61,10 @@ class Commands:
         """Run to the end; returns the output (stdout and stderr together).
 
         Args:
-            span: The part of the stage that this command is, for the progress bar.
+            span: The command's part of the stage, for the progress bar.
 
         Raises:
-            QuickstartError: It failed; with its last lines and where its log is.
+            QuickstartError: It failed. The message has its last lines and the path of its log.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{log}.log"
@@ -70,7 +72,7 @@ class Commands:
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"$ cd {cwd} && {' '.join(words)}\n")
             file.flush()
-            # A session of its own: Ctrl-C reaches us only, and we end the whole group in order.
+            # In a new session: Ctrl-C reaches only us, and we end the whole group in order.
             process = self.running = subprocess.Popen(
                 words, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -89,12 +91,9 @@ class Commands:
             log.readline()
             while True:
                 over = process.poll() is not None
-                # tqdm-like bars rewrite a line with carriage returns
-                for line in re.split(r"[\r\n]+", log.read()):
-                    said = progress(line)
-                    if said:
-                        fraction, text = said
-                # A command that says nothing leaves the bar where it began; the first one shows none.
+                for line in re.split(r"[\r\n]+", log.read()):  # progress bars rewrite a line with carriage returns
+                    fraction, text = progress(line) or (fraction, text)
+                # Without progress lines the bar stays where the command's part begins; the first command shows no bar.
                 done = (begin or None) if fraction is None else begin + (end - begin) * fraction
                 self.watch(what, done, text)
                 if over:
@@ -102,28 +101,24 @@ class Commands:
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """End the running command and all it started: gently, after ten seconds hard."""
+        """End the running command and everything it started: SIGTERM, after ten seconds SIGKILL."""
         process, self.running = self.running, None
         if process is None or process.poll() is not None:
             return
         for signal_number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-            try:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal_number)
                 process.wait(patience)
                 return
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def failure(what: str, status: int, output: str, log: Path) -> str:
-    """One message for a failed command: the cause where the command says it in one line, else its last lines."""
-    if FULL.search(output):
-        return f"{what} failed: no space left on the disk. Free some and run the quickstart again; it goes on from here."
-    lines = [line for line in output.strip().splitlines() if line.strip()]
-    said = [i for i, line in enumerate(lines) if re.match(r"(?i)\s*(error|launch|stop\w*):", line)]
-    shown = lines[said[-1] :][:12] if said else lines[-12:]
+    """One message for a failed command: its error line and what follows, else its last lines."""
+    if re.search(r"No space left on device|Errno 28|os error 28|Disk quota exceeded", output):
+        return f"{what} failed: no space left on the disk. Free some space and run the quickstart again; it continues from here."
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [i for i, line in enumerate(lines) if re.match(r"(?i)\s*(error|launch|stop\w*):", line)]
+    shown = lines[errors[-1] :][:12] if errors else lines[-12:]
     ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
     if status in (-9, 137):
         ended += " (out of memory?)"
@@ -133,14 +128,13 @@ def failure(what: str, status: int, output: str, log: Path) -> str:
 class MemoryWatch:
     """The largest sum of resident memory over all our processes, sampled in a thread.
 
-    Processes are found by a mark in their environment, which servers that detach from us keep. Shared pages count once
-    for each process: the figure is an upper bound.
+    Processes are found by a mark in their environment, which detached servers keep. Shared pages count once per process:
+    the figure is an upper bound.
     """
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval, self.peak_bytes = interval, 0
         self.mark = os.environ.setdefault(MARK, uuid.uuid4().hex)
-        self._known: dict[tuple[int, str], bool] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
@@ -159,29 +153,14 @@ class MemoryWatch:
 
     def sample(self) -> int:
         """Bytes resident now."""
-        page = os.sysconf("SC_PAGE_SIZE")
         total = 0
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit():
-                continue
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text()
-                started = stat.rpartition(")")[2].split()[19]
-                if self._ours(int(entry), started):
-                    total += int(stat.rpartition(")")[2].split()[21]) * page
-            except (OSError, IndexError, ValueError):  # ended meanwhile
-                continue
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+                # The environment that /proc shows for us is the one we were started with.
+                if process.pid == os.getpid() or process.environ().get(MARK) == self.mark:
+                    total += process.memory_info().rss
         self.peak_bytes = max(self.peak_bytes, total)
         return total
-
-    def _ours(self, pid: int, started: str) -> bool:
-        if pid == os.getpid():  # /proc shows the environment we were started with
-            return True
-        # A process that is about to exec still shows its parent's environment: ask again until it is ours.
-        if not self._known.get((pid, started)):
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            self._known[pid, started] = f"{MARK}={self.mark}".encode() in environment
-        return self._known[pid, started]
 
     def _loop(self) -> None:
         while not self._stop.wait(self.interval):

@@ -1,11 +1,11 @@
-"""What the judge learns from: generated grids of the shapes world, and an annotator who knows what was drawn in them.
+"""The judge's training data: grids of the shapes world, and an annotator who knows what is shown in them.
 
     python -m paco_toy.reward_data draw --out DIR        grids and their prompts (metadata.jsonl)
     paco-reward build-dataset … --sets_only              sub-figures and the sets to be ranked
     python -m paco_toy.reward_data annotate --out DIR    rankings and reasons, as people would write them
     paco-reward build-dataset … --rankings … --reasons_file …
 
-DIR/metadata.jsonl, grids/<idx>/<generation>.png, drawn.json (what each panel shows), rankings.jsonl, reasons.jsonl
+DIR/metadata.jsonl, grids/<idx>/<generation>.png, drawn.json (the characters shown), rankings.jsonl, reasons.jsonl
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paco_toy import wording
 from paco_toy.world import (
+    ATTRIBUTES,
     CHARACTERS,
     VIEWS,
+    Character,
     View,
     assemble_grid,
     departed,
@@ -29,22 +30,22 @@ from paco_toy.world import (
     render_panel,
     split_characters,
     to_uint8,
+    write_jsonl,
 )
 
 PANEL_SIDES = (16, 32, 64)  # the judge sees panels of 32, 64 and 128 px grids
 GENERATIONS = 4
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
 PROMPTS = {"train": 480, "test": 63}  # about 5300 and 700 pairs
-_SPLITS = {"train": 0, "test": 1}
 
 
 def roughened(pixels: np.ndarray, rng: np.random.Generator) -> Image.Image:
-    """A rendered image with light noise (up to 0.08), as a generator draws it. Float (S, S, 3) in [0, 1]."""
+    """A rendered image, float (S, S, 3) in [0, 1], with light noise (up to 0.08) like a generator's."""
     return Image.fromarray(to_uint8(pixels + rng.normal(scale=rng.uniform(0, 0.08), size=pixels.shape)))
 
 
 def departed_within(character: int, pool: set[int], rng: np.random.Generator) -> int:
-    """Another character of the pool, mostly one attribute away."""
+    """Another character in the pool, mostly with one attribute changed."""
     while (other := departed(character, rng, one_attribute=0.8)) not in pool:
         pass
     return other
@@ -58,14 +59,14 @@ def _grid(shown: list[int], views: list[View], side: int, rng: np.random.Generat
 def draw(out: Path, seed: int, prompts: dict[str, int] | None = None) -> None:
     """Grids as inconsistent as a generator's: two of a prompt's four show another character, and single panels depart.
 
-    A prompt's theme is therefore no hint: two panels may agree on a character that it does not name. Training shows
-    training characters only; test prompts name held-out ones.
+    A prompt's theme is therefore no hint: two panels may agree on a character that it does not name. Training grids show only
+    training characters; test prompts name held-out ones.
     """
     known, held_out = split_characters()
     pools = {"train": set(known), "test": set(range(len(CHARACTERS)))}
     lines, drawn = [], {}
     for split, count in (prompts or PROMPTS).items():
-        rng = np.random.default_rng([seed, 20 + _SPLITS[split]])
+        rng = np.random.default_rng([seed, 20 + list(PROMPTS).index(split)])
         for number in range(count):
             anchors = known if split == "train" else held_out
             named = int(anchors[number % len(anchors)])
@@ -87,13 +88,20 @@ def draw(out: Path, seed: int, prompts: dict[str, int] | None = None) -> None:
 
 
 def differing(first: int, second: int) -> int:
-    """How many of style, colour and shape two characters differ in."""
+    """In how many attributes two characters differ."""
     a, b = CHARACTERS[first], CHARACTERS[second]
-    return sum(getattr(a, name) != getattr(b, name) for name in ("style", "colour", "shape"))
+    return sum(getattr(a, name) != getattr(b, name) for name in ATTRIBUTES)
+
+
+def verdict(first: Character, second: Character) -> str:
+    """The judge's answer on a pair: Yes or No first, then the reason."""
+    if first == second:
+        return f"Yes. Both show a {first}."
+    return f"No. First a {first}, second a {second}."
 
 
 def annotate(out: Path, sets: Path) -> tuple[int, int]:
-    """Ranks the sets of ``sets.jsonl`` by what was drawn and writes a reason for each of their pairs.
+    """Ranks the sets of ``sets.jsonl`` by the characters shown and writes a reason for each of their pairs.
 
     A set is left out unless its best candidate shows the reference's character and its worst does not.
 
@@ -117,17 +125,11 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
         rankings.append({**row, "rank_images": ranked})
         for name in ranked:
             pair = (row["ref_image"], name)[:: rng.choice([-1, 1])]
-            text = wording.verdict(*(CHARACTERS[shown(image)] for image in pair))
+            text = verdict(*(CHARACTERS[shown(image)] for image in pair))
             reasons[row["folder"], *sorted(pair)] = {"folder": row["folder"], "images": pair, "reason": text}
     write_jsonl(out / "rankings.jsonl", rankings)
     write_jsonl(out / "reasons.jsonl", list(reasons.values()))
     return len(rankings), len(rows)
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> None:
-    """A JSON object a line; the folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
@@ -137,8 +139,12 @@ def main() -> None:
     for name, text in (("draw", "draw the grids"), ("annotate", "rank OUT/sets of --sets and write reasons")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--out", type=Path, required=True)
-    commands.choices["draw"].add_argument("--seed", type=int, default=0, help="changes every grid; not which characters are held out")
-    commands.choices["annotate"].add_argument("--sets", type=Path, required=True, help="sets.jsonl of paco-reward build-dataset --sets_only")
+    commands.choices["draw"].add_argument(
+        "--seed", type=int, default=0, help="changes every grid; not which characters are held out"
+    )
+    commands.choices["annotate"].add_argument(
+        "--sets", type=Path, required=True, help="sets.jsonl of paco-reward build-dataset --sets_only"
+    )
     arguments = parser.parse_args()
     if arguments.command == "draw":
         draw(arguments.out, arguments.seed)

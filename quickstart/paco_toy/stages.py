@@ -1,6 +1,6 @@
-"""The stages of the quickstart. Each runs the commands that a user with GPUs types, and returns what it found as JSON.
+"""The stages of the quickstart. Each runs the commands that a user with GPUs types, and returns its results as JSON.
 
-Commands are run from the folders their guides say: PaCo-Reward/, PaCo-Reward/evaluation/Consistency_Rank/, PaCo-GRPO/.
+Commands run in the folders that their guides name: PaCo-Reward/, PaCo-Reward/evaluation/Consistency_Rank/, PaCo-GRPO/.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from paco_toy.console import Console
 from paco_toy.processes import Commands, QuickstartError
@@ -23,6 +25,10 @@ from paco_toy.summary import policy_measures, read_rows
 
 SERVED_NAME = "PaCo-Reward-Toy"
 RUN_NAME = "toy_t2is"
+PORT = 8000
+BASE = "../quickstart/models/judge"  # as seen from PaCo-Reward, as the next two
+DATA = "../quickstart/out/world/reward_data"
+LORA = "../quickstart/out/judge_lora"
 
 
 @dataclass
@@ -30,8 +36,9 @@ class Context:
     """What the stages share.
 
     Attributes:
-        results: Stage name -> what it found; earlier stages' are there.
-        minutes: Time limit of RL's training epochs, None for the configuration's own.
+        results: Stage name -> results of the finished stages.
+        seconds: Stage name -> duration of the finished stages.
+        minutes: Time limit of RL's training epochs, None for the configuration's.
         overrides: Further arguments of train_flux.sh.
     """
 
@@ -41,45 +48,21 @@ class Context:
     seed: int
     commands: Commands
     console: Console
-    results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     minutes: float | None = None
     overrides: tuple[str, ...] = ()
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def reward(self) -> Path:
-        """PaCo-Reward's folder."""
-        return self.repo / "PaCo-Reward"
+    def __post_init__(self) -> None:
+        self.reward, self.grpo = self.repo / "PaCo-Reward", self.repo / "PaCo-GRPO"
+        self.models = self.repo / "quickstart" / "models"
+        self.world, self.judge, self.run = self.out / "world", self.out / "judge", self.out / "runs" / RUN_NAME
+        # Of our servers: a quickstart in another clone has other servers.
+        self.label = f"paco-quickstart-{hashlib.sha256(str(self.repo).encode()).hexdigest()[:8]}"
 
-    @property
-    def grpo(self) -> Path:
-        """PaCo-GRPO's folder."""
-        return self.repo / "PaCo-GRPO"
-
-    @property
-    def models(self) -> Path:
-        """The toy base models."""
-        return self.repo / "quickstart" / "models"
-
-    @property
-    def world(self) -> Path:
-        """The rendered data sets."""
-        return self.out / "world"
-
-    @property
-    def judge(self) -> Path:
-        """The merged judge."""
-        return self.out / "judge"
-
-    @property
-    def label(self) -> str:
-        """Name of our group of servers: another clone's quickstart is none of our business."""
-        return f"paco-quickstart-{hashlib.sha256(str(self.repo).encode()).hexdigest()[:8]}"
-
-    @property
-    def run(self) -> Path:
-        """The RL run's directory."""
-        return self.out / "runs" / RUN_NAME
+    def paco_reward(self, arguments: list[object], log: str, what: str, span: tuple[float, float]) -> str:
+        """Runs the command paco-reward."""
+        return self.commands.run([Path(self.python).parent / "paco-reward", *arguments], self.reward, log, what, span=span)
 
 
 @dataclass(frozen=True)
@@ -88,54 +71,49 @@ class Stage:
 
     Attributes:
         expected: Seconds on two cores, for the time left.
-        always: Run even if it was finished before, while a later stage is not (a server does not outlive the quickstart).
     """
 
     name: str
     title: str
     expected: float
     work: Callable[[Context], dict[str, Any]]
-    always: bool = False
 
 
 def world(ctx: Context) -> dict[str, Any]:
-    """Renders the data sets; the toy base models come with the repository."""
+    """Renders the data sets and builds the judge's pairs; the world ranks and gives reasons in place of people."""
     missing = [str(ctx.models / name) for name in ("judge", "flux") if not any((ctx.models / name).rglob("*.safetensors"))]
     if missing:
         raise QuickstartError(
-            f"the toy base models are not there ({', '.join(missing)}).\n"
+            f"the toy base models are missing ({', '.join(missing)}).\n"
             "Restore them (git checkout -- quickstart/models) or build them (bash quickstart/run.sh --rebuild, about 90 minutes)."
         )
-    command = [ctx.python, "-m", "paco_toy.build_world", "--seed", ctx.seed, "--out", ctx.world]
+    toy, drawn, out = [ctx.python, "-m"], ctx.world / "drawn", os.path.relpath(ctx.world, ctx.reward)
+    command = [*toy, "paco_toy.build_world", "--seed", ctx.seed, "--out", ctx.world]
     ctx.commands.run(command, ctx.repo, "1-world", "rendering", span=(0.0, 0.2))
-    _reward_data(ctx)
+    for name in ("drawn", "reward_data"):
+        shutil.rmtree(ctx.world / name, ignore_errors=True)
+    command = [*toy, "paco_toy.reward_data", "draw", "--out", drawn, "--seed", ctx.seed]
+    ctx.commands.run(command, ctx.repo, "1-draw", "drawing grids", span=(0.2, 0.7))
+    build = ["build-dataset", "--grids", f"{out}/drawn/grids", "--metadata", f"{out}/drawn/metadata.jsonl",
+             "--output", f"{out}/reward_data", "--name", "toy_pairs", "--seed", ctx.seed]  # fmt: skip
+    ctx.paco_reward([*build, "--sets_only"], "1-sets", "pairing sub-figures", (0.7, 0.85))
+    command = [*toy, "paco_toy.reward_data", "annotate", "--out", drawn, "--sets", ctx.world / "reward_data" / "sets.jsonl"]
+    ctx.commands.run(command, ctx.repo, "1-annotate", "annotating", span=(0.85, 0.88))
+    written = ["--rankings", f"{out}/drawn/rankings.jsonl", "--reasons_file", f"{out}/drawn/reasons.jsonl"]
+    ctx.paco_reward([*build, *written], "1-pairs", "labeling pairs", (0.88, 1.0))
     counts = {split: len(read_rows(ctx.world / f"prompts/{split}_metadata.jsonl")) for split in ("train", "test")}
-    pairs = {split: len(json.loads((ctx.world / f"reward_data/toy_pairs_cot_{split}.json").read_text())) for split in ("train", "test")}
-    ctx.console.line(f"{counts['train']} training and {counts['test']} test prompts, {pairs['train']} pairs to learn from, {pairs['test']} held out")
+    pairs = {split: len(json.loads((ctx.world / f"reward_data/toy_pairs_cot_{split}.json").read_text())) for split in counts}
+    ctx.console.line(
+        f"{counts['train']} training and {counts['test']} test prompts, "
+        f"{pairs['train']} pairs to learn from, {pairs['test']} held out"
+    )
     return {"prompts": counts, "pairs": pairs}
 
 
-def _reward_data(ctx: Context) -> None:
-    """The judge's pairs, built as from any generated images; the world ranks and gives reasons in place of people."""
-    drawn, world = ctx.world / "drawn", os.path.relpath(ctx.world, ctx.reward)
-    for name in ("drawn", "reward_data"):
-        shutil.rmtree(ctx.world / name, ignore_errors=True)
-    toy = [ctx.python, "-m", "paco_toy.reward_data"]
-    ctx.commands.run([*toy, "draw", "--out", drawn, "--seed", ctx.seed], ctx.repo, "1-draw", "drawing grids", span=(0.2, 0.7))
-    build = [Path(ctx.python).parent / "paco-reward", "build-dataset", "--grids", f"{world}/drawn/grids", "--metadata",
-             f"{world}/drawn/metadata.jsonl", "--output", f"{world}/reward_data", "--name", "toy_pairs", "--seed", ctx.seed]  # fmt: skip
-    ctx.commands.run([*build, "--sets_only"], ctx.reward, "1-sets", "pairing sub-figures", span=(0.7, 0.85))
-    sets = ctx.world / "reward_data" / "sets.jsonl"
-    ctx.commands.run([*toy, "annotate", "--out", drawn, "--sets", sets], ctx.repo, "1-annotate", "annotating", span=(0.85, 0.88))
-    written = ["--rankings", f"{world}/drawn/rankings.jsonl", "--reasons_file", f"{world}/drawn/reasons.jsonl"]
-    ctx.commands.run([*build, *written], ctx.reward, "1-pairs", "labelling pairs", span=(0.88, 1.0))
-
-
-def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str | Path) -> dict[str, Any]:
+def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str) -> dict[str, Any]:
     output = ctx.out / f"judge_{name}.json"
-    command = [Path(ctx.python).parent / "paco-reward", "accuracy", *model, "--dataset_dir", "../quickstart/out/world/reward_data",
-               "--dataset", "toy_pairs_cot_test", "--output", output]  # fmt: skip
-    ctx.commands.run(command, ctx.reward, f"2-judge-accuracy-{name}", f"accuracy, {name}", span=span)
+    command = ["accuracy", *model, "--dataset_dir", DATA, "--dataset", "toy_pairs_cot_test", "--output", output]
+    ctx.paco_reward(command, f"2-judge-accuracy-{name}", f"accuracy, {name}", span)
     found = json.loads(output.read_text())
     ctx.console.line(f"{name}: accuracy {found['accuracy']:.3f}, AUC {found['auc']:.3f} on {found['n']} pairs of held-out characters")
     return found
@@ -143,30 +121,24 @@ def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str | 
 
 def judge(ctx: Context) -> dict[str, Any]:
     """Accuracy of the base, LoRA training, accuracy after, merged weights."""
-    # Rankings of an earlier judge at the same place are not this one's.
-    shutil.rmtree(ctx.out / "rank_results", ignore_errors=True)
-    base = ["--model", "../quickstart/models/judge"]
-    found = {"base": _accuracy(ctx, "base", (0.0, 0.08), *base)}
-    train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"seed={ctx.seed}", f"data_seed={ctx.seed}",
-             "output_dir=../quickstart/out/judge_lora"]  # fmt: skip
+    shutil.rmtree(ctx.out / "rank_results", ignore_errors=True)  # of an earlier judge in the same folder
+    found = {"base": _accuracy(ctx, "base", (0.0, 0.08), "--model", BASE)}
+    train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"seed={ctx.seed}", f"data_seed={ctx.seed}", f"output_dir={LORA}"]
     ctx.commands.run(train, ctx.reward, "2-judge-train", "training", span=(0.08, 0.84))
-    found["lora"] = _accuracy(ctx, "lora", (0.84, 0.92), *base, "--adapter", "../quickstart/out/judge_lora")
-    export = [Path(ctx.python).parent / "paco-reward", "export", "--base", "../quickstart/models/judge", "--adapter",
-              "../quickstart/out/judge_lora", "--output", "../quickstart/out/judge", "--force"]  # fmt: skip
-    said = ctx.commands.run(export, ctx.reward, "2-judge-export", "merging", span=(0.92, 1.0))
-    ctx.console.line(next((line for line in said.splitlines() if "difference" in line), "merged weights: quickstart/out/judge"))
+    found["lora"] = _accuracy(ctx, "lora", (0.84, 0.92), "--model", BASE, "--adapter", LORA)
+    export = ["export", "--base", BASE, "--adapter", LORA, "--output", "../quickstart/out/judge", "--force"]
+    output = ctx.paco_reward(export, "2-judge-export", "merging", (0.92, 1.0))
+    ctx.console.line(next((line for line in output.splitlines() if "difference" in line), "merged weights: quickstart/out/judge"))
     return found
 
 
 def rank(ctx: Context) -> dict[str, Any]:
     """The judge on rankings in ConsistencyRank-Bench's format."""
     folder = ctx.reward / "evaluation" / "Consistency_Rank"
-    results = ctx.out / "rank_results"
-    up = os.path.relpath(ctx.out, folder)
+    results, shown, up = ctx.out / "rank_results", ctx.out / "rank_table.txt", os.path.relpath(ctx.out, folder)
     command = [ctx.python, "eval_vllm.py", "--model", f"{up}/judge", "--dataset_dir", f"{up}/world", "--engine", "transformers",
                "--batch_size", "32", "--results_dir", results]  # fmt: skip
     ctx.commands.run(command, folder, "3-rank-eval", "ranking", span=(0.0, 0.9))
-    shown = ctx.out / "rank_table.txt"
     command = [ctx.python, "print_eval_table.py", "--results_dir", results, "--output_file", shown, "--output_format", "txt"]
     ctx.commands.run(command, folder, "3-rank-table", "table", span=(0.9, 1.0))
     ctx.console.line(shown.read_text().strip())
@@ -182,7 +154,7 @@ def rank_measures(path: Path) -> dict[str, float]:
 
 
 def free_port(wanted: int) -> int:
-    """`wanted` if nobody listens there, else a free one."""
+    """``wanted`` if no program listens there, else a free one."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,7 +167,7 @@ def free_port(wanted: int) -> int:
 
 
 def stop_server(ctx: Context) -> None:
-    """End our server, if there is one: stop.sh of a label that serves nothing does nothing."""
+    """End our server, if there is one: without one stop.sh does nothing."""
     script = ctx.grpo / "vllm_server" / "stop.sh"
     if script.is_file():
         ctx.commands.run(["bash", script], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": ctx.label})
@@ -203,43 +175,43 @@ def stop_server(ctx: Context) -> None:
 
 def server(ctx: Context) -> dict[str, Any]:
     """Serves the merged judge over HTTP."""
-    stop_server(ctx)  # one that a killed quickstart left
-    port = free_port(int(os.environ.get("PACO_QUICKSTART_PORT", "8000")))
-    if port != int(os.environ.get("PACO_QUICKSTART_PORT", "8000")):
-        ctx.console.line(f"another program listens on the usual port; the judge is served on {port}")
+    stop_server(ctx)  # of a quickstart that was killed
+    wanted = int(os.environ.get("PACO_QUICKSTART_PORT", PORT))
+    port = free_port(wanted)
+    if port != wanted:
+        ctx.console.line(f"another program listens on port {wanted}; the judge is served on {port}")
     env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": ctx.label}
-    # The trainer's processes sleep while the judge looks at an epoch's images, so it may have both cores.
+    # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
     started = time.monotonic()
-    said = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
-    engine = named_engine(said)
+    output = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
+    engine = named_engine(output)
     ctx.console.line(f"{SERVED_NAME} on 127.0.0.1:{port}, engine {engine}, ready after {time.monotonic() - started:.0f} s")
     return {"engine": engine, "port": port}
 
 
 def named_engine(output: str) -> str:
-    """The engine that launch.sh says it took: `vllm` or `transformers`."""
-    found = re.search(r"(?i)engine\W+(?:is\W+)?(vllm|transformers)|\b(vllm|transformers)\s+engine", output)
+    """The engine that launch.sh reports: ``vllm`` or ``transformers``."""
+    found = re.search(r"(?i)engine\W+(vllm|transformers)", output)
     if not found:
-        raise QuickstartError("launch.sh did not say which engine it took; see quickstart/out/logs/4-server-launch.log")
-    return (found[1] or found[2]).lower()
+        raise QuickstartError("launch.sh did not report its engine; see quickstart/out/logs/4-server-launch.log")
+    return found[1].lower()
 
 
 class EpochProgress:
-    """Progress of train_flux.sh: by epochs, or by training time where that is the limit that will be met."""
+    """Progress of a training script: by epochs, or by training time where that limit comes first."""
 
     def __init__(self, run: Path, minutes: float | None, what: str = "judge's score") -> None:
         self.metrics, self.minutes, self.what = run / "metrics.jsonl", minutes, what
 
     def __call__(self, line: str) -> tuple[float | None, str] | None:
-        """(fraction, what the last epoch said) at an epoch's line."""
+        """(fraction, the epoch's score) at an epoch's line."""
         found = re.search(r"epoch (\d+)/(\d+): (\w+) ([\d.]+)", line)
         if not found:
             return None
         fraction = int(found[1]) / int(found[2])
-        if self.minutes and self.metrics.is_file():
-            rows = read_rows(self.metrics)
-            fraction = max(fraction, rows[-1].get("train_time", 0.0) / (60 * self.minutes)) if rows else fraction
+        if self.minutes and self.metrics.is_file() and (rows := read_rows(self.metrics)):
+            fraction = max(fraction, rows[-1].get("train_time", 0.0) / (60 * self.minutes))
         return min(fraction, 1.0), f"epoch {found[1]}, {self.what} {float(found[4]):.3f}"
 
 
@@ -251,14 +223,12 @@ def rl(ctx: Context) -> dict[str, Any]:
     if ctx.minutes is not None:
         command.append(f"--config.max_train_minutes={ctx.minutes}")
     port = ctx.results["server"]["port"]
-    if port != 8000:
-        # Evaluation takes training's arguments where it has none of its own.
+    if port != PORT:  # evaluation inherits training's arguments
         command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")
-    ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(),
-                     progress=EpochProgress(ctx.run, ctx.minutes))  # fmt: skip
+    progress = EpochProgress(ctx.run, ctx.minutes)
+    ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(), progress=progress)
     found: dict[str, Any] = policy_measures(ctx.run)
-    for when in ("before", "after"):
-        m = found[when]
+    for when, m in found.items():
         ctx.console.line(f"{when}: oracle consistency {m['oracle_consistency']:.3f} ±{m['stderr']:.3f}, judge {m['reward']:.3f} "
                          f"({m['num_images']:.0f} images, epoch {m['epoch']})")  # fmt: skip
     return found | resolutions(ctx.run)
@@ -272,35 +242,26 @@ def cpu_processes() -> dict[str, str]:
 
 
 def resolutions(run: Path) -> dict[str, int]:
-    """Training and test resolution from the run's resolved configuration."""
-    for name in ("config.json", "config.yaml"):
-        path = run / name
-        if path.is_file():
-            if path.suffix == ".json":
-                config: Mapping[str, Any] = json.loads(path.read_text())
-            else:
-                import yaml
-
-                config = yaml.safe_load(path.read_text())
-            return {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
-    raise QuickstartError(f"{run} has no config.json or config.yaml")
+    """Training and test resolution from the configuration that a run saved."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    return {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
 
 
 def report(ctx: Context) -> dict[str, Any]:
     """One page and PNGs from the run directory."""
-    times = ctx.out / "stage_seconds.json"
+    times, page = ctx.out / "stage_seconds.json", ctx.out / "report.html"
     times.write_text(json.dumps(ctx.seconds))
     command = [ctx.python, "-m", "paco_grpo.report", ctx.run, "--judge", ctx.out / "judge_base.json", ctx.out / "judge_lora.json",
-               "--stage-seconds", times, "--title", "PaCo-RL quickstart", "--out", ctx.out / "report.html"]  # fmt: skip
+               "--stage-seconds", times, "--title", "PaCo-RL quickstart", "--out", page]  # fmt: skip
     ctx.commands.run(command, ctx.grpo, "6-report", "drawing")
-    return {"page": str(ctx.out / "report.html")}
+    return {"page": str(page)}
 
 
 STAGES = (
     Stage("world", "World: data sets are rendered, pairs are built", 35, world),
     Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 300, judge),
     Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 25, rank),
-    Stage("server", "Server: the judge over HTTP", 15, server, always=True),
+    Stage("server", "Server: the judge over HTTP", 15, server),
     Stage("rl", "RL: PaCo-GRPO of FLUX, trained small, evaluated large", 480, rl),
     Stage("report", "Report", 10, report),
 )

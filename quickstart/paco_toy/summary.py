@@ -1,4 +1,4 @@
-"""summary.json: what a quickstart showed, in numbers."""
+"""summary.json: the results of a quickstart in numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paco_toy.console import columns
 from paco_toy.processes import QuickstartError
 
 # summary key -> name of the evaluation's reward
@@ -22,11 +23,12 @@ MEASURES = {
     "valid": "oracle_valid",
     "distinct": "oracle_distinct",
 }
+STDERRS = {"oracle_consistency": "stderr", "reward": "reward_stderr"}
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file; a line cut short is left out."""
+    """Rows of a JSON-lines file; a truncated line is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -37,42 +39,46 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def policy_measures(run: Path) -> dict[str, dict[str, float]]:
-    """`before` and `after`: the first and the last evaluation of a run, with `stderr` (of oracle_consistency) and `epoch`.
+    """``before`` and ``after``: the first and the last evaluation of a run, with ``stderr`` (of oracle_consistency) and ``epoch``.
 
     Raises:
-        QuickstartError: the run has no two evaluations, or one lacks a measure.
+        QuickstartError: The run has fewer than two evaluations, or one lacks a measure.
     """
     rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "eval"]
     if len(rows) < 2:
-        raise QuickstartError(f"{run}/metrics.jsonl has {len(rows)} evaluations; one before and one after training are needed")
+        raise QuickstartError(
+            f"{run}/metrics.jsonl has {len(rows)} evaluations; one before and one after training are needed"
+        )
     result = {}
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         missing = [name for name in MEASURES.values() if f"eval/{name}_mean" not in row]
         if missing:
             raise QuickstartError(f"the evaluation of epoch {row['epoch']} lacks {', '.join(missing)} (see {run})")
         result[when] = {key: row[f"eval/{name}_mean"] for key, name in MEASURES.items()}
-        result[when]["stderr"] = row["eval/oracle_consistency_stderr"]
-        result[when]["reward_stderr"] = row["eval/consistency_score_stderr"]
+        result[when] |= {error: row[f"eval/{MEASURES[key]}_stderr"] for key, error in STDERRS.items()}
         result[when] |= {"epoch": row["epoch"], "num_images": row["eval/num_images"]}
     return result
 
 
 def versions(repo: Path) -> dict[str, str]:
-    """Versions of Python, the packages that matter, and the commit (with `+changes`)."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        found[name] = importlib.metadata.version(name)
-    git = ["git", "-C", str(repo)]
+    """Versions of Python and the main packages, and the commit (with `+changes`)."""
+    found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", repo, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], check=True, capture_output=True, text=True).stdout.strip()
-        found["commit"] = commit + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):  # a tarball, no git
+        found["commit"] = git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
         found["commit"] = "unknown"
     return found
 
 
-def build(results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float], peak_rss_mb: int, seed: int, repo: Path) -> dict:
+def build(
+    results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float], peak_rss_mb: int, seed: int, repo: Path
+) -> dict:
     """The whole summary from the stages' results."""
     judge, rl = results["judge"], results["rl"]
     return {
@@ -90,7 +96,7 @@ def build(results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float]
 
 
 def gain(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """Gain of oracle consistency and its standard error (two independent means: no pairing is assumed)."""
+    """Gain of oracle consistency and its standard error (of two independent means, not paired)."""
     before, after = summary["policy"]["before"], summary["policy"]["after"]
     return after["oracle_consistency"] - before["oracle_consistency"], math.hypot(before["stderr"], after["stderr"])
 
@@ -98,22 +104,23 @@ def gain(summary: Mapping[str, Any]) -> tuple[float, float]:
 def table(summary: Mapping[str, Any]) -> str:
     """The small table at the end."""
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
-    before, after = summary["policy"]["before"], summary["policy"]["after"]
-    test, train = summary["test_resolution"], summary["train_resolution"]
     rows = [
         ("", "before", "after"),
         ("judge: accuracy on held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}"),
         ("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}"),
-        (f"generator at {test} px (trained at {train} px)", "", ""),
+        (f"generator at {summary['test_resolution']} px (trained at {summary['train_resolution']} px)", "", ""),
     ]
     labels = {
-        "oracle_consistency": "  consistency, by the oracle", "reward": "  consistency, by the judge (the reward)",
-        "alignment": "  panels show the named character", "view": "  panels in the view asked for",
-        "valid": "  valid panels", "distinct": "  panels differ in view",
+        "oracle_consistency": "consistency, by the oracle", "reward": "consistency, by the judge (the reward)",
+        "alignment": "panels show the named character", "view": "panels in the view asked for",
+        "valid": "valid panels", "distinct": "panels differ in view",
     }  # fmt: skip
     for key, label in labels.items():
-        errors = {"oracle_consistency": "stderr", "reward": "reward_stderr"}
-        cells = [f"{m[key]:.3f}" + (f" ±{m[errors[key]]:.3f}" if key in errors else "") for m in (before, after)]
-        rows.append((label, *cells))
-    width = max(len(row[0]) for row in rows)
-    return "\n".join(f"{row[0]:<{width}}  {row[1]:<13} {row[2]}".rstrip() for row in rows)
+        measures = (summary["policy"][when] for when in ("before", "after"))
+        rows.append(
+            (
+                f"  {label}",
+                *(f"{m[key]:.3f}" + (f" ±{m[STDERRS[key]]:.3f}" if key in STDERRS else "") for m in measures),
+            )
+        )
+    return columns(rows)

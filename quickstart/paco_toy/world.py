@@ -2,16 +2,21 @@
 
 A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in one
 view on white; an image is a 2x2 grid of panels. Prompts name one character and four different views, so a consistent image
-shows that character four times, each time elsewhere.
+shows that character four times, in different places. The world's words ("colour", "centre") are part of prompts and of the
+committed weights, hence their spelling.
 
-Shape legend: P panels, S panel side in pixels, last axis RGB. Pixels are float32 in [0, 1].
+S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -26,13 +31,15 @@ COLOURS = {
     "black": (0.12, 0.12, 0.12),
 }
 STYLES = ("filled", "outlined", "striped")
+ATTRIBUTES = {"style": STYLES, "colour": tuple(COLOURS), "shape": SHAPES}  # of a character
 POSITIONS = {"centre": (0.5, 0.5), "left": (0.34, 0.5), "right": (0.66, 0.5), "top": (0.5, 0.34), "bottom": (0.5, 0.66)}
 SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
 LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
-# width of the outline in radii: thin where the body is narrow, so that something is left to see inside
+# Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
+_SUPERSAMPLE = 3
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
-_HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: every seed keeps the same ones out
+_HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: the same characters for every seed
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +56,7 @@ class Character:
 
 @dataclass(frozen=True, order=True)
 class View:
-    """What a prompt asks to differ between panels."""
+    """What differs between panels."""
 
     size: str
     position: str
@@ -64,7 +71,7 @@ VIEWS = tuple(View(*v) for v in itertools.product(SIZES, POSITIONS))
 
 @lru_cache(maxsize=1)
 def split_characters() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Indices into CHARACTERS: (for training, held out). Base models know all; LoRA and RL see the first only."""
+    """Indices into CHARACTERS: (for training, held out). Base models know all of them; LoRA and RL see only the first."""
     order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(CHARACTERS))
     held_out = tuple(sorted(int(i) for i in order[:_HELD_OUT_COUNT]))
     return tuple(i for i in range(len(CHARACTERS)) if i not in set(held_out)), held_out
@@ -101,50 +108,59 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return _polygon_distance(x, y, corners)
 
 
+@lru_cache(maxsize=64)  # characters that differ only in colour and style share it
+def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Distance to the shape's outline and a diagonal coordinate, in radii, on the supersampled panel."""
+    radius, n = SIZES[view.size], side * _SUPERSAMPLE
+    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
+    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
+    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
+    return _signed_distance(shape, x, y), x + y
+
+
 def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
     """One panel.
 
     Args:
-        side: panel side in pixels.
-        jitter: shift (x, y) as a share of the side.
+        side: Panel side in pixels.
+        jitter: Shift (x, y) as a share of the side.
     Returns:
         float32 (side, side, 3) in [0, 1].
     """
-    radius = SIZES[view.size]
-    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
-    supersample = 3
-    n = side * supersample
-    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
-    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
-    distance = _signed_distance(character.shape, x, y)
+    distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
-    image = np.ones((n, n, 3), dtype=np.float32)
+    image = np.ones((*body.shape, 3), dtype=np.float32)
     if character.style == "filled":
         image[body] = colour
     elif character.style == "outlined":
         image[body & (distance > -OUTLINES[character.shape])] = colour
     else:  # a light tint keeps the silhouette, coarse stripes carry the style at small sizes
         image[body] = 1 - 0.35 * (1 - colour)
-        image[body & (np.floor((x + y) / 0.5) % 2 == 0)] = colour
-    return image.reshape(side, supersample, side, supersample, 3).mean(axis=(1, 3))
+        image[body & (np.floor(diagonal / 0.5) % 2 == 0)] = colour
+    return image.reshape(side, _SUPERSAMPLE, side, _SUPERSAMPLE, 3).mean(axis=(1, 3))
 
 
 def random_jitter(rng: np.random.Generator) -> tuple[float, float]:
-    """A shift (x, y) for `render_panel`, uniform within ±JITTER of the panel's side."""
+    """A shift (x, y) for ``render_panel``, uniform within ±JITTER of the panel's side."""
     dx, dy = rng.uniform(-JITTER, JITTER, size=2)
     return float(dx), float(dy)
 
 
 def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
     """Four (S, S, 3) panels, row-major, to one (2S, 2S, 3) image."""
-    top, bottom = (np.concatenate(panels[i : i + 2], axis=1) for i in (0, 2))
-    return np.concatenate([top, bottom], axis=0)
+    return np.vstack([np.hstack(panels[:2]), np.hstack(panels[2:])])
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
     """Pixels in [0, 1] to uint8, rounded."""
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Writes one JSON object per line; creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def theme(character: Character) -> str:
@@ -153,21 +169,20 @@ def theme(character: Character) -> str:
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:
-    """A prompt for four panels in the grammar of the T2IS data (method §2)."""
+    """A prompt for four panels in the grammar of the T2IS data (docs/method.md §2)."""
     panels = " ".join(f"{label}{view}." for label, view in zip(LABELS, views, strict=True))
     return f"{theme(character)} {panels}"
 
 
 def departed(character: int, rng: np.random.Generator, one_attribute: float = 0.75) -> int:
-    """Another character's index: mostly one attribute changed, else any other character."""
+    """Another character's index: with probability ``one_attribute`` one attribute changed, else any other character."""
     if rng.random() >= one_attribute:
         other = int(rng.integers(len(CHARACTERS) - 1))
         return other + (other >= character)
     chosen = CHARACTERS[character]
-    attribute, values = (("style", STYLES), ("colour", tuple(COLOURS)), ("shape", SHAPES))[rng.integers(3)]
-    rest = [v for v in values if v != getattr(chosen, attribute)]
-    fields = {"style": chosen.style, "colour": chosen.colour, "shape": chosen.shape, attribute: str(rng.choice(rest))}
-    return CHARACTER_INDEX[Character(**fields)]
+    attribute = list(ATTRIBUTES)[rng.integers(3)]
+    rest = [v for v in ATTRIBUTES[attribute] if v != getattr(chosen, attribute)]
+    return CHARACTER_INDEX[dataclasses.replace(chosen, **{attribute: str(rng.choice(rest))})]
 
 
 CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}

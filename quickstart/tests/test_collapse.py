@@ -1,4 +1,4 @@
-"""A learning rate that is far too high on the toy world: the run says so at once, and stops with its state saved."""
+"""A learning rate that is far too high on the toy world: the run warns immediately, and stops with its state saved."""
 
 import json
 import subprocess

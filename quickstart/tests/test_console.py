@@ -1,4 +1,4 @@
-"""What the quickstart shows: time left, live line on a terminal, few lines in a file."""
+"""The quickstart's output: time left, a live line on a terminal, few lines in a file."""
 
 import io
 
@@ -15,12 +15,12 @@ def test_clock(seconds, text):
 def test_time_left_counts_later_stages_at_this_machines_pace():
     left = TimeLeft({"a": 60, "b": 100, "c": 50})
     assert left.left("a", 4, None) == pytest.approx(56 + 150)
-    left.spent["a"] = 180  # three times as slow as expected: taken as twice, since it is little to go by
+    left.spent["a"] = 180  # three times as slow as expected, but little evidence: twice
     assert left.pace() == 2
     assert left.left("b", 50, None) == pytest.approx(150 + 100)
 
 
-def test_time_left_trusts_the_stages_own_rate_more_and_more():
+def test_the_stages_own_rate_counts_more_the_further_it_is():
     left = TimeLeft({"a": 100})
     # half done after 100 s: the rate says 100 s, the expectation says 0
     assert left.left("a", 100, 0.5) == pytest.approx(50)
@@ -28,12 +28,12 @@ def test_time_left_trusts_the_stages_own_rate_more_and_more():
     assert left.left("a", 500, None) == 0
 
 
-def test_a_file_gets_a_line_now_and_then_a_terminal_a_live_one(monkeypatch):
+def test_a_file_gets_few_lines_and_a_terminal_a_live_one(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("paco_toy.console.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    console = Console(TimeLeft({"a": 60}), 2, stream)
-    console.stage(1, "a", "First")
+    console = Console(TimeLeft({"a": 60, "b": 1}), stream)
+    console.stage("a", "First")
     for _ in range(500):
         now[0] += 0.1
         console.progress("doing", now[0] / 60, "step 1/9")
@@ -43,8 +43,8 @@ def test_a_file_gets_a_line_now_and_then_a_terminal_a_live_one(monkeypatch):
 
     stream = io.StringIO()
     stream.isatty = lambda: True
-    console = Console(TimeLeft({"a": 60}), 2, stream)
-    console.stage(1, "a", "First")
+    console = Console(TimeLeft({"a": 60, "b": 1}), stream)
+    console.stage("a", "First")
     now[0] += 1
     console.progress("doing", 0.5, "x" * 500)
     console.line("done")

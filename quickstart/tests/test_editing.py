@@ -1,4 +1,4 @@
-"""The command quickstart/editing.sh: what it measures, and (long) one whole run of it."""
+"""The command quickstart/editing.sh: its measures, and (long) one whole run."""
 
 import json
 import os
@@ -39,22 +39,21 @@ def test_gain_is_paired_over_edits(tmp_path):
 
 def test_evaluations_that_cannot_be_compared_are_named(tmp_path):
     evaluation(tmp_path, 0, [0.0, 1.0], ["a", "b"])
-    with pytest.raises(QuickstartError, match="1 evaluations"):
+    with pytest.raises(QuickstartError, match="has 1"):
         editing.measure(tmp_path)
     evaluation(tmp_path, 1, [0.0, 1.0], ["b", "b"])
-    with pytest.raises(QuickstartError, match="not of the same edits"):
+    with pytest.raises(QuickstartError, match="eval"):
         editing.measure(tmp_path)
 
 
 def test_a_missing_base_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(editing, "REPO", tmp_path)
     assert editing.main(["--out", str(tmp_path / "out")]) == 1
-    assert "build_editors --editor flux_kontext" in capsys.readouterr().err
+    assert "toy_models.build flux_kontext" in capsys.readouterr().err
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not (REPO / "quickstart/models/flux_kontext").is_dir(), reason="quickstart/models/flux_kontext is not built")
 def test_one_small_run_by_its_command(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")}
     command = ["bash", "quickstart/editing.sh", "--minutes", "0.2", "--out", str(tmp_path / "out"), "--config.test.num_images=8",

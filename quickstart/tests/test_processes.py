@@ -1,4 +1,4 @@
-"""Sub-commands of the quickstart: logged, watched, explained when they fail, ended with all they started."""
+"""Sub-commands of the quickstart: logs, progress, messages on failure, ending a whole process tree."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The judge's toy pairs: drawn, paired by `paco-reward build-dataset`, ranked and explained by who knows what was drawn."""
+"""The judge's toy pairs: drawn, paired by `paco-reward build-dataset`, ranked and explained from the recorded contents."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paco_toy import reward_data, wording
+from paco_toy import reward_data
 from paco_toy.world import CHARACTERS, split_characters
 
 PROMPTS = {"train": 40, "test": 10}
@@ -48,7 +48,7 @@ def test_every_answer_is_true_of_the_two_images_as_they_are_shown(built, split):
     found = pairs(built, split)
     assert len(found) >= 5 * PROMPTS[split]
     for first, second, _, answer in found:
-        assert answer == wording.verdict(CHARACTERS[first], CHARACTERS[second])
+        assert answer == reward_data.verdict(CHARACTERS[first], CHARACTERS[second])
     yes = sum(answer.startswith("Yes") for *_, answer in found)
     assert yes == len(found) / 2
 

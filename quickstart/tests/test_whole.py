@@ -1,4 +1,4 @@
-"""One whole quickstart, by its command, from a clone of what git knows: it learns, and it says so in summary.json."""
+"""One whole quickstart, by its command, from a clone of the repository: it learns, and summary.json reports it."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_the_judge_learns(summary):
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
     assert lora["accuracy"] >= 0.95 and lora["auc"] >= 0.98
-    assert summary["rank"]["accuracy"] > 0.35  # chance is 0.25; the judge learnt same or not, the rankings are graded
+    assert summary["rank"]["accuracy"] > 0.35  # chance is 0.25; the judge learned same or not, the rankings are graded
 
 
 def test_consistency_transfers_to_the_larger_size(summary):

@@ -1,6 +1,5 @@
-"""setup.sh: which Python, what it says when something is missing, and pins that name no host."""
+"""setup.sh: choice of Python, messages when something is missing, and pins that name no host."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -9,19 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import environment
+import installer
+
 REPO = Path(__file__).resolve().parents[2]
-
-
-def load(name: str):
-    """tools/ is no package (it runs before anything is installed): load its files as they are."""
-    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-installer = load("installer")
-environment = load("environment")
 
 
 @pytest.fixture
@@ -33,9 +23,9 @@ def clone(tmp_path, monkeypatch):
         target.write_text((REPO / name).read_text())
     for pins in (REPO / "constraints").glob("*.txt"):
         (tmp_path / "constraints" / pins.name).write_text(pins.read_text())
-    for folder in environment.EDITABLE:
+    for number, folder in enumerate(environment.EDITABLE):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "pyproject.toml").write_text("[project]\nname='x'\nversion='0'\n")
+        (tmp_path / folder / "pyproject.toml").write_text(f"[project]\nname='x{number}'\nversion='0'\n")
     monkeypatch.setattr(installer, "REPO", tmp_path)
     monkeypatch.setattr(environment, "REPO", tmp_path)
     return tmp_path
@@ -52,9 +42,6 @@ def fake_python(folder: Path, version: str) -> Path:
     path.write_text(f"#!/bin/sh\necho {version}\n")
     path.chmod(0o755)
     return path
-
-
-# ---------------------------------------------------------------- the shell part
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
@@ -89,11 +76,8 @@ def test_unreachable_registry_is_one_clear_message(clone):
     done = setup(clone, UV_DEFAULT_INDEX=dead, PIP_INDEX_URL=dead, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_RETRIES="0",
                  PIP_CONFIG_FILE=os.devnull, UV_HTTP_RETRIES="0", UV_OFFLINE="0", UV_CACHE_DIR=str(clone / "cache"))
     assert done.returncode == 1
-    assert "registry could not be reached" in done.stderr and "UV_DEFAULT_INDEX" in done.stderr
+    assert "UV_DEFAULT_INDEX" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-# ---------------------------------------------------------------- the Python part
 
 
 def test_stamp_follows_pins_and_packages(clone, monkeypatch):
@@ -117,17 +101,17 @@ def test_stamp_follows_pins_and_packages(clone, monkeypatch):
 
 def test_too_little_disk_is_refused_before_anything_is_made(clone, monkeypatch):
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: type("U", (), {"free": int(1e9)})())
-    with pytest.raises(installer.SetupError, match=r"0\.9 GB free .* 3\.5 GB needed"):
+    with pytest.raises(installer.SetupError, match=r"0\.9 GB.*3\.5 GB"):
         environment.make_training(clone / ".venv")
     assert not (clone / ".venv").exists()
 
 
 @pytest.mark.parametrize(("output", "remedy"), [
-    ("error: No space left on device (os error 28)", "disk is full"),
-    ("error sending request for url\n dns error", "registry could not be reached"),
-    ("error: operation timed out", "registry could not be reached"),
-    ("x No solution found when resolving dependencies", "does not have a pinned version"),
-    ("error: something else", "installer's own words"),
+    ("error: No space left on device (os error 28)", "disk"),
+    ("error sending request for url\n dns error", "UV_DEFAULT_INDEX"),
+    ("error: operation timed out", "UV_DEFAULT_INDEX"),
+    ("x No solution found when resolving dependencies", "pinned version"),
+    ("error: something else", "Output of the installer"),
 ])
 def test_failures_are_explained(output, remedy):
     text = installer.explain("installing", output)
@@ -176,9 +160,6 @@ def test_cpu_builds_only_where_they_are_reached(monkeypatch, tmp_path):
     assert installer.torch_backend("uv", tmp_path) == ["--torch-backend", "cu128"]
     monkeypatch.setenv("PACO_TORCH_BACKEND", "default")
     assert installer.torch_backend("uv", tmp_path) == []
-
-
-# ---------------------------------------------------------------- the pins
 
 
 @pytest.mark.parametrize("name", ["py311.txt", "py312.txt", "vllm-py311.txt", "vllm-py312.txt"])

@@ -1,28 +1,24 @@
-"""Shapes of generators: the real ones, as their published configurations state them, and small ones like them."""
+"""Shapes of generators: the real ones from their published configurations, and smaller ones of the same kind."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-FILE = "architecture.json"  # in a model folder
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Architecture:
-    """Keyword arguments of a generator's parts; weights are made at random from ``seed``.
+    """Keyword arguments for the parts of a generator.
 
     Attributes:
         family: flux | flux_kontext | qwen_image_edit.
-        transformer: Of FluxTransformer2DModel or QwenImageTransformer2DModel.
-        text: Of T5Config, or the text half of Qwen2_5_VLConfig.
-        vae: Of AutoencoderKL or AutoencoderKLQwenImage.
-        clip: Of CLIPTextConfig (FLUX).
-        vision: The vision half of Qwen2_5_VLConfig (Qwen-Image-Edit).
-        seed: Of the weights.
+        transformer: For FluxTransformer2DModel or QwenImageTransformer2DModel.
+        text: For T5Config, or for the text half of Qwen2_5_VLConfig.
+        vae: For AutoencoderKL or AutoencoderKLQwenImage.
+        clip: For CLIPTextConfig (FLUX).
+        vision: For the vision half of Qwen2_5_VLConfig (Qwen-Image-Edit).
+        seed: Seed of random weights.
     """
 
     family: str
@@ -33,13 +29,8 @@ class Architecture:
     vision: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
-    @property
-    def heads(self) -> int:
-        """Attention heads of the transformer."""
-        return self.transformer["num_attention_heads"]
-
     def scaled(self, blocks: float = 1.0, width: float = 1.0) -> Architecture:
-        """A transformer and encoders with these fractions of the blocks and of the heads, at least one of each."""
+        """The same architecture with a fraction of the blocks and of the attention heads, at least one of each."""
         if blocks == width == 1.0:
             return self
         transformer, text, clip, vision = (dict(part) for part in (self.transformer, self.text, self.clip, self.vision))
@@ -50,7 +41,7 @@ class Architecture:
         transformer["num_attention_heads"] = _share(transformer["num_attention_heads"], width)
         if self.family == "qwen_image_edit":
             if width != 1.0:
-                raise ValueError("--width is for FLUX's shapes; Qwen-Image-Edit takes --blocks alone")
+                raise ValueError("--width works for FLUX only; Qwen-Image-Edit takes --blocks")
             vision["depth"] = _share(vision["depth"], blocks)
             vision["fullatt_block_indexes"] = [i for i in vision["fullatt_block_indexes"] if i < vision["depth"]] or [0]
         else:
@@ -61,16 +52,11 @@ class Architecture:
         return dataclasses.replace(self, transformer=transformer, text=text, clip=clip, vision=vision)
 
     def with_blocks(self, double: int, single: int) -> Architecture:
-        """The same with other numbers of transformer blocks (Qwen-Image has no single ones)."""
+        """The same architecture with other numbers of transformer blocks (Qwen-Image has no single blocks)."""
         transformer = self.transformer | {"num_layers": double}
         if "num_single_layers" in transformer:
             transformer["num_single_layers"] = single
         return dataclasses.replace(self, transformer=transformer)
-
-    @classmethod
-    def read(cls, folder: str | Path) -> Architecture:
-        """What ``generators.write`` wrote to a model folder."""
-        return cls(**json.loads((Path(folder) / FILE).read_text()))
 
 
 def _share(count: int, fraction: float) -> int:
@@ -124,7 +110,7 @@ QWEN_EDIT = Architecture(
 
 
 def _narrow(heads: int, head_dim: int, double: int, single: int, channels: list[int]) -> Architecture:
-    """FLUX's shape at a width for a CPU: heads·head_dim wide, latents 4 channels deep."""
+    """FLUX small enough for a CPU: heads·head_dim wide, 4 latent channels."""
     width = heads * head_dim
     rope = [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8]
     return Architecture(
@@ -147,10 +133,10 @@ def _narrow(heads: int, head_dim: int, double: int, single: int, channels: list[
     )  # fmt: skip
 
 
-# Channels of the VAE end in as many levels as FLUX's own has (16 pixels a token), or fewer: ``tiny`` has 8.
+# A token is 16 pixels wide, as in FLUX.1-dev; 8 in ``tiny``, whose VAE has one level less.
 PRESETS: dict[str, Architecture] = {
     "tiny": _narrow(2, 16, 2, 2, [4, 8, 8]),
-    "narrow": _narrow(4, 32, 2, 3, [8, 8, 16, 16]),  # the toy's transformer on as many tokens as FLUX.1-dev has
+    "narrow": _narrow(4, 32, 2, 3, [8, 8, 16, 16]),  # the toy's width with FLUX.1-dev's token counts
     "flux-small": FLUX_DEV.scaled(blocks=0.1, width=0.125),
     "flux-dev": FLUX_DEV,
     "kontext-dev": KONTEXT_DEV,

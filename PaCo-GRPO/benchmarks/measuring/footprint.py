@@ -1,87 +1,84 @@
-"""What each phase of an epoch holds in memory, from tensor sizes: the policy's own code run on the meta device.
+"""What each phase of an epoch holds in memory, computed by running the policy's own code on the meta device.
 
-Nothing is allocated: parameters are counted where they lie, and what a phase adds is followed operation by operation
-(``live_bytes``). Encoding, sampling and training go through the policy and the objective that a run uses.
+Nothing is allocated: what a phase adds to the resident parameters is followed operation by operation (``live_bytes``).
+Encoding, sampling and training use the policy and the objective of a real run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from ml_collections import ConfigDict
 from torch.utils.checkpoint import checkpoint
 
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes, bytes_of
-from measuring.presets import build
+from measuring.models import build, policy_of
 from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
-from paco_grpo.policies import POLICIES, Policy, quantized
-from paco_grpo.policies.adapters import add_lora, add_old_adapter, trainable_parameters, unwrap
-from paco_grpo.types import Conditioning, RolloutRecord
+from paco_grpo.objectives.base import Step
+from paco_grpo.options import RunOptions
+from paco_grpo.policies import Policy
+from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.lora import add_lora, add_snapshot, trainable_parameters
+from paco_grpo.policies.performance import quantize
+from paco_grpo.types import Conditioning, NoiseStep, Rollout
 
 META = torch.device("meta")
-# Parameters of rewards that load a model on the process's device, float32.
+# Parameters of rewards that load a float32 model on the device of the process.
 REWARD_PARAMETERS = {
     "subfig_clipT": 986_109_441,  # OpenCLIP ViT-H-14
     "subfig_clipI": 986_109_441,
-    "pickscore": 986_109_441,  # the same architecture, weights of its own
+    "pickscore": 986_109_441,  # the same architecture, other weights
     "clipscore": 427_616_513,  # CLIP ViT-L/14
 }
 
 
-def _policy(config: ConfigDict, made_on: torch.device, device: torch.device, **more) -> Policy:
-    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-    pipeline = build(config.pretrained.model, dtype, made_on)
-    return _policy_class(pipeline)(
+def _policy(options: RunOptions, made_on: torch.device, device: torch.device, **more) -> Policy:
+    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+    pipeline = build(options.pretrained.model, dtype, made_on)
+    return policy_of(
         pipeline,
         dtype=dtype,
         device=device,
-        max_sequence_length=config.max_sequence_length,
-        guidance_scale=config.sample.guidance_scale,
-        negative_prompt=config.sample.negative_prompt,
+        max_sequence_length=options.max_sequence_length,
+        guidance_scale=options.sample.guidance_scale,
+        negative_prompt=options.sample.negative_prompt,
         **more,
     )
 
 
-def meta_policy(config: ConfigDict) -> Policy:
-    """The generator of ``config`` with its adapters, on the meta device."""
-    policy = _policy(config, META, META)
-    imitate_accelerator(policy, config.enable_gradient_checkpointing)
+def meta_policy(options: RunOptions) -> Policy:
+    """The generator of ``options`` with its adapters, on the meta device."""
+    policy = _policy(options, META, META)
+    imitate_accelerator(policy, options.enable_gradient_checkpointing)
     with META:
-        if config.use_lora:
-            add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
+        if options.use_lora:
+            add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
         else:
             policy.transformer.float().requires_grad_(True)
-        if config.train.loss_type == "nft":
-            add_old_adapter(policy)
+        for snapshot in get_objective(options.train.loss_type).snapshots:
+            add_snapshot(policy, snapshot.name)
     return policy
 
 
-def random_policy(config: ConfigDict, device: torch.device) -> Policy:
-    """The same with weights, as each class initialises them, on ``device`` (quantised there, layer by layer)."""
-    kind = config.pretrained.quantize
-    policy = _policy(config, torch.device("cpu") if kind else device, device, quantize=kind)
-    if config.use_lora:
-        add_lora(policy, config.train.lora_rank, config.train.lora_alpha)
-    if config.enable_gradient_checkpointing:
+def random_policy(options: RunOptions, device: torch.device) -> Policy:
+    """The same generator with weights as each class initializes them, on ``device`` (quantized there, layer by layer)."""
+    kind = options.pretrained.quantize
+    policy = _policy(options, torch.device("cpu") if kind else device, device, quantize=kind)
+    if options.use_lora:
+        add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
+    if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
-    policy.offload(text_encoders=config.speed.offload_text_encoders is not False, vae=config.speed.offload_vae)
+    policy.offload(text_encoders=options.speed.offload_text_encoders is not False, vae=options.speed.offload_vae)
     return policy
-
-
-def _policy_class(pipeline: Any) -> type[Policy]:
-    module, name = POLICIES[type(pipeline).__name__].split(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
-    """Autocast and fused attention for a policy on the meta device, also while a block is computed again."""
+    """Imitate autocast and fused attention on the meta device, also when gradient checkpointing recomputes a block."""
     low = None if policy.dtype == torch.float32 else policy.dtype
     policy.autocast = lambda: MetaAutocast(low)
     if checkpointing:
@@ -92,41 +89,42 @@ def imitate_accelerator(policy: Policy, checkpointing: bool) -> None:
         policy.transformer.enable_gradient_checkpointing(lambda block, *args: again(block.__call__, *args))
 
 
-# --- what lies there all the time -------------------------------------------------------------------------------------
+# --- resident parts ---------------------------------------------------------------------------------------------------
 
 
-def resident(policy: Policy, config: ConfigDict) -> dict[str, int]:
-    """Bytes of what is on the accelerator throughout, by part."""
+def resident(policy: Policy, options: RunOptions) -> dict[str, int]:
+    """Bytes that stay on the accelerator for the whole epoch, by part."""
     trained = sum(p.numel() for p in trainable_parameters(policy))
-    old = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".old." in n)
-    base = bytes_of(policy.transformer) - 4 * (trained + old)
-    if config.pretrained.quantize:
+    adapters = sum(p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" in n)
+    snapshots = adapters - trained if options.use_lora else 0
+    base = bytes_of(policy.transformer) - 4 * (trained + snapshots)
+    if options.pretrained.quantize:
         for _, layer in _base_layers(policy):
             size = layer.weight.numel() * layer.weight.element_size()
-            base += quantized.stored_bytes(layer, config.pretrained.quantize) - size
+            base += quantize.stored_bytes(layer, options.pretrained.quantize) - size
     parts = {
         "transformer": base,
         "adapter": 4 * trained,
-        "optimizer": (2 if config.train.use_8bit_adam else 8) * trained,
+        "optimizer": (2 if options.train.use_8bit_adam else 8) * trained,
     }
-    if config.train.ema:
+    if options.train.ema:
         parts["average"] = 4 * trained
-    if old:
-        parts["old adapter"] = 4 * old
-    if config.speed.offload_text_encoders is False:  # None: off the accelerator, where that is CUDA
+    if snapshots:
+        parts["old adapter"] = 4 * snapshots
+    if options.speed.offload_text_encoders is False:  # None: off the accelerator, where that is CUDA
         parts["text encoders"] = sum(map(bytes_of, policy.text_encoders()))
-    if not config.speed.offload_vae:
+    if not options.speed.offload_vae:
         parts["VAE"] = bytes_of(policy.pipeline.vae)
-    if rewards := reward_bytes(config):
+    if rewards := reward_bytes(options):
         parts["rewards"] = rewards
     return parts
 
 
-def reward_bytes(config: ConfigDict) -> int:
-    """Models of local rewards on the process's accelerator; OpenCLIP's are shared."""
+def reward_bytes(options: RunOptions) -> int:
+    """Bytes of local reward models on the accelerator; the two OpenCLIP rewards share one model."""
     found = set()
-    for name in {*config.train.reward_fn, *config.test.reward_fn}:
-        kwargs = config.train.reward_fn_kwargs.get(name, {})
+    for name in {*options.train.reward_fn, *options.test.reward_fn}:
+        kwargs = options.train.reward_fn_kwargs.get(name, {})
         elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
         if name in REWARD_PARAMETERS and not elsewhere:
             found.add("OpenCLIP" if name.startswith("subfig_clip") else name)
@@ -135,14 +133,14 @@ def reward_bytes(config: ConfigDict) -> int:
 
 
 def _base_layers(policy: Policy) -> list[tuple[str, torch.nn.Linear]]:
-    """What would be quantised, seen through the adapters that are already there."""
-    return [(n.replace(".base_layer", ""), layer) for n, layer in quantized.quantizable(policy.transformer)
+    """Layers that quantization would replace, found behind the adapters that wrap them."""
+    return [(n.replace(".base_layer", ""), layer) for n, layer in quantize.quantizable(policy.transformer)
             if ".lora_" not in n]  # fmt: skip
 
 
-def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
-    """The most that one quantised layer adds while it computes: its weight decoded (and int8's 32-bit products)."""
-    kind = config.pretrained.quantize
+def decoded_bytes(policy: Policy, options: RunOptions, tokens: int) -> int:
+    """Largest addition of one quantized layer while it computes: its decoded weight, or int8's 32-bit products."""
+    kind = options.pretrained.quantize
     if not kind:
         return 0
     element = 2 if policy.dtype == torch.bfloat16 else 4
@@ -153,7 +151,7 @@ def decoded_bytes(policy: Policy, config: ConfigDict, tokens: int) -> int:
     return max(largest, max(4 * tokens * layer.out_features for layer in layers))
 
 
-# --- what a phase adds ------------------------------------------------------------------------------------------------
+# --- phases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,17 +171,17 @@ class Shape:
     text: int
 
 
-def shape(policy: Policy, config: ConfigDict, resolution: int, batch: int) -> Shape:
-    """A square image at ``resolution``, whose area every shape of item_size 'aspect' has."""
+def shape(policy: Policy, options: RunOptions, resolution: int, batch: int) -> Shape:
+    """A square image at ``resolution``; images of ``item_size='aspect'`` have the same area."""
     height, width = round_to_multiple((resolution, resolution), policy.size_multiple)
-    text = config.max_sequence_length
+    text = options.max_sequence_length
     if type(policy).__name__.startswith("Qwen"):
         text = (height // 28) * (width // 28) + 64  # the reference image as the text encoder sees it, and words
     return Shape(batch, height, width, text)
 
 
 def tokens(policy: Policy, size: Shape) -> int:
-    """Tokens of a batch that go through the transformer: text, image and, for an editor, the reference."""
+    """Tokens of a batch in the transformer: text, image and, for an editor, the reference."""
     rows, columns = policy._grid(size.height, size.width)
     return size.batch * (size.text + rows * columns * (2 if policy.edits_images else 1))
 
@@ -198,7 +196,7 @@ def parameters(policy: Policy) -> dict[str, int]:
 
 
 def conditioning(policy: Policy, size: Shape) -> Conditioning:
-    """What ``encode`` would return, on the policy's device; the reference of an editor has the size that is drawn."""
+    """Empty conditioning in the shapes of ``encode``; the reference of an editor has the size of the sampled image."""
     of = type(policy).__name__
     config = policy._transformer_config
     rows, columns = policy._grid(size.height, size.width)
@@ -225,7 +223,7 @@ def conditioning(policy: Policy, size: Shape) -> Conditioning:
 
 
 def peak_of(action: Callable[[], Any], block: int | None = None) -> int:
-    """Most bytes alive at once of what ``action`` makes."""
+    """Peak bytes of the tensors that ``action`` creates."""
     with LiveBytes(**({} if block is None else {"block": block})) as live:
         action()
     return live.peak
@@ -244,7 +242,7 @@ def sampling(policy: Policy, size: Shape) -> int:
 
 
 def decoding(policy: Policy, size: Shape) -> int:
-    """The VAE's way from latents to pixels."""
+    """Latents to pixels through the VAE."""
 
     def run() -> None:
         latents = policy.initial_latents(range(size.batch), size.height, size.width)
@@ -256,12 +254,12 @@ def decoding(policy: Policy, size: Shape) -> int:
 
 
 def _attention(policy: Policy) -> AbstractContextManager:
-    """Fused attention where there is none: on the meta device."""
+    """Fused attention for the meta device, which has none."""
     return MetaAutocast() if policy.device.type == "meta" else nullcontext()
 
 
 def encoding(policy: Policy, size: Shape) -> int | None:
-    """One prompt through FLUX's text encoders; None where it is not counted (Qwen's reads images on the CPU)."""
+    """One prompt through FLUX's text encoders; None for Qwen, whose encoder reads image values."""
     if type(policy).__name__.startswith("Qwen"):
         return None
     clip, t5 = policy.text_encoders()
@@ -274,57 +272,58 @@ def encoding(policy: Policy, size: Shape) -> int | None:
         return peak_of(run)
 
 
-def record(policy: Policy, config: ConfigDict, size: Shape) -> RolloutRecord:
-    """What a rollout of these images leaves, one noise step, ready for the objective."""
+def rollout(policy: Policy, options: RunOptions, size: Shape) -> Rollout:
+    """A rollout of these images with one noise step, ready for the objective."""
     x = policy.initial_latents(range(size.batch), size.height, size.width)
-    one = torch.zeros(size.batch, device=policy.device)
-    return RolloutRecord(
-        item_ids=torch.zeros(size.batch, dtype=torch.long, device=policy.device),
-        latents=x[:, None], next_latents=x[:, None].clone(), step_mean=x[:, None].clone(), log_prob=one[:, None],
-        step_index=torch.tensor([1]), sigmas=policy.sigmas(config.sample.num_steps, size.height, size.width),
-        clean_latents=x.clone(), conditioning=conditioning(policy, size), height=size.height, width=size.width,
-        noise_level=config.sample.noise_level, cps=config.sample.cps, advantages=one, weights=one + 1,
+    ids = torch.zeros(size.batch, dtype=torch.long)
+    return Rollout(
+        item_ids=ids, seeds=ids, clean_latents=x.clone(), conditioning=conditioning(policy, size),
+        noise_steps=[NoiseStep(1, x, x.clone(), x.clone(), torch.zeros(size.batch, device=policy.device))],
+        sigmas=policy.sigmas(options.sample.num_steps, size.height, size.width), height=size.height, width=size.width,
+        noise_level=options.sample.noise_level, cps=options.sample.cps,
     )  # fmt: skip
 
 
-def record_bytes(policy: Policy, config: ConfigDict, size: Shape, images: int, prompts: int) -> int:
-    """Rollout records of ``images`` and the conditioning of ``prompts``, kept on the accelerator until the update."""
+def record_bytes(policy: Policy, options: RunOptions, size: Shape, images: int, prompts: int) -> int:
+    """Bytes of the rollout records of ``images`` and the conditioning of ``prompts``, kept until the update."""
     one = dataclasses.replace(size, batch=1)
-    held = record(policy, config, one)
-    latents = sum(t.nbytes for t in (held.latents, held.next_latents, held.step_mean)) * len(config.sample.noise_steps)
+    held = rollout(policy, options, one)
+    (step,) = held.noise_steps
+    latents = sum(t.nbytes for t in (step.latents, step.next_latents, step.mean)) * len(options.sample.noise_steps)
     texts = sum(v.nbytes for v in held.conditioning._values().values() if isinstance(v, torch.Tensor))
     return images * (latents + held.clean_latents.nbytes) + prompts * texts
 
 
-def training(policy: Policy, config: ConfigDict, size: Shape, block: int | None = None) -> dict[str, int]:
+def training(policy: Policy, options: RunOptions, size: Shape, block: int | None = None) -> dict[str, int]:
     """Forward and backward of one micro-batch at one noise step.
 
     Returns:
-        ``saved``: what autograd keeps between the two; ``peak``: the most alive at once, gradients of the trained
-        weights included; ``gradients``: those alone.
+        Bytes: ``saved`` for the backward pass, ``peak`` at once (with gradients of the trained weights), and
+        ``gradients`` alone.
     """
-    rollouts = record(policy, config, size)
+    sampled = rollout(policy, options, size)
+    step = Step(sampled, 1, torch.zeros(size.batch, device=policy.device))
     for parameter in trainable_parameters(policy):
         parameter.grad = None
     with LiveBytes(**({} if block is None else {"block": block})) as live:
         with SavedBytes(policy.transformer) as saved:
-            loss, _ = get_objective(config.train.loss_type)(rollouts, policy, config)
-        torch.autograd.backward(loss)
+            loss = get_objective(options.train.loss_type)(step, policy, options.train).loss.sum()
+        loss.backward()
         del loss
         peak = live.peak
     gradients = sum(p.grad.nbytes for p in trainable_parameters(policy) if p.grad is not None)
     return {"saved": saved.total, "peak": peak, "gradients": gradients}
 
 
-def tail_bytes(policy: Policy, config: ConfigDict) -> int:
-    """The copies in few bits that ``sample.tail_weights`` makes."""
-    kind = config.sample.tail_weights
-    layers = quantized.token_layers(unwrap(policy.transformer)).values() if kind else ()
-    return sum(quantized.stored_bytes(layer, kind) for layer in layers)
+def tail_bytes(policy: Policy, options: RunOptions) -> int:
+    """Bytes of the quantized copies for ``sample.tail_weights``."""
+    kind = options.sample.tail_weights
+    layers = quantize.token_layers(unwrap(policy.transformer)).values() if kind else ()
+    return sum(quantize.stored_bytes(layer, kind) for layer in layers)
 
 
 def merged_bytes(policy: Policy) -> int:
-    """The copies of base weights that ``sample.merge_lora`` sets aside."""
+    """Bytes of the base weights that ``sample.merge_lora`` sets aside."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m.get_base_layer() for m in policy.transformer.modules() if isinstance(m, BaseTunerLayer)]

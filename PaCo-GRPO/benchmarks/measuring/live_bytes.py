@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive, now and at most: the same count for real tensors and for those on "meta".
+"""Bytes of live tensors, now and at the peak, for real tensors and for those on the meta device.
 
-``LiveBytes`` sees every operation and follows the storages that it makes until they die, which is what a caching
-allocator's ``memory_allocated`` shows on an accelerator. On torch's meta device nothing is computed or allocated, so a
-model of any size can be counted on any machine.
+``LiveBytes`` sees every operation and follows the storages it creates until they die, which is what the
+``memory_allocated`` of a caching allocator shows. On the meta device nothing is computed or allocated, so a model of any
+size can be counted on any machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BLOCK = 512  # bytes; CUDA's caching allocator rounds up to it
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages made inside the block; what existed before (weights) is not counted.
+    """Counts the storages created inside the block; what existed before (weights) is not counted.
 
     Attributes:
         now: Bytes alive, each storage rounded up to ``block``.
-        peak: The most there were at once.
+        peak: Largest value of ``now``.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class SavedBytes:
-    """Bytes that autograd keeps for the backward pass (each storage once); parameters and buffers are not counted.
+    """Bytes that autograd saves for the backward pass, each storage once, without parameters and buffers.
 
     with SavedBytes(module) as saved: loss = ...
     saved.total
@@ -66,7 +66,7 @@ class SavedBytes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._own = {_identity(t) for t in (*module.parameters(), *module.buffers())}
         self._seen: dict[int, int] = {}
-        self._held: list[torch.Tensor] = []  # so that no address is used twice
+        self._held: list[torch.Tensor] = []  # so that no address is reused
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,11 +91,11 @@ class SavedBytes:
 
 
 class MetaAutocast(TorchFunctionMode):
-    """What autocast and flash attention do on an accelerator, for tensors on the meta device, which has neither.
+    """Autocast and flash attention for tensors on the meta device, which has neither.
 
-    The lists are those of ATen/autocast_mode.h (CUDA) in the pinned torch, as far as these generators use them; a
-    float32 layer norm, for example, keeps four bytes an element where its bfloat16 input has two. A trained weight is
-    cast once as long as the mode is entered, as by autocast's cache.
+    The lists are those of ATen/autocast_mode.h (CUDA) in the pinned torch, as far as these generators use them. A
+    float32 layer norm, for example, saves four bytes per element of a bfloat16 input. Like autocast's cache, the mode
+    casts a trained weight once.
 
     Args:
         dtype: Of matrix products; None = no autocast, attention alone is replaced.
@@ -148,7 +148,7 @@ class MetaAutocast(TorchFunctionMode):
 
 
 def _flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Fused attention, which keeps query, key, value, result and log-sum-exp, and never the whole matrix."""
+    """Fused attention: saves query, key, value, result and log-sum-exp, never the attention matrix."""
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -158,7 +158,7 @@ def _flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal
 
 
 def bytes_of(module: torch.nn.Module) -> int:
-    """Bytes of the parameters and buffers of ``module``, shared ones once."""
+    """Bytes of the parameters and buffers of ``module``; shared ones count once."""
     tensors = {_identity(t): t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers())}
     return sum(tensors.values())
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paco_grpo.distributed.collectives import divided_like
+from paco_grpo.distributed.collectives import shard_like
 
 
 class EMA:
@@ -64,4 +64,4 @@ class EMA:
         if set(state) != set(self.shadow):
             raise KeyError("the saved average belongs to other parameters (another lora_rank or other targets?)")
         for name, value in state.items():
-            self.shadow[name].copy_(divided_like(value, self.shadow[name]))
+            self.shadow[name].copy_(shard_like(value, self.shadow[name]))

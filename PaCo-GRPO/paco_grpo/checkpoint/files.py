@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from paco_grpo.distributed.collectives import divided_like, whole
+from paco_grpo.distributed.collectives import full_tensor, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def archive_superseded(folder: Path, epoch: int) -> list[Path]:
     """Rename what a run resumed after ``epoch`` will write again, so that 'latest' never means the abandoned course.
 
     Args:
-        folder: Of checkpoints or evaluations, named by epoch.
+        folder: Folder of checkpoints or evaluations, named by epoch.
         epoch: The last one that stays.
 
     Returns:
@@ -141,11 +141,11 @@ def prune(root: Path, limit: int) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool = True) -> None:
     """Write tensors by name as safetensors.
 
-    Tensors that are divided over processes are gathered: all processes call it, those with ``write`` False write nothing.
+    Sharded tensors are gathered: all processes call it, those with ``write`` False write nothing.
     """
     kept = {}
     for name, tensor in tensors.items():
-        value = whole(tensor)
+        value = full_tensor(tensor)
         if write:
             kept[name] = value.cpu().contiguous().clone()
     if write:
@@ -194,7 +194,7 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) ->
             f"{path} holds other weights than this run trains; did config.train.lora_rank or the model change?"
         )
     for name, parameter in parameters.items():
-        parameter.copy_(divided_like(saved[name], parameter))
+        parameter.copy_(shard_like(saved[name], parameter))
 
 
 def save_optimizer(folder: Path, state: Mapping[str, Any], write: bool = True) -> None:

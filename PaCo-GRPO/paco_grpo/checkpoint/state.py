@@ -21,7 +21,8 @@ from paco_grpo.distributed.collectives import any_process, save_transformer
 from paco_grpo.distributed.replicated import Replicated
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
-from paco_grpo.policies.adapters import save_diffusers, save_peft, unwrap
+from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class TrainState:
         ema: Average of ``parameters``, None = off.
         optimizer: Over ``parameters``, as the strategy prepared it.
         strategy: How they are spread over the processes.
-        sampler: Of prompts.
+        sampler: Sampler of prompts.
         step: Optimizer steps taken.
         recompute_old: Whether old log-probabilities are recomputed before training; None = not decided yet.
         progress: How far the run is.
@@ -72,7 +73,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: Of the run; checkpoints are in ``checkpoints/`` below it.
+        folder: The run's folder; checkpoints are in its ``checkpoints/``.
         options: The run's, for the model cards.
         state: What is saved and restored.
     """
@@ -149,7 +150,7 @@ class Checkpoints:
         ]
         actions.append(lambda: files.save_optimizer(saved, state.strategy.optimizer_state(state.optimizer), is_main))
         actions.append(lambda: self._write_average(folder, evaluation))
-        # Each action gathers divided weights from all processes, so a full disk on one must not end them early.
+        # Each action gathers sharded weights from all processes, so a full disk on one must not end them early.
         problems = [problem for problem in map(_attempt, actions) if problem is not None]
         if problems:
             raise problems[0]

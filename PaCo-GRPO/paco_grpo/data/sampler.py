@@ -42,7 +42,7 @@ class GroupSampler:
         num_items: Size of the prompt set.
         prompts: m.
         images_per_prompt: k.
-        seed: Of the run.
+        seed: ``config.seed``.
     """
 
     def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int) -> None:

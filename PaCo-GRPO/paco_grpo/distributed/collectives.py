@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, and whole tensors out of divided ones.
+"""Communication between the processes of a run, and full tensors from sharded ones.
 
 Every function that takes an ``Accelerator`` is a collective operation: all processes call it.
 """
@@ -27,8 +27,8 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     return bool(total.item() > 0)
 
 
-def most(accelerator: Accelerator, count: int) -> int:
-    """The largest ``count`` of all processes."""
+def largest_count(accelerator: Accelerator, count: int) -> int:
+    """The largest ``count`` over all processes."""
     if accelerator.num_processes == 1:
         return count
     return int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
@@ -45,7 +45,7 @@ def rounds(
 
     Args:
         accelerator: The processes; they may have different numbers of batches.
-        batches: Of this process.
+        batches: This process's batches.
         should_stop: Asked before each round; all processes end as soon as one answers True. None = never.
         filler: Yielded in the rounds in which only other processes have a batch, where a forward pass is a collective
             operation; None = these rounds are skipped.
@@ -57,7 +57,7 @@ def rounds(
         Stopped: A process asked to stop.
     """
     together = should_stop is not None or filler is not None
-    for number in range(most(accelerator, len(batches)) if together else len(batches)):
+    for number in range(largest_count(accelerator, len(batches)) if together else len(batches)):
         if should_stop is not None and any_process(accelerator, should_stop()):
             raise Stopped
         if number < len(batches):
@@ -122,17 +122,17 @@ def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], 
     return flat[-1] == 0
 
 
-# --- divided tensors (DTensor) ------------------------------------------------------------------------------------------
+# --- sharded tensors (DTensor) ------------------------------------------------------------------------------------------
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as one plain tensor without gradient; a collective operation where it is divided."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as one plain tensor without gradient; a collective operation if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def divided_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``value``, the same whole tensor on every process, divided and placed like ``target``; no communication."""
+def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``value``, the same full tensor on every process, sharded and placed like ``target``; no communication."""
     value = value.to(target.device)
     if not isinstance(target, DTensor):
         return value
@@ -140,7 +140,7 @@ def divided_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def save_transformer(transformer: nn.Module, folder: Path, write: bool) -> None:
-    """Write ``transformer`` as diffusers reads it, whether or not it is divided over processes.
+    """Write ``transformer`` as diffusers reads it, whether or not it is sharded.
 
     Args:
         transformer: A diffusers model.
@@ -153,7 +153,7 @@ def save_transformer(transformer: nn.Module, folder: Path, write: bool) -> None:
         return
     weights = {}
     for name, tensor in transformer.state_dict().items():
-        value = whole(tensor)
+        value = full_tensor(tensor)
         if write:
             weights[name] = value.cpu()
     if not write:

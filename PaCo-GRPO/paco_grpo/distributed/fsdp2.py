@@ -1,4 +1,4 @@
-"""FSDP2: the transformer's weights divided over the processes (torch's ``fully_shard``)."""
+"""FSDP2: the transformer's weights sharded over the processes (torch's ``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.collectives import any_process, whole
+from paco_grpo.distributed.collectives import any_process, full_tensor
 from paco_grpo.distributed.replicated import Replicated
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.adapters import lora_parameters, unwrap
-from paco_grpo.policies.base import Policy
+from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.lora import lora_parameters
 
 logger = logging.getLogger(__name__)
 
 
 class FSDP2(Replicated):
-    """The transformer's weights are divided over the processes, block by block.
+    """The transformer's weights are sharded over the processes, block by block.
 
-    With LoRA only the frozen base is divided: adapters are small, float32 next to a bfloat16 base, and stay whole on
+    With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base, and stay whole on
     every process, so optimizer, average, checkpoints and saved adapters are those of ``Replicated``. Without LoRA
-    everything is divided (parameters, gradients and optimizer); checkpoints hold whole tensors, whatever the number of
+    everything is sharded (parameters, gradients and optimizer); checkpoints hold full tensors for any number of
     processes.
 
     Args:
         accelerator: The processes.
         reshard_after_forward: Free a block's gathered weights after its forward and gather them again for its backward.
         offload_policy: Passed to ``fully_shard``; None = the weights stay on the device.
-        block_classes: Names of the classes that are divided one by one; None = those the model names.
+        block_classes: Names of the classes that are sharded one by one; None = those the model names.
     """
 
     name = "fsdp2"
@@ -55,15 +55,14 @@ class FSDP2(Replicated):
 
     @property
     def loading_device(self) -> torch.device:
-        """Main memory: a model that needs dividing may not fit on one device."""
+        """Main memory: a model that needs sharding may not fit on one device."""
         return torch.device("cpu")
 
     def place(self, policy: Policy) -> None:
-        """Divide the transformer block by block, so that a device never holds more than its share and one block."""
+        """Shard the transformer block by block, so that a device never holds more than its share and one block."""
         device = self.accelerator.device
         policy.device = device
-        policy.move_text_encoders(device)
-        policy.move_vae(device)
+        policy.move_encoders(device)
         transformer = unwrap(policy.transformer)
         names = set(self.block_classes or transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
@@ -86,11 +85,11 @@ class FSDP2(Replicated):
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], finite: torch.Tensor, max_norm: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in ``Replicated``; gradients of divided parameters were summed during the backward."""
+        """As in ``Replicated``; gradients of sharded parameters were summed during the backward."""
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, finite, max_norm)
         everywhere = not any_process(self.accelerator, not bool(finite))
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
         return torch.tensor(everywhere, device=norm.device), norm
 
 

@@ -63,13 +63,13 @@ def _strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
         if os.environ.get(variable) == "true" and accelerator.device.type == "cpu" and wanted is None:
             remedy = "; config.train.sharding='fsdp2' works on a CPU too" if "FSDP" in variable else ""
             logger.warning(
-                "accelerate was started with %s, but falls back to plain data parallelism on a CPU: nothing is divided%s",
+                "accelerate was started with %s, but falls back to plain data parallelism on a CPU: nothing is sharded%s",
                 file, remedy,
             )  # fmt: skip
     if wanted == "fsdp2":
         if accelerator.num_processes > 1:
             return FSDP2(accelerator)
-        logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is divided")
+        logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is sharded")
     return Replicated(accelerator)
 
 
@@ -77,9 +77,9 @@ def _check_fsdp_compatibility(options: RunOptions) -> None:
     sample = options.sample
     for option, value, off, reason in (
         ("sample.tail_cache", sample.tail_cache, 0.0, "processes would skip different blocks, but gather all together"),
-        ("sample.tail_weights", sample.tail_weights, None, "divided weights cannot be copied in 8 bits"),
+        ("sample.tail_weights", sample.tail_weights, None, "sharded weights cannot be copied in 8 bits"),
         ("speed.compile", options.speed.compile, False, "this combination is not supported yet"),
-        ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be divided"),
+        ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be sharded"),
     ):
         if value != off:
             raise ConfigError(f"config.{option}={value!r} cannot be combined with FSDP2: {reason}; set it to {off}")
@@ -91,7 +91,7 @@ def set_threads(num_threads: int | None, num_processes: int) -> int:
     Args:
         num_threads: ``config.num_threads``; None = this machine's cores / its processes, but not more than
             OMP_NUM_THREADS allows.
-        num_processes: Of the run; torchrun's LOCAL_WORLD_SIZE tells how many of them are on this machine.
+        num_processes: Processes of the run; torchrun's LOCAL_WORLD_SIZE is the number on this machine.
     """
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     if num_threads is None:

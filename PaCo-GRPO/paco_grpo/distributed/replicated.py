@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from paco_grpo.distributed.collectives import divided_like, sum_gradients
+from paco_grpo.distributed.collectives import shard_like, sum_gradients
 from paco_grpo.policies.base import Policy
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -76,7 +76,7 @@ class Replicated:
         optimizer.zero_grad(set_to_none=True)
 
     def optimizer_state(self, optimizer: Any) -> Mapping[str, Any]:
-        """The optimizer's ``state_dict``; tensors may be divided over processes."""
+        """The optimizer's ``state_dict``; tensors may be sharded over processes."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Any, saved: dict[str, Any]) -> None:
@@ -85,5 +85,5 @@ class Replicated:
         for index, entries in saved["state"].items():
             for name, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
-                    entries[name] = divided_like(value, parameters[index])
+                    entries[name] = shard_like(value, parameters[index])
         optimizer.load_state_dict(saved)

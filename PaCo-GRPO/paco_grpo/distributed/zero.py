@@ -2,7 +2,7 @@
 
 DeepSpeed gets the trainable parameters and nothing else. So the frozen base keeps its precision (a whole model would be
 cast to one), rollout and training call the transformer as always, and adapters stay whole on every process: average,
-checkpoints and saved adapters are those of ``Replicated``. Divided are the optimizer states and, in stage 2, the summed
+checkpoints and saved adapters are those of ``Replicated``. The optimizer states are sharded and, in stage 2, the summed
 gradients.
 """
 
@@ -25,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 
 
 class ZeRO(Replicated):
-    """The optimizer over the trainable parameters, divided by DeepSpeed.
+    """The optimizer over the trainable parameters, sharded by DeepSpeed.
 
     Args:
         accelerator: The processes.
@@ -43,7 +43,7 @@ class ZeRO(Replicated):
         stage = zero.get("stage")
         if stage not in (1, 2):
             raise ConfigError(
-                f"DeepSpeed ZeRO stage {stage} is not supported (1 and 2 are). To divide the weights themselves, which is "
+                f"DeepSpeed ZeRO stage {stage} is not supported (1 and 2 are). To shard the weights themselves, which is "
                 "stage 3, use scripts/accelerate_configs/fsdp2.yaml"
             )
         self.name = f"deepspeed-zero{stage}"

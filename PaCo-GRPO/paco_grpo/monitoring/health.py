@@ -51,7 +51,7 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
     """The samples' statistics relative to the first epoch: ratios, or differences of means.
 
     Args:
-        metrics: Of the current epoch, with ``health/<name>``.
+        metrics: The current epoch's metrics, with ``health/<name>``.
         first: Row of the first epoch.
 
     Returns:

@@ -14,6 +14,7 @@ from PIL import Image
 from paco_grpo.distributed.collectives import gather_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.policies.lora import reference
 from paco_grpo.sampling.images import at_size
 from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, Item
@@ -23,7 +24,7 @@ _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 def image_statistics(image: Image.Image) -> tuple[float, float, float]:
-    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighbouring pixels
+    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighboring pixels
     over the contrast), of pixels in [0, 1]."""
     gray = np.asarray(image.convert("L"), dtype=np.float64) / 255
     steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])
@@ -116,7 +117,7 @@ class BaseProbe:
     def prepare(self) -> None:
         """Compute the base model's states, unless they are known; otherwise ``measure`` does it."""
         if self._states is None:
-            with self.policy.reference():
+            with reference(self.policy):
                 self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config:
             f"config.logging_platform={name!r} needs a package that is not installed ({error}); "
             f"pip install {name}, {others}"
         ) from error
-    except Exception as error:  # every tracker has errors of its own
+    except Exception as error:  # each tracker raises different errors
         raise TrackingError(
             f"config.logging_platform={name!r} could not be started: {str(error).splitlines()[0]} Log in with `{name} login`, set "
             f"{name.upper()}_MODE=offline to log offline, {others}"

@@ -5,13 +5,14 @@
         ...
         return Terms(loss, {"my_metric": value})      # per sample, (B,) each
 
-The trainer calls it once per step of a micro-batch and backpropagates at once, so the activations of one step exist at a
+The trainer calls it once per step of a micro-batch and backpropagates immediately, so only one step's activations exist at a
 time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
 processes changes the mathematics.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paco_grpo.options.suggest import suggest
+from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
 from paco_grpo.sampling.sde import Transition
@@ -74,7 +77,7 @@ class Snapshot:
     """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained, once per epoch.
 
     Attributes:
-        name: Of the adapter (``policy.snapshot(name)``) and of its file in checkpoints.
+        name: Name of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints.
         decay: (optimizer steps so far, train options) → decay in [0, 1].
         samples: Whether rollouts are sampled from it.
     """
@@ -148,7 +151,7 @@ def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], Terms]], 
 
 def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Tensor:
     """KL (B,) to the reference policy at a noise step: mean((μ − μ_ref)²)/(2s² + 1e-7) (Flow-GRPO, eq. 13)."""
-    with torch.no_grad(), policy.reference():
+    with torch.no_grad(), lora.reference(policy):
         reference = step.transition(policy)
     return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
 
@@ -156,3 +159,36 @@ def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Te
 def mean_square(values: torch.Tensor) -> torch.Tensor:
     """Mean square (B,) over all but the batch dimension."""
     return values.square().flatten(1).mean(1)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------------
+
+OBJECTIVES: dict[str, str] = {
+    "ppo": "paco_grpo.objectives.ppo:ppo",
+    "guard_grpo": "paco_grpo.objectives.guard:guard_grpo",
+    "nft": "paco_grpo.objectives.nft:nft",
+}
+
+
+def get_objective(name: str) -> Objective:
+    """The objective called ``name``; a plain function is an objective that needs nothing special.
+
+    Raises:
+        ValueError: It is unknown or cannot be imported.
+    """
+    target = OBJECTIVES.get(name, name)
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        near = suggest(name, OBJECTIVES)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ValueError(
+            f"config.train.loss_type={name!r} is unknown: {hint}Known: {', '.join(OBJECTIVES)}, or package.module:name"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"config.train.loss_type={name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        message = f"config.train.loss_type={name!r} is a {type(found).__name__}, not a function"
+        raise ValueError(message)  # noqa: TRY004 - every wrong value of an option is a ValueError
+    return found if isinstance(found, Objective) else Objective(found)

@@ -1,4 +1,4 @@
-"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step, so that clipping acts alike at every noise level.
+"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step, so that clipping acts equally at every noise level.
 
 | paper           | here                                |
 |-----------------|-------------------------------------|

@@ -18,6 +18,7 @@ import torch
 
 from paco_grpo.objectives.base import Snapshot, Step, Terms, mean_square, objective, recorded_steps
 from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
@@ -68,14 +69,14 @@ def nft(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     noise = step_noise(rollout.seeds.tolist(), _FRESH + step.index, clean)
     noisy = (1 - t.view(-1, 1, 1)) * clean + t.view(-1, 1, 1) * noise
     arguments = (noisy, t, rollout.conditioning, rollout.height, rollout.width)
-    with torch.no_grad(), policy.snapshot("old"):
-        old = policy.conditional_velocity(*arguments)
-    velocity = policy.conditional_velocity(*arguments)
+    with torch.no_grad(), lora.snapshot(policy, "old"):
+        old = policy.velocity(*arguments, guided=False)
+    velocity = policy.velocity(*arguments, guided=False)
     loss = nft_terms(clean, noisy, t, velocity, old, preference, train.nft_beta) * train.adv_clip_max
     metrics = {"policy_loss": loss, "preference_mean": preference, "old_distance": mean_square(velocity - old)}
     if train.beta != 0:
-        with torch.no_grad(), policy.reference():
-            reference = policy.conditional_velocity(*arguments)
+        with torch.no_grad(), lora.reference(policy):
+            reference = policy.velocity(*arguments, guided=False)
         metrics["kl"] = mean_square(velocity - reference)
         loss = loss + train.beta * metrics["kl"]
     return Terms(loss, metrics)

@@ -36,9 +36,9 @@ def suggestions(word: str, known: Iterable[str]) -> list[str]:
         [name for name in names if name.lower() == word.lower()]
         or [name for name in names if _letters(_split(name)[1]) == _letters(last)]
         or _abbreviated(last, own_group)
-        or _misspelt(last, own_group)
+        or _misspelled(last, own_group)
         or _abbreviated(last, names)
-        or _misspelt(last, names)
+        or _misspelled(last, names)
     )
     return sorted(guesses, key=lambda name: -difflib.SequenceMatcher(None, group, _split(name)[0]).ratio())[:3]
 
@@ -53,7 +53,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).lower()
 
 
-def _misspelt(last: str, names: list[str]) -> list[str]:
+def _misspelled(last: str, names: list[str]) -> list[str]:
     spellings = {}
     for name in names:
         spellings.setdefault(_split(name)[1].lower(), name)

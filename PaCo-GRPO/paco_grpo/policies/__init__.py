@@ -10,4 +10,7 @@ from paco_grpo.policies.loading import (
     transformer_bytes,
 )
 
-__all__ = ["POLICIES", "Policy", "PolicyLoadError", "fewest_steps", "load_policy", "policy_class", "size_multiple", "transformer_bytes"]
+__all__ = [
+    "POLICIES", "Policy", "PolicyLoadError", "fewest_steps", "load_policy", "policy_class", "size_multiple",
+    "transformer_bytes",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The interface of a generator: all that sampling, objectives and the trainer know about a model."""
+"""The interface of a generator: everything that sampling, objectives and training know about a model."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class PolicyLoadError(RuntimeError):
 
 
 class Policy(ABC):
-    """A flow-matching generator with a trainable transformer.
+    """A flow-matching generator with a trainable transformer: encode, sigmas, initial_latents, velocity, decode.
 
-    σ lives in [0, 1] (1 = noise); only the policy knows what its transformer wants. Every forward of the transformer
-    goes through ``velocity``, which applies the policy's own autocast, so that rollout and training compute the same
-    numbers.
+    σ lies in [0, 1] (1 = noise); only the policy knows the units of its transformer. Every forward of the transformer
+    goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
 
     Attributes:
-        transformer: The trainable part. The trainer may replace it by a wrapped one (DDP, FSDP).
-        lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (method §6).
+        transformer: The trainable part. Training may replace it by a wrapped one (DDP, FSDP); see ``unwrap``.
+        lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (docs/method.md §6).
         edits_images: Whether an item needs a reference image.
-        has_true_cfg: Whether a negative prompt means something to it.
-        masks_text: Whether texts of unequal length are padded and masked (else the padding counts as text).
-        text_limit: Most text tokens it takes.
-        tokenizer_folder: Of the pipeline; its tokens are what ``max_sequence_length`` counts.
+        has_true_cfg: Whether it uses a negative prompt.
+        masks_text: Whether texts of different length are padded and masked; otherwise padding counts as text.
+        text_limit: Maximum number of text tokens.
+        tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
-        offloads_text_encoders: Whether ``encode`` has to bring them first, so that many items at a time are better.
+        offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
+            many items at a time is cheaper.
         device: Where the transformer computes.
-        dtype: Computing precision of the transformer; latents stay float32.
+        dtype: Computing precision of the transformer; latents are always float32.
     """
 
     lora_targets: ClassVar[tuple[str, ...]] = ()
@@ -60,33 +60,28 @@ class Policy(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        max_sequence_length: int = 512,
-        guidance_scale: float = 3.5,
-        negative_prompt: str | None = None,
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.
 
+        Args:
+            path: Folder or hub name.
+            options: As in ``load_policy``; ``quantize`` is given only if it is not None.
+
         Raises:
-            PolicyLoadError: It cannot be loaded; the message names the folder and the remedy.
+            PolicyLoadError: The message names the folder and the remedy.
         """
 
     @abstractmethod
     def encode(self, items: Sequence[Item]) -> Conditioning:
         """Conditioning of ``items``, one row each, on ``device``.
 
-        A text (and reference image) is encoded once, on its own, and remembered: the features do not depend on the
-        other items. ``height`` and ``width`` of an item are the size at which it will be drawn.
+        Each text (and reference image) is encoded alone and cached, so the features do not depend on the other items.
+        ``height`` and ``width`` of an item are the size of the generated image.
         """
 
     @abstractmethod
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """Schedule (num_steps + 1,) float32 on the CPU, falling from 1 to exactly 0, with the model's own shift."""
+        """Schedule (num_steps + 1,) float32 on the CPU, descending from 1 to exactly 0, with the model's own shift."""
 
     @abstractmethod
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
@@ -94,7 +89,13 @@ class Policy(ABC):
 
     @abstractmethod
     def velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, height: int, width: int
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Conditioning,
+        height: int,
+        width: int,
+        guided: bool = True,
     ) -> torch.Tensor:
         """Predicted v = noise − x_0.
 
@@ -104,33 +105,21 @@ class Policy(ABC):
             conditioning: len B.
             height: Pixels, a multiple of ``size_multiple``.
             width: Pixels, a multiple of ``size_multiple``.
+            guided: False = without true CFG; the same where the model has none.
 
         Returns:
             (B, N, C) float32.
         """
 
-    def conditional_velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, height: int, width: int
-    ) -> torch.Tensor:
-        """``velocity`` without true CFG (DiffusionNFT trains this one); the same where the model has none."""
-        return self.velocity(latents, sigma, conditioning, height, width)
-
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
         """Images of clean latents (B, N, C) float32, each ``height`` x ``width`` RGB."""
 
-    @abstractmethod
-    def save_lora(self, directory: str | Path) -> None:
-        """Write the active LoRA so that the plain diffusers pipeline's ``load_lora_weights(directory)`` reads it."""
-
-    def move_text_encoders(self, device: torch.device | str) -> None:
-        """Move what only ``encode`` needs, for example off the accelerator; ``encode`` works wherever it is."""
-
-    def move_vae(self, device: torch.device | str) -> None:
-        """Move what only ``decode`` (and encoding of reference images) needs; both work wherever it is."""
+    def move_encoders(self, device: torch.device | str) -> None:
+        """Move everything but the transformer: text encoders and VAE."""
 
     def offload(self, text_encoders: bool, vae: bool) -> None:
-        """From now on keep these off the accelerator while they compute nothing; a policy may ignore it."""
+        """From now on keep these off the device while they compute nothing; a policy may ignore it."""
 
     def autocast(self) -> AbstractContextManager:
         """The autocast of every transformer forward, in rollout and training alike."""
@@ -138,60 +127,21 @@ class Policy(ABC):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def reference(self) -> AbstractContextManager:
-        """The base model inside the block (adapters off); for forwards without gradient."""
-        from paco_grpo.policies.adapters import adapters_off
-
-        return adapters_off(self)
-
-    def snapshot(self, name: str) -> AbstractContextManager:
-        """The adapter ``name`` instead of the trained one inside the block; for forwards without gradient."""
-        from paco_grpo.policies.adapters import adapter
-
-        return adapter(self, name)
-
-    def merged(self) -> AbstractContextManager:
-        """The active LoRA merged into the base weights inside the block, bit for bit undone after it."""
-        from paco_grpo.policies.adapters import merged
-
-        return merged(self)
-
-    def in_int8(self) -> AbstractContextManager:
-        """Approximate forwards inside the block, by 8-bit copies of the layers that see every token."""
-        from paco_grpo.policies.adapters import unwrap
-        from paco_grpo.policies.quantized import in_int8
-
-        return in_int8(unwrap(self.transformer), self.dtype)
-
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
-        """``size_multiple`` by the VAE's configuration alone: its levels halve the sides, and 2x2 latents are a token."""
+        """``size_multiple`` from the VAE's configuration: its levels halve the sides, and 2x2 latents are a token."""
         return 2 * 2 ** (len(vae["block_out_channels"]) - 1)
 
-    def cached(self, threshold: float) -> AbstractContextManager:
-        """Approximate forwards inside the block, by a first-block cache that is empty at its start."""
-        from paco_grpo.policies.acceleration import block_cache
-
-        return block_cache(self, threshold)
-
     def batch_key(self, item: Item) -> Hashable:
-        """Samples may share a forward if their items' keys are equal; ``item`` has the size at which it is drawn."""
+        """Samples may share a forward if their items' keys are equal; ``item`` has the size of the generated image."""
         return item.height, item.width
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """Height and width at which an edit is drawn: the shape of ``item``, or else of its image, at ``resolution``².
-
-        Raises:
-            NotImplementedError: The policy edits no images.
-        """
+        """Height and width of an edited image: the shape of ``item``, or else of its image, with the area ``resolution``²."""
         raise NotImplementedError(f"{type(self).__name__} edits no images")
 
     def round_size(self, height: int, width: int) -> tuple[int, int]:
-        """Largest multiples of ``size_multiple`` not above the request, as diffusers' pipelines round; logged.
-
-        Raises:
-            ValueError: A side is smaller than ``size_multiple``.
-        """
+        """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines; logged."""
         multiple = self.size_multiple
         rounded = (height // multiple * multiple, width // multiple * multiple)
         if min(rounded) < multiple:
@@ -199,3 +149,12 @@ class Policy(ABC):
         if rounded != (height, width):
             logger.info("size %dx%d rounded to %dx%d (multiple of %d)", height, width, *rounded, multiple)
         return rounded
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The transformer itself, out of DistributedDataParallel and torch.compile."""
+    while True:
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner

@@ -1,4 +1,4 @@
-"""FLUX.1 text-to-image behind the policy interface, through diffusers' own FluxPipeline and its components."""
+"""FLUX.1 text-to-image, through diffusers' FluxPipeline and its components."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
-from paco_grpo.policies.pipeline import PipelinePolicy, lora_targets_with
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy, lora_targets_with
 from paco_grpo.types import Conditioning, Item
 
 
@@ -21,19 +21,17 @@ class FluxConditioning(Conditioning):
     pooled_prompt_embeds: torch.Tensor  # (B, P) in the policy's dtype
 
 
-class FluxPolicy(PipelinePolicy):
+class FluxPolicy(DiffusersPolicy):
     """FLUX.1-dev and everything saved as a ``FluxPipeline``; its guidance is embedded, so there is no negative prompt."""
 
     pipeline_class = FluxPipeline
     family = "FLUX"
-    tokenizer_folder = "tokenizer_2"  # T5's; CLIP takes 77 tokens in any case
+    tokenizer_folder = "tokenizer_2"  # T5's; CLIP always takes 77 tokens
     lora_targets = lora_targets_with("ff", "ff_context")
 
     def __init__(self, pipeline: FluxPipeline, **options) -> None:
-        """See :meth:`PipelinePolicy.__init__`."""
         super().__init__(pipeline, **options)
         self._image_ids: dict[tuple[int, int], torch.Tensor] = {}
-        self._text_ids: dict[int, torch.Tensor] = {}
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """CLIP and T5."""
@@ -41,7 +39,6 @@ class FluxPolicy(PipelinePolicy):
 
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> FluxConditioning:
-        """See :meth:`Policy.encode`; a prompt goes through T5 and CLIP once as long as it stays in the cache."""
         with self.encoders_held():
             rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
         return FluxConditioning(
@@ -50,8 +47,8 @@ class FluxPolicy(PipelinePolicy):
         )
 
     def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # One prompt at a time: the features then do not depend, to the last bit, on which prompts come together, so
-        # a resumed run (whose cache is empty) computes the same numbers.
+        # One prompt at a time: to the last bit, the features then do not depend on the other prompts of the call, so a
+        # resumed run (whose cache is empty) computes the same numbers.
         with self.text_at_work():
             embeds, pooled, _ = self.pipeline.encode_prompt(
                 prompt, device="cpu", max_sequence_length=self.max_sequence_length
@@ -59,18 +56,24 @@ class FluxPolicy(PipelinePolicy):
         return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
 
     def velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: FluxConditioning, height: int, width: int
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: FluxConditioning,
+        height: int,
+        width: int,
+        guided: bool = True,
     ) -> torch.Tensor:
-        """See :meth:`Policy.velocity`. FluxTransformer2DModel takes σ in [0, 1] and multiplies by 1000 itself."""
         tokens, position_ids = self._tokens(latents, conditioning, height, width)
+        guidance = torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None
         with self.autocast(), self._cache_context("text"):
             velocity = self.transformer(
                 hidden_states=tokens.to(self.dtype),
-                timestep=sigma,
-                guidance=self._guidance_for(latents.shape[0]),
+                timestep=sigma,  # the transformer multiplies by 1000
+                guidance=guidance,
                 pooled_projections=conditioning.pooled_prompt_embeds,
                 encoder_hidden_states=conditioning.prompt_embeds,
-                txt_ids=self._text_ids_for(conditioning.prompt_embeds.shape[1]),
+                txt_ids=conditioning.prompt_embeds.new_zeros(conditioning.prompt_embeds.shape[1], 3),
                 img_ids=position_ids,
                 return_dict=False,
             )[0]
@@ -79,27 +82,15 @@ class FluxPolicy(PipelinePolicy):
     def _tokens(
         self, latents: torch.Tensor, conditioning: FluxConditioning, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Image tokens (B, M, C), those that are drawn first, and their position ids (M, 3)."""
+        """Image tokens (B, M, C), the generated ones first, and their position ids (M, 3)."""
         return latents, self._image_ids_for(*self._grid(height, width))
 
-    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        vae = self.pipeline.vae
-        return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
-
-    # --- small caches -----------------------------------------------------------------------------------------------
-
     def _image_ids_for(self, rows: int, columns: int) -> torch.Tensor:
-        if (rows, columns) not in self._image_ids:
+        if (rows, columns) not in self._image_ids:  # made on the CPU, so kept on the device
             ids = self.pipeline._prepare_latent_image_ids(1, rows, columns, self.device, self.dtype)
             self._image_ids[rows, columns] = ids
         return self._image_ids[rows, columns]
 
-    def _text_ids_for(self, length: int) -> torch.Tensor:
-        if length not in self._text_ids:
-            self._text_ids[length] = torch.zeros(length, 3, device=self.device, dtype=self.dtype)
-        return self._text_ids[length]
-
-    def _guidance_for(self, batch: int) -> torch.Tensor | None:
-        if not self._transformer_config.guidance_embeds:
-            return None
-        return torch.full((batch,), self.guidance_scale, device=self.device, dtype=torch.float32)
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]

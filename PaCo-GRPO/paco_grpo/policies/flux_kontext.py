@@ -1,4 +1,4 @@
-"""FLUX.1-Kontext: edits a reference image, whose latents join the drawn ones as further tokens."""
+"""FLUX.1-Kontext: edits a reference image, whose latents are appended to the generated ones as further tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from diffusers import FluxKontextPipeline
 
-from paco_grpo.policies.editing import EditingPolicy, ReferenceConditioning
 from paco_grpo.policies.flux import FluxConditioning, FluxPolicy
+from paco_grpo.policies.reference_image import ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
 
 
@@ -19,11 +19,8 @@ class KontextConditioning(ReferenceConditioning, FluxConditioning):
     """FLUX's text features and the reference image."""
 
 
-class FluxKontextPolicy(EditingPolicy, FluxPolicy):
-    """FLUX.1-Kontext-dev and everything saved as a ``FluxKontextPipeline``.
-
-    Text, schedule, noise and decoding are FLUX's; only the generated tokens' velocity is used.
-    """
+class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
+    """FLUX.1-Kontext-dev and everything saved as a ``FluxKontextPipeline``; text, schedule and decoding are FLUX's."""
 
     pipeline_class = FluxKontextPipeline
     family = "FLUX Kontext"
@@ -36,18 +33,15 @@ class FluxKontextPolicy(EditingPolicy, FluxPolicy):
 
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> KontextConditioning:
-        """See :meth:`Policy.encode`; text and reference image apart, so a text shared by two images is encoded once."""
+        """Text and reference image apart, so a text shared by two images is encoded once."""
         references = self._encode_references([self._read(item) for item in items])
-        text = super().encode(items)
-        return KontextConditioning(
-            prompt_embeds=text.prompt_embeds, pooled_prompt_embeds=text.pooled_prompt_embeds, **references
-        )
+        return KontextConditioning(**vars(super().encode(items)), **references)
 
     def _tokens(
         self, latents: torch.Tensor, conditioning: KontextConditioning, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         reference, rows, columns = conditioning.reference_tokens()
         reference_ids = self._image_ids_for(rows, columns).clone()
-        reference_ids[:, 0] = 1  # the pipeline's mark of a reference token; drawn ones have 0
+        reference_ids[:, 0] = 1  # marks reference tokens, as in the pipeline; generated ones have 0
         ids = torch.cat([self._image_ids_for(*self._grid(height, width)), reference_ids])
         return torch.cat([latents, reference.to(latents.dtype)], dim=1), ids

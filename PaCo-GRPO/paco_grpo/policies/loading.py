@@ -1,8 +1,7 @@
-"""Find the policy class of a model folder (or hub name) and load it, with one clear message for each way to fail."""
+"""Find the policy class of a model folder (or hub name) and load it, with one error message for each way to fail."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from typing import Any
 import httpx
 import torch
 
-from paco_grpo.policies import quantized
+from paco_grpo.options.suggest import did_you_mean
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
+from paco_grpo.policies.performance.quantize import missing_library
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {
@@ -43,8 +43,8 @@ def load_policy(
         device: Where to put the model.
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
-        negative_prompt: Turns true CFG on (Qwen-Image-Edit).
-        quantize: The frozen transformer in few bits: ``nf4`` or ``int8``; see ``policies/quantized.py``.
+        negative_prompt: Turns on true CFG (Qwen-Image-Edit).
+        quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
 
     Raises:
         PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights,
@@ -56,83 +56,65 @@ def load_policy(
             f"config.sample.negative_prompt={negative_prompt!r} is given, but the guidance of {model_path} is embedded, "
             "not true CFG: leave it at None"
         )
-    # Only where it is asked for: a policy of somebody else's need not know it.
-    options = {} if quantize is None else {"quantize": quantize}
-    if quantize is not None and (problem := quantized.missing_library()):
-        raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
+    options = {
+        "dtype": dtype, "device": device, "max_sequence_length": max_sequence_length, "guidance_scale": guidance_scale,
+        "negative_prompt": negative_prompt,
+    }  # fmt: skip
+    if quantize is not None:  # a user's policy class need not have this argument
+        if problem := missing_library():
+            raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
+        options["quantize"] = quantize
     try:
-        return found.from_pretrained(
-            model_path,
-            dtype=dtype,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            guidance_scale=guidance_scale,
-            negative_prompt=negative_prompt,
-            **options,
-        )
+        return found.from_pretrained(model_path, **options)
     except httpx.HTTPError as error:
         raise PolicyLoadError(
-            f"the download of {model_path} broke off ({type(error).__name__}: {error}). "
-            "Check the network and run again: it goes on where it stopped."
+            f"the download of {model_path} was interrupted ({type(error).__name__}: {error}). "
+            "Check the network and run again: it resumes where it stopped."
         ) from error
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:
-    """The class of the generator at ``model_path``, whose weights are not read.
+    """The class of the generator at ``model_path``, by ``_class_name`` of its ``model_index.json``; weights are not read.
 
     Raises:
-        PolicyLoadError: As :func:`pipeline_class_name`, or no policy is registered for the pipeline class.
+        PolicyLoadError: The index cannot be read, or no policy is registered for the pipeline class.
     """
-    class_name = pipeline_class_name(model_path)
+    with _reading(_small_file(model_path, "model_index.json"), "a diffusers pipeline index") as values:
+        class_name = values["_class_name"]
     if class_name not in POLICIES:
-        near = difflib.get_close_matches(class_name, POLICIES, n=1)
         raise PolicyLoadError(
-            f"{model_path} is a {class_name}, for which PaCo-GRPO has no policy"
-            f"{f' (nearest: {near[0]})' if near else ''}. Known pipelines: {', '.join(sorted(POLICIES))}. "
-            "Choose such a model, or add a policy file and register it in paco_grpo/policies/loading.py."
+            f"{model_path} is a {class_name}, for which PaCo-GRPO has no policy.{did_you_mean(class_name, POLICIES)} Known "
+            f"pipelines: {', '.join(sorted(POLICIES))}. Choose such a model, or add a policy file and register it in "
+            "paco_grpo/policies/loading.py."
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)
 
 
-def pipeline_class_name(model_path: str | Path) -> str:
-    """``_class_name`` of ``model_index.json`` in a folder or hub repository.
-
-    Raises:
-        PolicyLoadError: It cannot be had.
-    """
-    index = _small_file(model_path, "model_index.json")
-    try:
-        return json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise PolicyLoadError(
-            f"{index} is not a readable diffusers pipeline index ({type(error).__name__}: {error}). Download it again."
-        ) from error
-
-
 def size_multiple(model_path: str | Path) -> int:
-    """``Policy.size_multiple`` of the generator at ``model_path``, whose weights are not read.
+    """``Policy.size_multiple`` of the generator at ``model_path``; weights are not read.
 
     Raises:
-        PolicyLoadError: The VAE's configuration cannot be had.
+        PolicyLoadError: The VAE's configuration cannot be read.
     """
     with _reading(_small_file(model_path, "vae/config.json"), "the VAE's configuration") as values:
         return policy_class(model_path).size_multiple_with(values)
 
 
 def fewest_steps(model_path: str | Path) -> int:
-    """The smallest number of steps that the schedule of the generator at ``model_path`` has; weights are not read.
+    """The smallest number of steps for which the schedule of the generator exists; weights are not read.
 
     Raises:
-        PolicyLoadError: The scheduler's configuration cannot be had.
+        PolicyLoadError: The scheduler's configuration cannot be read.
     """
-    with _reading(_small_file(model_path, "scheduler/scheduler_config.json"), "the scheduler's configuration") as values:
-        return 2 if values.get("shift_terminal") else 1  # it stretches the last σ before 0 to a value of its own
+    file = _small_file(model_path, "scheduler/scheduler_config.json")
+    with _reading(file, "the scheduler's configuration") as values:
+        return 2 if values.get("shift_terminal") else 1  # it fixes the last σ before 0
 
 
 def transformer_bytes(model_path: str | Path) -> int:
-    """Size of the transformer's weights as they are stored, 0 where they are one file (a small model) or their list cannot
-    be had (loading says why, if it matters); they are not read.
+    """Stored size of the transformer's weights, which are not read; 0 if they are one file (a small model) or their list
+    cannot be loaded (loading reports the reason).
 
     Raises:
         PolicyLoadError: The list is damaged.
@@ -157,14 +139,14 @@ def _small_file(model_path: str | Path, name: str) -> Path:
     """The file ``name`` of a pipeline folder or hub repository.
 
     Raises:
-        PolicyLoadError: It cannot be had.
+        PolicyLoadError: It cannot be loaded.
     """
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         if not (folder / name).is_file():
             raise PolicyLoadError(
-                f"model folder {folder} has no {name}, so it is not a whole diffusers pipeline. "
-                "Give the folder that holds transformer/, vae/ and scheduler/ (a download must be complete)."
+                f"model folder {folder} has no {name}, so it is not a complete diffusers pipeline. "
+                "Give the folder that contains transformer/, vae/ and scheduler/ (a download must be complete)."
             )
         return folder / name
     if looks_like_a_path(str(model_path)):

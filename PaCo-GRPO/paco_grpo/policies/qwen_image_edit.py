@@ -1,10 +1,11 @@
-"""Qwen-Image-Edit: the reference image is read by the vision-language text encoder and joins the latents as tokens."""
+"""Qwen-Image-Edit: the vision-language text encoder sees the reference image, and its latents are further tokens."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.policies.editing import EditingPolicy, Reference, ReferenceConditioning
-from paco_grpo.policies.pipeline import lora_targets_with
+from paco_grpo.policies.diffusers_policy import lora_targets_with
+from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ _ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
 class QwenEditConditioning(ReferenceConditioning):
     """Features of (reference image, instruction) and, for true CFG, of (reference image, negative prompt).
 
-    Texts are padded to the longest of the call to ``encode`` that made them, and a mask is there if they differ. Both
-    stay as they are when rows are selected, so that rollout and training compute the same numbers.
+    Texts are padded to the longest of their call to ``encode``, with a mask if they differ. Selecting rows changes neither,
+    so rollout and training compute the same numbers.
     """
 
     prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
@@ -37,11 +38,11 @@ class QwenEditConditioning(ReferenceConditioning):
     negative_mask: torch.Tensor | None = None  # (B, L') bool
 
 
-class QwenImageEditPolicy(EditingPolicy):
+class QwenImageEditPolicy(ReferenceImagePolicy):
     """Qwen-Image-Edit and everything saved as a ``QwenImageEditPipeline``.
 
-    True CFG is on where ``negative_prompt`` is set and ``guidance_scale`` > 1; ``velocity`` is then the guided one,
-    rescaled to the norm of the conditional one at every token, as the pipeline does.
+    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is rescaled to the norm of
+    the conditional one at every token, as in the pipeline.
     """
 
     pipeline_class = QwenImageEditPipeline
@@ -52,7 +53,6 @@ class QwenImageEditPolicy(EditingPolicy):
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
     def __init__(self, pipeline: QwenImageEditPipeline, **options) -> None:
-        """See :meth:`PipelinePolicy.__init__`."""
         if pipeline.transformer.config.guidance_embeds:
             raise PolicyLoadError(
                 "the transformer is guidance-distilled (guidance_embeds), which diffusers' QwenImageTransformer2DModel "
@@ -63,14 +63,13 @@ class QwenImageEditPolicy(EditingPolicy):
         if (self.negative_prompt is not None) != (self.guidance_scale > 1):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
-                "scale above 1 and a negative prompt (' ' will do)",
+                "scale above 1 and a negative prompt (a space is enough)",
                 self.guidance_scale, self.negative_prompt,
             )  # fmt: skip
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
-        """See :meth:`Policy.size_multiple_with`; the VAE of a video model."""
-        return 2 * 2 ** len(vae["temperal_downsample"])  # diffusers' spelling
+        return 2 * 2 ** len(vae["temperal_downsample"])  # the VAE of a video model; diffusers' spelling
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""
@@ -81,11 +80,9 @@ class QwenImageEditPolicy(EditingPolicy):
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
-    # --- conditioning -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
-        """See :meth:`Policy.encode`; each (image, text) goes through the text encoder once, alone."""
+        """Each (image, text) goes through the text encoder once, alone."""
         references = [self._read(item) for item in items]
         negative = None, None
         with self.encoders_held():
@@ -114,7 +111,7 @@ class QwenImageEditPolicy(EditingPolicy):
         return embeds, (torch.arange(embeds.shape[1]) < lengths[:, None]).to(self.device)
 
     def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
-        """Features (L, D) of the instruction and the image; the pipeline drops those of its fixed beginning."""
+        """Features (L, D) of the instruction and the image, without those of the pipeline's fixed prefix."""
         with self.text_at_work():
             embeds, _ = self.pipeline.encode_prompt(
                 prompt=self._shortened(text), image=reference.image, device=self.pipeline.text_encoder.device
@@ -122,7 +119,7 @@ class QwenImageEditPolicy(EditingPolicy):
         return embeds[0].to(self.dtype)
 
     def _shortened(self, text: str) -> str:
-        """The pipeline takes any length here; FLUX's cuts at ``max_sequence_length`` tokens, and so do we."""
+        """``text`` cut to ``max_sequence_length`` tokens, as FLUX's pipeline does; Qwen's takes any length."""
         tokenizer = self.pipeline.tokenizer
         tokens = tokenizer(text, add_special_tokens=False).input_ids
         if len(tokens) <= self.max_sequence_length:
@@ -136,53 +133,52 @@ class QwenImageEditPolicy(EditingPolicy):
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
 
-    # --- velocity and pixels ----------------------------------------------------------------------------------------
-
     def velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: QwenEditConditioning, height: int, width: int
-    ) -> torch.Tensor:
-        """See :meth:`Policy.velocity`: with true CFG, v = u·|v_c|/|u| with u = v_n + scale·(v_c − v_n), per token."""
-        conditional = self.conditional_velocity(latents, sigma, conditioning, height, width)
-        if conditioning.negative_embeds is None:
-            return conditional
-        text = conditioning.negative_embeds, conditioning.negative_mask
-        negative = self._velocity(latents, sigma, conditioning, text, "negative", height, width)
-        guided = negative + self.guidance_scale * (conditional - negative)
-        return guided * (conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-    def conditional_velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: QwenEditConditioning, height: int, width: int
-    ) -> torch.Tensor:
-        """See :meth:`Policy.conditional_velocity`."""
-        text = conditioning.prompt_embeds, conditioning.prompt_mask
-        return self._velocity(latents, sigma, conditioning, text, "text", height, width)
-
-    def _velocity(
         self,
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: QwenEditConditioning,
-        text: tuple[torch.Tensor, torch.Tensor | None],
-        name: str,
         height: int,
         width: int,
+        guided: bool = True,
     ) -> torch.Tensor:
+        """With true CFG, v = u·|v_c|/|u| with u = v_n + scale·(v_c − v_n), per token."""
+        forward = partial(self._forward, latents, sigma, conditioning, height, width)
+        conditional = forward("text", conditioning.prompt_embeds, conditioning.prompt_mask)
+        if not guided or conditioning.negative_embeds is None:
+            return conditional
+        negative = forward("negative", conditioning.negative_embeds, conditioning.negative_mask)
+        combined = negative + self.guidance_scale * (conditional - negative)
+        return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: QwenEditConditioning,
+        height: int,
+        width: int,
+        name: str,
+        text: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Velocity for the features ``text`` (B, L, D); ``name`` is that of the pass in the first-block cache."""
         reference, rows, columns = conditioning.reference_tokens()
         tokens = torch.cat([latents, reference.to(latents.dtype)], dim=1)
         shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
         with self.autocast(), self._cache_context(name):
             velocity = self.transformer(
                 hidden_states=tokens.to(self.dtype),
-                timestep=sigma,  # the transformer multiplies by 1000 itself
-                encoder_hidden_states=text[0],
-                encoder_hidden_states_mask=text[1],
+                timestep=sigma,  # the transformer multiplies by 1000
+                encoder_hidden_states=text,
+                encoder_hidden_states_mask=mask,
                 img_shapes=[shapes] * latents.shape[0],
                 return_dict=False,
             )[0]
         return velocity[:, : latents.shape[1]].float()
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        """Latents (B, C, 1, h, w) of a one-frame video, standardised per channel, to the frame's pixels."""
+        """Latents (B, C, 1, h, w) of a one-frame video, standardized per channel, to the frame's pixels."""
         vae = self.pipeline.vae
         mean, std = (
             torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)

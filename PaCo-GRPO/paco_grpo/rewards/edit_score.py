@@ -33,13 +33,13 @@ class EditScore(JudgeReward):
     """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
 
     Args:
-        base_url: Of the server (``VLLM_MODEL_PATHS=…EditScore-7B bash vllm_server/launch.sh``).
+        base_url: Address of the server (``VLLM_MODEL_PATHS=…EditScore-7B bash vllm_server/launch.sh``).
         model: Served name.
         api_key: If the server requires one.
         score_range: Upper end of the scale that the model was trained with.
         num_pass: Answers that are averaged.
-        temperature: Of the answers, as the package sets it.
-        seed: Of the first pass; the next ones count up.
+        temperature: Sampling temperature, as set by the package.
+        seed: Seed of the first pass; each further pass adds 1.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until an answer counts as missing.
 

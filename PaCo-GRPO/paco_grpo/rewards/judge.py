@@ -38,7 +38,7 @@ class JudgeReward:
     """Base of the rewards that ask a judge about each image. Subclasses define ``questions``.
 
     Args:
-        base_url: Of the server (``bash vllm_server/launch.sh``).
+        base_url: Address of the server (``bash vllm_server/launch.sh``).
         model: Served name; None = ``default_model`` of the class.
         api_key: If the server requires one.
         max_concurrency: Requests in flight; None = the client's default.

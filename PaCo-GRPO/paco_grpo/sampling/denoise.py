@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from paco_grpo.policies.base import Policy
+from paco_grpo.policies.lora import merged
+from paco_grpo.policies.performance.cache import first_block_cache
+from paco_grpo.policies.performance.quantize import int8_copies
 from paco_grpo.sampling.schedule import check_noise_steps
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
-from paco_grpo.transfer import to_device
-from paco_grpo.types import Conditioning, NoiseStep, Rollout
+from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
 
 @dataclass(frozen=True)
@@ -228,11 +230,11 @@ def _denoise(
     sigmas = tail.sigmas(sigmas)
     with ExitStack() as stack:
         if merge_lora and len(sigmas) > 1:
-            stack.enter_context(policy.merged())
+            stack.enter_context(merged(policy))
         if tail.weights is not None and len(sigmas) > 1:
-            stack.enter_context(policy.in_int8())
+            stack.enter_context(int8_copies(policy))
         if tail.cache > 0 and len(sigmas) > 2:
-            stack.enter_context(policy.cached(tail.cache))
+            stack.enter_context(first_block_cache(policy, tail.cache))
         return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
 
 

@@ -39,7 +39,7 @@ class Transition:
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
         """Log-probability (B,) of ``next_latents`` (B, N, C), averaged over tokens and channels.
 
-        Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the normaliser is dropped).
+        Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the normalizer is dropped).
         """
         square = (next_latents - self.mean).square().flatten(1).mean(1)
         if self.cps:

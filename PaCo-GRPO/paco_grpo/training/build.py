@@ -31,8 +31,10 @@ from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
-from paco_grpo.policies.acceleration import AccelerationError, compile_blocks, set_attention
-from paco_grpo.policies.adapters import add_lora, add_snapshot
+from paco_grpo.policies.lora import add_lora, add_snapshot
+from paco_grpo.policies.performance import AccelerationError
+from paco_grpo.policies.performance.attention import set_attention
+from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.queue import JournaledReward, ScoreJournal
 from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
 from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length

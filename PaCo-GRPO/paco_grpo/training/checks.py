@@ -16,14 +16,11 @@ from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.monitoring.trackers import TRACKERS
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions, did_you_mean, find_problems, refuse
-from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, quantized, size_multiple, transformer_bytes
-from paco_grpo.policies.acceleration import (
-    AccelerationError,
-    attention_problem,
-    require_compiler,
-    try_attention,
-)
-from paco_grpo.policies.adapters import find_lora
+from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
+from paco_grpo.policies.lora import find_lora
+from paco_grpo.policies.performance import AccelerationError, quantize
+from paco_grpo.policies.performance.attention import attention_problem, try_attention
+from paco_grpo.policies.performance.compile import require_compiler
 from paco_grpo.rewards.registry import RewardError, find_factory, reward_weights
 from paco_grpo.types import Item
 
@@ -48,7 +45,7 @@ def check_run(options: RunOptions) -> Objective:
     problems = find_problems(options)
     for name, known in (("prompt_fn", KINDS), ("logging_platform", TRACKERS)):
         problems += _not_among(name, getattr(options, name), known)
-    problems += _not_among("pretrained.quantize", options.pretrained.quantize, (None, *quantized.KINDS))
+    problems += _not_among("pretrained.quantize", options.pretrained.quantize, (None, *quantize.KINDS))
     problems += _library_problems(options)
     problems += _reward_problems(options)
     try:
@@ -91,7 +88,7 @@ def _library_problems(options: RunOptions) -> Iterator[str]:
         ("pretrained.quantize", options.pretrained.quantize),
         ("sample.tail_weights", options.sample.tail_weights),
     ):
-        if value in quantized.KINDS and (problem := quantized.missing_library()):
+        if value in quantize.KINDS and (problem := quantize.missing_library()):
             yield f"{name}={value!r}: {problem}"
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         yield f"speed.attention={problem}"

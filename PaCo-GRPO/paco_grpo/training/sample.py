@@ -75,7 +75,7 @@ def sample_epoch(
     on_images: Callable[[list], None] = lambda images: None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Rollouts:
-    """Sample this process's share of an epoch; scores arrive in ``queue`` while sampling goes on.
+    """Sample this process's share of an epoch; scores arrive in ``queue`` during sampling.
 
     Args:
         policy: With the weights to sample from.

@@ -24,7 +24,7 @@ from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics, evaluation_line
 from paco_grpo.monitoring.observe import SampleObserver
-from paco_grpo.policies.adapters import blend_snapshot
+from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError, ScoringQueue
 from paco_grpo.training.build import Run
 from paco_grpo.training.sample import Rollouts, sample_epoch
@@ -141,7 +141,7 @@ class Trainer:
         """None: sampling ended early because a reward has failed; waiting for the rewards then reports it."""
         snapshot = self.run.objective.sampling_snapshot
         try:
-            with self.state.policy.snapshot(snapshot) if snapshot else contextlib.nullcontext():
+            with lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
                 return sample_epoch(
                     self.state.policy,
                     self.run.train_items,
@@ -208,7 +208,7 @@ class Trainer:
             folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
             raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error
         for snapshot in self.run.objective.snapshots:
-            blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
+            lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
         return losses
 
     def _report_epoch(self, metrics: dict[str, float]) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 
 from paco_grpo.checkpoint.state import TrainState
-from paco_grpo.distributed.collectives import any_process, most, rounds
+from paco_grpo.distributed.collectives import any_process, largest_count, rounds
 from paco_grpo.objectives import Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import recompute_old
@@ -125,7 +125,7 @@ class Updater:
         return self._means(collected)
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
-        """Global positions behind each optimizer step: the same whatever the number of processes.
+        """Global positions behind each optimizer step: the same for any number of processes.
 
         The epoch's order is already shuffled, so the first pass takes it as it is (every process then has its equal
         share of every step); further passes shuffle again.
@@ -162,7 +162,7 @@ class Updater:
         """Gradients of all micro-batches, one step of the schedule at a time."""
         strategy, policy = self.state.strategy, self.state.policy
         filler = rollouts.samples[0][:1] if strategy.collective_backwards else None
-        total = most(strategy.accelerator, len(batches)) if strategy.collective_backwards else len(batches)
+        total = largest_count(strategy.accelerator, len(batches)) if strategy.collective_backwards else len(batches)
         for number, (numbers, idle) in enumerate(rounds(strategy.accelerator, batches, filler=filler)):
             steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch)
             for place, step in enumerate(steps):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train FLUX.1 on several machines; on each of them, with its own NODE_RANK:
+# Train FLUX.1 on several machines; on each machine, with a different NODE_RANK:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 bash scripts/multi_node/train_flux.sh t2is [--config.a.b=value …]
 # The run folder (config.save_dir) must be on a file system that all machines share. Variables: see scripts/launch.sh.
 set -euo pipefail

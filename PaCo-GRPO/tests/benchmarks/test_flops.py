@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from flops import ImageFlops, direct_flops, image_flops, main, part_flops
 from measuring.architectures import PRESETS
-from measuring.flops import Shape, directly, image_flops, part_flops
-from measuring.generators import pipeline_of
+from measuring.footprint import Shape
+from measuring.models import pipeline_of
 
 TINY = PRESETS["tiny"]
 RANK = 8
@@ -39,20 +40,20 @@ def flux_forward(image: int, text: int) -> dict[str, int]:
 
 
 def test_forward_is_the_closed_form():
-    assert directly(TINY, Shape(32, 32, 16), RANK).forward == sum(flux_forward(16, 16).values())
-    assert image_flops(TINY, Shape(64, 32, 24), RANK).forward == sum(flux_forward(32, 24).values())
+    assert direct_flops(TINY, Shape(1, 32, 32, 16), RANK)[0] == sum(flux_forward(16, 16).values())
+    assert image_flops(TINY, Shape(1, 64, 32, 24), RANK).forward == sum(flux_forward(32, 24).values())
 
 
-def test_one_and_two_blocks_say_what_all_blocks_cost():
+def test_counting_one_and_two_blocks_is_exact():
     deep = TINY.with_blocks(3, 4)
-    assert image_flops(deep, Shape(32, 32, 16), RANK) == directly(deep, Shape(32, 32, 16), RANK)
+    assert image_flops(deep, Shape(1, 32, 32, 16), RANK) == ImageFlops(*direct_flops(deep, Shape(1, 32, 32, 16), RANK))
 
 
 def test_training_is_the_closed_form():
     """LoRA on all attention projections and both feed-forwards of the double blocks, attention alone in the single."""
     image = text = 16
     d, ff, both = 32, 128, 32
-    found = directly(TINY, Shape(32, 32, text), RANK)
+    found = ImageFlops(*direct_flops(TINY, Shape(1, 32, 32, text), RANK))
 
     def lora(rows: int, fan_in: int, fan_out: int) -> int:
         return linear(rows, fan_in, RANK) + linear(rows, RANK, fan_out)
@@ -73,9 +74,9 @@ def test_training_is_the_closed_form():
 
 
 @pytest.mark.slow
-def test_editors_see_the_reference_as_tokens():
-    kontext = image_flops(PRESETS["kontext-dev"], Shape(256, 256, 64, (256, 256)))
-    wide = image_flops(PRESETS["flux-dev"], Shape(256, 512, 64))
+def test_the_reference_image_of_an_editor_counts_as_tokens():
+    kontext = image_flops(PRESETS["kontext-dev"], Shape(1, 256, 256, 64))
+    wide = image_flops(PRESETS["flux-dev"], Shape(1, 256, 512, 64))
     assert kontext.forward == wide.forward  # as many tokens
     assert kontext.training_backward == wide.training_backward
 
@@ -97,7 +98,7 @@ def test_the_real_models_have_their_number_of_parameters(preset, billions):
 
 
 def test_the_decoder_and_the_text_encoders_are_counted():
-    small, large = (part_flops(TINY, Shape(side, side, 16)) for side in (32, 64))
+    small, large = (part_flops(TINY, Shape(1, side, side, 16)) for side in (32, 64))
     assert large["decode"] == 4 * small["decode"]  # convolutions alone
     assert large["encode"] == small["encode"] > 0
 
@@ -107,5 +108,11 @@ def test_a_fraction_of_a_model():
     assert (small.transformer["num_layers"], small.transformer["num_single_layers"]) == (5, 10)
     assert small.transformer["num_attention_heads"] == 12
     assert small.transformer["joint_attention_dim"] == small.text["d_model"] == 2048
-    with pytest.raises(ValueError, match="--blocks alone"):
+    with pytest.raises(ValueError, match="--blocks"):
         PRESETS["qwen-edit"].scaled(width=0.5)
+
+
+@pytest.mark.slow
+def test_the_table(capsys):
+    assert main(["--preset", "flux-small", "--resolutions", "256", "--text", "64"]) == 0
+    assert "| 256 | 256 | 64 |" in capsys.readouterr().out

@@ -165,10 +165,10 @@ def test_check_compares_with_the_measured_epoch(run_folder, capsys):
 
 def test_a_real_run_takes_the_predicted_time(tiny_flux_dir, tmp_path):
     """A reward of two images a second; sampling and training seconds are the run's own."""
-    from tiny_run import tiny_config, train
+    from tiny_run import tiny_options, train
 
     reward = {"train__reward_fn": '{"tiny_run:slow": 1.0}', "train__reward_fn_kwargs": '{"tiny_run:slow": {"seconds_per_image": 0.5}}'}  # fmt: skip
-    train(tiny_config(tiny_flux_dir, tmp_path, num_epochs=2, **reward))
+    train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=2, **reward))
     measured = plan.read_run(tmp_path / "runs" / "run")
     work = plan.Workload(
         measured.images, measured.batch_size, 1, measured.sample_seconds, measured.train_seconds,

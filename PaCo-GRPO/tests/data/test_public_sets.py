@@ -154,7 +154,7 @@ def test_an_output_that_holds_something_is_kept(fetch, source, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["t2is", "gedit", "sharegpt-4o-image", "pickscore", "ocr"])
-def test_without_a_network_the_error_says_what_to_do(fetch, tmp_path, capsys, monkeypatch, name):
+def test_without_a_network_the_error_names_the_remedy(fetch, tmp_path, capsys, monkeypatch, name):
     # conftest sets HF_HUB_OFFLINE, so huggingface_hub itself refuses; only the plain download is made to fail here.
     def refuse(*_, **__):
         raise urllib.error.URLError("no network in tests")

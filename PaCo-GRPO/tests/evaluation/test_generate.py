@@ -8,7 +8,7 @@ from PIL import Image
 from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
 from tiny_run import ROOT
 
-from paco_grpo.policies.adapters import add_lora, save_peft
+from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
 from scripts import load_script
 
@@ -51,7 +51,7 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     (expected,) = draw(policy, [Item(0, "make it blue", image=reference)], [7], 32, 32, 2)
     with Image.open(tmp_path / "out" / "00000_seed7.png") as image:
         assert np.abs(np.asarray(image, np.int16) - np.asarray(expected, np.int16)).max() <= 1
-    if name in EDITORS:  # drawn in the shape of its reference
+    if name in EDITORS:  # sampled in the shape of its reference
         with Image.open(tmp_path / "out" / "00001_seed0.png") as image:
             assert image.width > image.height
 

@@ -14,6 +14,7 @@ from tiny_run import rows_of, tiny_options, train
 from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.monitoring.health import against_first, changes_since_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
+from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
@@ -124,7 +125,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     assert len(calls) == 2  # one forward an image; the base's were kept
     state, policy = run.probe._states[1], run.state.policy
     velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
-    with policy.reference():
+    with reference(policy):
         base = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     assert torch.equal(base, state.base)
     again = BaseProbe(policy, run.test_items[:2], run.options)  # as a resumed run makes it

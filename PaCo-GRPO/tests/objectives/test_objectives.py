@@ -12,7 +12,7 @@ from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import old_decay
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import load_policy
-from paco_grpo.policies.adapters import add_lora, add_snapshot, trainable_parameters
+from paco_grpo.policies.lora import add_lora, add_snapshot, trainable_parameters
 from paco_grpo.sampling.denoise import rollout, step_noise
 from paco_grpo.sampling.sde import cps_step
 from paco_grpo.types import Item

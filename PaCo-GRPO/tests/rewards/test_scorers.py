@@ -177,7 +177,7 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["pickscore_scores", "subfig_clipT"])
-def test_published_download_commands_say_what_to_do_without_a_hub(name, tmp_path):
+def test_published_download_commands_without_a_hub(name, tmp_path):
     script = Path(pickscore.__code__.co_filename).with_name(f"{name}.py")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     ended = subprocess.run(

@@ -66,7 +66,7 @@ def test_missing_stays_missing_a_failure_is_an_error_and_a_key_is_required():
             reward(IMAGES[:1], [Item(0, "fail")])
 
 
-def test_silence_makes_scores_missing_and_says_how_to_start_a_service(caplog):
+def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     reward = remote("jpeg_compressibility", f"http://127.0.0.1:{free_port()}", deadline_s=0.5)
     with pytest.raises(RewardError, match="scripts/reward_service.sh jpeg_compressibility --port"):
         reward.check()

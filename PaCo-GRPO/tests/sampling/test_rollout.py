@@ -8,7 +8,7 @@ import torch
 from toy_policy import ToyConditioning, ToyPolicy
 
 from paco_grpo.policies import load_policy
-from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.lora import add_lora
 from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout, step_noise
 from paco_grpo.types import Item, Rollout
 

@@ -6,7 +6,7 @@ import torch
 from tiny_policies import NAMES, disturb, items, load
 from toy_policy import ToyPolicy
 
-from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.lora import add_lora
 from paco_grpo.sampling.denoise import Tail, integrate, rollout
 from paco_grpo.types import Item
 

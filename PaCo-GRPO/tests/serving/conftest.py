@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -15,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
 sys.path.insert(0, str(Path(__file__).parent))
-from gateway_tools import Upstream
+from gateway_tools import health
 from serving_tools import Shell, free_port, wait_for
 
 torch.set_num_threads(1)
@@ -71,19 +70,12 @@ def engine_url(judge_folder):
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: server.poll() is not None or _healthy(url), 300)
+        wait_for(lambda: server.poll() is not None or health(url) == 200, 300)
         assert server.poll() is None, "the engine ended while loading"
         yield url
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) in (0, -signal.SIGTERM)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture
@@ -104,22 +96,3 @@ def shell(tmp_path, model):
     root = Path(shell.environment["PACO_RUNTIME_DIR"])
     for label in [path.parent.name for path in root.glob("*/state.json")]:
         shell.run("stop.sh", VLLM_LABEL=label)
-
-
-@pytest.fixture(scope="module")
-def servers():
-    """Three servers behind a module's gateway, whose faults a test chooses."""
-    servers = [Upstream().start() for _ in range(3)]
-    yield servers
-    for server in servers:
-        server.kill()
-
-
-@pytest.fixture
-def client(gateway, servers):
-    """A client of the module's ``gateway`` (models ``Solo`` and ``Pair``), all of whose servers work."""
-    for server in servers:
-        server.mode("ok")
-    wait_for(lambda: (gateway.up("Solo"), gateway.up("Pair")) == (1, 2))
-    with gateway.client() as client:
-        yield client

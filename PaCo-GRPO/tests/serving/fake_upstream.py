@@ -1,6 +1,6 @@
-"""A server behind the gateway in its tests: real HTTP over a real socket, with faults that are chosen while it runs.
+"""A server behind the gateway: real HTTP over a real socket, with faults that tests choose while it runs.
 
-python fake_upstream.py PORT; GET /mode/NAME chooses, GET /counts tells what was seen. Standard library only: a test
+python fake_upstream.py PORT; GET /mode/NAME chooses, GET /counts shows what it has seen. Standard library only: a test
 starts several.
 """
 
@@ -11,7 +11,7 @@ import time
 
 PORT = int(sys.argv[1])
 mode = "ok"
-counts = {"asked": 0, "in_hand": 0, "most": 0, "abandoned": 0, "connections": 0}
+counts = {"asked": 0, "in_flight": 0, "most": 0, "abandoned": 0, "connections": 0}
 
 
 def answer(status: int, body: bytes, kind: str = "application/json", extra: str = "") -> bytes:
@@ -20,12 +20,12 @@ def answer(status: int, body: bytes, kind: str = "application/json", extra: str 
 
 
 def completion(request: dict) -> bytes:
-    said = {"port": PORT, "keys": sorted(request), "id": request.get("id")}
-    return json.dumps({"object": "chat.completion", "choices": [], "said": said}).encode()
+    seen = {"port": PORT, "keys": sorted(request), "id": request.get("id")}
+    return json.dumps({"object": "chat.completion", "choices": [], "seen": seen}).encode()
 
 
 async def chat(writer: asyncio.StreamWriter, request: dict) -> bool:
-    """Answer as ``mode`` says; whether the connection can be used again."""
+    """Answers as ``mode`` says; whether the connection can be used again."""
     doing, _, seconds = mode.partition(":")
     if doing in ("ok", "slow"):
         await asyncio.sleep(float(seconds or 0))
@@ -89,7 +89,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
                     await asyncio.sleep(600)
                 writer.write(answer(503 if mode == "sick" else 200, b""))
             else:
-                again = await watched(reader, writer, json.loads(body))
+                again = await counted(reader, writer, json.loads(body))
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
@@ -98,11 +98,11 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def watched(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: dict) -> bool:
-    """``chat``, counted; ended when the caller leaves, as engines do."""
+async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: dict) -> bool:
+    """``chat``, counted; ended when the caller leaves, as in engines."""
     counts["asked"] += 1
-    counts["in_hand"] += 1
-    counts["most"] = max(counts["most"], counts["in_hand"])
+    counts["in_flight"] += 1
+    counts["most"] = max(counts["most"], counts["in_flight"])
     answering = asyncio.create_task(chat(writer, request))
     left = asyncio.create_task(reader.read(1))
     try:
@@ -115,7 +115,7 @@ async def watched(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
         return False
     finally:
         answering.cancel()
-        counts["in_hand"] -= 1
+        counts["in_flight"] -= 1
 
 
 async def main() -> None:

@@ -1,11 +1,13 @@
-"""A gateway and its servers as processes, for tests."""
+"""A gateway and its fake servers as processes, for tests."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import httpx
 from serving_tools import ROOT, free_port, wait_for
 
@@ -24,7 +26,7 @@ class Upstream:
 
     def start(self) -> "Upstream":
         self.process = subprocess.Popen([sys.executable, "-S", str(UPSTREAM), str(self.port)])
-        wait_for(lambda: answers(self.url))
+        wait_for(lambda: health(self.url))
         return self
 
     def kill(self) -> None:
@@ -53,7 +55,7 @@ class GatewayProcess:
         command += ["--probe-interval", "0.2", "--probe-timeout", "1", *options, *upstreams]
         self.process = subprocess.Popen(command, env=environment)
         try:
-            wait_for(lambda: self.process.poll() is not None or answers(self.url), 120)
+            wait_for(lambda: self.process.poll() is not None or health(self.url) == 200, 120)
         except AssertionError:
             self.stop()
             raise
@@ -71,6 +73,31 @@ class GatewayProcess:
     def ask(self, client: httpx.Client, model: str, **fields) -> httpx.Response:
         return client.post("/v1/chat/completions", json={"model": model, "messages": [{}], **fields})
 
+    def ask_many(self, model: str, count: int, at_once: int) -> list[int]:
+        """Status of each of ``count`` requests; 0 for a broken connection."""
+
+        async def ask() -> list[int]:
+            connector = aiohttp.TCPConnector(limit=at_once)
+            async with aiohttp.ClientSession(connector=connector, headers=self.headers) as session:
+                return await asyncio.gather(*[one(session, number) for number in range(count)])
+
+        async def one(session: aiohttp.ClientSession, number: int) -> int:
+            try:
+                async with session.post(self.chat_url, json={"model": model, "id": number}) as response:
+                    if response.status == 200:
+                        assert (await response.json())["seen"]["id"] == number, "everybody gets the right answer"
+                    return response.status
+            except aiohttp.ClientError:
+                return 0
+
+        return asyncio.run(ask())
+
+    def curl(self, model: str = "Solo") -> subprocess.Popen:
+        """A request in the background."""
+        headers = [word for header in self.headers.items() for word in ("-H", ": ".join(header))]
+        body = f'{{"model": "{model}"}}'
+        return subprocess.Popen(["curl", "-si", *headers, "-d", body, self.chat_url], stdout=subprocess.PIPE)
+
     def metrics(self) -> dict[str, float]:
         """Sample -> value, as Prometheus would read them."""
         page = LOCAL.get(f"{self.url}/metrics", headers=self.headers).text
@@ -83,10 +110,9 @@ class GatewayProcess:
         return sum(value for name, value in found if name.startswith(f'paco_gateway_replica_up{{model="{model}"'))
 
 
-def answers(url: str) -> bool:
-    """Whether somebody answers there, healthy or not."""
+def health(url: str) -> int:
+    """Status of a server's health; 0 when nothing answers."""
     try:
-        LOCAL.get(f"{url}/health", timeout=5)
+        return LOCAL.get(f"{url}/health", timeout=5).status_code
     except httpx.TransportError:
-        return False
-    return True
+        return 0

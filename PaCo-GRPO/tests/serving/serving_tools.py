@@ -1,4 +1,4 @@
-"""Running launch.sh, stop.sh and status.sh in tests, with a stand-in for vLLM where that is enough."""
+"""Running launch.sh, stop.sh and status.sh in tests, with a fake vLLM where that is enough."""
 
 import json
 import os
@@ -23,8 +23,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def option(words: list[str], name: str) -> str:
+    """The value of an option on a command line."""
+    return words[words.index(name) + 1]
+
+
 class Shell:
-    """Runs our scripts with an environment of its own, from a folder of its own."""
+    """Runs our scripts with their own environment and working folder."""
 
     def __init__(self, tmp_path: Path, **variables):
         package = tmp_path / "fake" / "vllm" / "entrypoints" / "openai"
@@ -32,18 +37,14 @@ class Shell:
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
         shutil.copy(FAKE, package / "api_server.py")
-        self.python = tmp_path / "vllm-python"
-        self.python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "fake"}" exec "{sys.executable}" "$@"\n')
-        self.python.chmod(0o755)
-        self.bin = tmp_path / "bin"
+        self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
         self.bin.mkdir()
-        self.cwd = tmp_path
-        self.port = free_port()
-        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        kept["PATH"] = f"{self.bin}:{kept['PATH']}"
-        self.environment = kept | {
+        python = self.program("vllm-python", f'PYTHONPATH="{tmp_path / "fake"}" exec "{sys.executable}" "$@"')
+        self.environment = {
+            "HOME": os.environ.get("HOME", "/"),
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "VLLM_PYTHON": str(self.python),
+            "VLLM_PYTHON": str(python),
             "VLLM_MODEL_PATHS": "model",
             "VLLM_MODEL_NAMES": "Judge",
             "VLLM_PORT": str(self.port),
@@ -54,11 +55,19 @@ class Shell:
             **variables,
         }
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def program(self, name: str, text: str) -> Path:
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
     def install_gpus(self, count: int) -> None:
         """An nvidia-smi that lists so many GPUs."""
-        lines = "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i}0000000-aaaa)'\n" for i in range(count))
-        (self.bin / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
-        (self.bin / "nvidia-smi").chmod(0o755)
+        self.program("nvidia-smi", "\n".join(f"echo 'GPU {i}: H200 (UUID: GPU-{i}0000000-aaaa)'" for i in range(count)))
 
     def start(self, script: str, *arguments, **variables) -> subprocess.Popen:
         return subprocess.Popen(
@@ -72,26 +81,68 @@ class Shell:
         output, errors = process.communicate(timeout=timeout)
         return process.returncode, output, errors
 
+    def launch(self, timeout: float = 300, **variables) -> str:
+        """A launch that succeeds; its output."""
+        status, output, errors = self.run("launch.sh", timeout=timeout, **variables)
+        assert status == 0, errors
+        return output
+
+    def failed_launch(self, expected: int = 1, **variables) -> str:
+        """A launch that fails; its errors."""
+        status, _, errors = self.run("launch.sh", **variables)
+        assert status == expected and "Traceback" not in errors
+        return errors
+
+    def launch_in_foreground(self, **variables) -> subprocess.Popen:
+        process = self.start("launch.sh", "--foreground", **variables)
+        read_until(process, "Ready:")
+        return process
+
+    def stop(self, **variables) -> None:
+        status, _, errors = self.run("stop.sh", **variables)
+        assert status == 0, errors
+
     def records(self, count: int = 1) -> list[dict]:
-        """What ``count`` stand-ins for vLLM were started with, in the order of their ports."""
+        """What ``count`` fake vLLMs were started with, in the order of their ports."""
         folder = Path(self.environment["FAKE_VLLM_RECORD"])
         wait_for(lambda: len(list(folder.glob("*.json"))) >= count)
         return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
-    def record(self) -> dict:
-        return self.records()[0]
+    def fake_pids(self, count: int = 1) -> list[int]:
+        """The processes of ``count`` fake vLLMs: each server and its child."""
+        return [pid for record in self.records(count) for pid in record["pids"]]
 
-    def status(self) -> list[dict]:
-        return json.loads(self.run("status.sh", "--json")[1])
+    def status(self, **variables) -> list[dict]:
+        return json.loads(self.run("status.sh", "--json", **variables)[1])
+
+    def state_file(self) -> Path:
+        return Path(self.environment["PACO_RUNTIME_DIR"]) / "test" / "state.json"
+
+    def pids(self) -> list[int]:
+        """Every process of the launch, as the state records them."""
+        servers = json.loads(self.state_file().read_text())["servers"]
+        return [member["pid"] for server in servers for member in server["members"]]
+
+    def running(self) -> set[int]:
+        """Every process that a launch started, recorded or not."""
+        mark = self.environment["PACO_RUNTIME_DIR"].encode()
+
+        def ours(process: Path) -> bool:
+            try:
+                return mark in (process / "environ").read_bytes()
+            except OSError:
+                return False
+
+        return {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and ours(path)}
 
 
-def all_ended(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while any(Process.of(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """The first line of a process's output with ``text``."""
+    return next(line for line in process.stdout if text in line)
+
+
+def all_ended(pids: list[int]) -> None:
+    wait_for(lambda: not any(map(Process.of, pids)), 10)
 
 
 def wait_for(condition, timeout_s: float = 60.0):

@@ -13,7 +13,7 @@ from paco_judge.questions import build_messages
 from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine import model as model_module
 from vllm_server.transformers_engine.__main__ import named_folders
-from vllm_server.transformers_engine.model import JudgeModel, LruCache
+from vllm_server.transformers_engine.model import JudgeModel
 from vllm_server.transformers_engine.server import build_app
 
 TEXT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,19 +37,23 @@ def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
     torch.testing.assert_close(alone[0], together[3], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("patches", "passes"), [(1 << 15, [4]), (20, [1, 1, 1, 1])])
-def test_each_image_passes_the_vision_tower_once(judge_folder, tiny, monkeypatch, patches, passes):
-    judge = JudgeModel.load(str(judge_folder), max_model_len=1024)
+@pytest.mark.parametrize(
+    ("settings", "patches", "passes"),
+    [({}, 1 << 15, [4]), ({}, 20, [1, 1, 1, 1]), ({"image_cache_mb": 0}, 1 << 15, [4, 3])],
+    ids=["one batch", "few patches a pass", "a cache of one image"],
+)
+def test_each_image_passes_the_vision_tower_once(judge_folder, tiny, monkeypatch, settings, patches, passes):
+    judge = JudgeModel.load(str(judge_folder), max_model_len=1024, **settings)
     monkeypatch.setattr(model_module, "_VISION_PATCHES", patches)
     tower, seen = judge.model.model.get_image_features, []
     counted = mock.patch.object(
         judge.model.model, "get_image_features", lambda pixels, grids: seen.append(len(grids)) or tower(pixels, grids)
     )
-    requests = [row[2] for row in pair_requests(tiny, 6)]
+    requests = [row[2] for row in pair_requests(tiny, 6)]  # on four different images
     with counted:
         judge.prepare(requests)
         judge.prepare(requests)
-    assert seen == passes, "four different images"
+    assert seen == passes
 
 
 def test_messages_without_images_and_with_a_system_text(judge, plain):
@@ -98,18 +102,6 @@ def test_another_kind_of_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ValueError, match="gpt2"):
         JudgeModel.load(str(tmp_path), 1024)
-
-
-def test_the_cache_keeps_within_its_weight():
-    cache = LruCache(10)
-    for key in "abc":
-        cache.put(key, key.upper(), weight=4)
-    assert [cache.get(key) for key in "abc"] == [None, "B", "C"]
-    cache.get("b")
-    cache.put("c", "C2", weight=4)
-    assert [cache.get(key) for key in "bc"] == ["B", "C2"]
-    cache.put("d", "D", weight=99)
-    assert [cache.get(key) for key in "abcd"] == [None, None, None, "D"]
 
 
 def save_adapter(base, folder, targets, seed) -> str:

@@ -1,43 +1,44 @@
+"""Ending processes: gently, then forcibly, with their children, and never a process of somebody else."""
+
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from serving_tools import wait_for
 
 from vllm_server.processes import Process, end_processes, session_members
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+POLITE = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(60)"
 
 
-def start(*command, **settings) -> subprocess.Popen:
-    return subprocess.Popen(command, start_new_session=True, **settings)
+def start(*command) -> subprocess.Popen:
+    """A process that has printed its first line, as the leader of a session."""
+    child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child
 
 
-def test_a_process_is_its_pid_and_its_start():
-    child = start("sleep", "60")
+def sleeper(program: str = "sleep") -> subprocess.Popen:
+    return start("sh", "-c", f"echo up; exec '{program}' 60")
+
+
+def test_a_process_is_its_pid_and_its_start(tmp_path):
+    program = tmp_path / "a) S (b"  # /proc shows names unquoted
+    program.symlink_to("/bin/sleep")
+    child = sleeper(str(program))
+    wait_for(lambda: Path(f"/proc/{child.pid}/comm").read_text().strip() == program.name)
     process = Process.of(child.pid)
-    assert process.alive()
-    assert not Process(child.pid, process.started + 1).alive()
+    assert process.alive() and not Process(child.pid, process.started + 1).alive()
     child.kill()
-    time.sleep(0.1)
-    assert not process.alive(), "a zombie has ended"
+    wait_for(lambda: not process.alive())  # a zombie has ended
     child.wait()
     assert not process.alive() and Process.of(child.pid) is None
 
 
-def test_a_name_with_brackets_and_spaces_is_read(tmp_path):
-    program = tmp_path / "a) S (b"
-    program.symlink_to("/bin/sleep")
-    child = start(str(program), "60")
-    time.sleep(0.2)
-    assert Path(f"/proc/{child.pid}/comm").read_text().strip() == "a) S (b"
-    assert Process.of(child.pid).alive()
-    child.kill()
-    child.wait()
-
-
-def test_a_pid_that_belongs_to_another_process_now_is_left_alone():
-    innocent = start("sleep", "60")
+def test_a_reused_pid_is_left_alone():
+    innocent = sleeper()
     recorded = Process(innocent.pid, Process.of(innocent.pid).started - 1)
     assert session_members(recorded) == []
     assert end_processes([recorded], [recorded], gently_s=1.0) == []
@@ -46,27 +47,21 @@ def test_a_pid_that_belongs_to_another_process_now_is_left_alone():
     innocent.wait()
 
 
-def test_gently_first():
-    child = start(sys.executable, "-c", "import signal, sys, time\n"
-                  "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nprint('up', flush=True)\ntime.sleep(60)",
-                  stdout=subprocess.PIPE)  # fmt: skip
-    child.stdout.readline()
-    process = Process.of(child.pid)
-    assert end_processes([], [process]) == []
+def test_sigterm_comes_first():
+    child = start(sys.executable, "-c", POLITE)
+    assert end_processes([], [Process.of(child.pid)]) == []
     assert child.wait() == 7
 
 
-def test_hard_when_it_does_not_listen():
-    child = start(sys.executable, "-c", STUBBORN, stdout=subprocess.PIPE)
-    child.stdout.readline()
+def test_sigkill_where_sigterm_is_ignored():
+    child = start(sys.executable, "-c", STUBBORN)
     assert end_processes([], [Process.of(child.pid)], gently_s=0.3) == []
     assert child.wait() == -signal.SIGKILL
 
 
-def test_children_are_ended_with_their_leader_and_after_it():
+def test_children_end_with_their_leader_and_after_it():
     for kill_leader_first in (False, True):
-        child = start("sh", "-c", "sleep 61 & sleep 62 & echo up; wait", stdout=subprocess.PIPE)
-        child.stdout.readline()
+        child = start("sh", "-c", "sleep 61 & sleep 62 & echo up; wait")
         leader = Process.of(child.pid)
         members = session_members(leader)
         assert len(members) == 3 and leader in members

@@ -11,7 +11,8 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import acceleration, load_policy
+from paco_grpo.policies import load_policy
+from paco_grpo.policies.performance.compile import is_compiled
 from paco_grpo.training import plan
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import on_cuda
@@ -44,8 +45,12 @@ def test_exact_options_change_no_bit(make):
     config = make(**changes)
     trainer = train(config)
     assert torch.equal(weights(trainer.run), plain)
-    assert trainer.run.state.policy.offloads_text_encoders and trainer.run.state.policy._vae_duty is not None
-    assert trainer.run.state.policy.pipeline.vae.device.type == "cpu"
+    policy = trainer.run.state.policy
+    weight = next(policy.pipeline.vae.parameters())
+    home = weight.data_ptr()
+    with policy.vae_at_work():
+        assert weight.data_ptr() != home  # a copy
+    assert policy.offloads_text_encoders and weight.data_ptr() == home
 
 
 def test_fused_adam_is_equal_to_rounding_and_resumes(make):
@@ -63,10 +68,10 @@ def test_fused_adam_is_equal_to_rounding_and_resumes(make):
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not acceleration.is_compiled(build_run(make()).state.policy)
+    assert not is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
-    assert acceleration.is_compiled(run.state.policy)
+    assert is_compiled(run.state.policy)
     assert "blocks are compiled" in caplog.text
     blocks = run.state.policy.transformer.transformer_blocks
     assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)

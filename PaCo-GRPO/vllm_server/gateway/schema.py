@@ -46,24 +46,9 @@ class Completion(BaseModel):
     choices: list
 
 
-_MEANINGS = {
-    400: "The request is malformed, or the engine refuses it",
-    401: "No valid API key",
-    404: "The model is not served here",
-    408: "The body did not arrive in time",
-    413: "The body is too large",
-    422: "Refused by the engine",
-    429: "Too many requests at once; see Retry-After",
-    500: "The engine failed",
-    502: "No replica gave an answer",
-    503: "No replica of the model is up; see Retry-After",
-    504: "The engine did not answer in time",
-}
-
-
 def errors(*statuses: int) -> dict:
-    """Documentation of a route's error answers; all of them by default."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses or _MEANINGS}
+    """Documentation of a route's error answers."""
+    return {status: {"model": ErrorBody} for status in statuses}
 
 
 def chat_body(names: list[str]) -> type[BaseModel]:

@@ -3,6 +3,7 @@
 Shapes: B requests, L tokens, D width, V vocabulary.
 """
 
+import functools
 import hashlib
 import io
 import logging
@@ -61,26 +62,6 @@ class Prepared:
         return len(self.prompt.ids)
 
 
-class LruCache:
-    """Keeps the most recently used values up to a total weight. For one thread."""
-
-    def __init__(self, capacity: int):
-        self._capacity, self._weight = capacity, 0
-        self._values: OrderedDict = OrderedDict()
-
-    def get(self, key):
-        if key not in self._values:
-            return None
-        self._values.move_to_end(key)
-        return self._values[key][0]
-
-    def put(self, key, value, weight: int = 1) -> None:
-        self._weight += weight - self._values.pop(key, (None, 0))[1]
-        self._values[key] = (value, weight)
-        while self._weight > self._capacity and len(self._values) > 1:
-            self._weight -= self._values.popitem(last=False)[1][1]
-
-
 class JudgeModel:
     """Model, processor and caches.
 
@@ -95,7 +76,9 @@ class JudgeModel:
         self.model, self.processor, self.tokenizer = model, processor, processor.tokenizer
         self.device, self.max_model_len = model.device, max_model_len
         self._merged = model.config.vision_config.spatial_merge_size**2
-        self._prompts, self._images = LruCache(_PROMPT_CACHE_ENTRIES), LruCache(image_cache_bytes)
+        self._tokenize = functools.lru_cache(_PROMPT_CACHE_ENTRIES)(self._tokenize)
+        self._images: OrderedDict[tuple, EncodedImage] = OrderedDict()  # the most recently used last
+        self._image_bytes_left = image_cache_bytes
         eos = model.generation_config.eos_token_id
         eos = [*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id]
         self.eos_ids = frozenset(token for token in eos if token is not None)
@@ -155,14 +138,10 @@ class JudgeModel:
         for image in images:
             if isinstance(image, ApiError):
                 return image
-        grids = tuple(image.grid for image in images)
-        prompt = self._prompts.get((request.turns, grids))
-        if prompt is None:
-            try:
-                prompt = self._tokenize(request, grids)
-            except ApiError as error:
-                return error
-            self._prompts.put((request.turns, grids), prompt)
+        try:
+            prompt = self._tokenize(request.turns, tuple(image.grid for image in images))
+        except ApiError as error:
+            return error
         answer = request.max_tokens or 1
         if len(prompt.ids) + answer > self.max_model_len:
             return ApiError(
@@ -201,13 +180,13 @@ class JudgeModel:
         """Log-probabilities (B, V) float32 at the last position."""
         return torch.log_softmax(self.model.lm_head(output.last_hidden_state[:, -1]).float(), dim=-1)
 
-    def _tokenize(self, request: ChatRequest, grids: tuple[tuple[int, int, int], ...]) -> Prompt:
+    def _tokenize(self, turns: tuple, grids: tuple[tuple[int, int, int], ...]) -> Prompt:
         messages = [
             {
                 "role": role,
                 "content": [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts],
             }
-            for role, parts in request.turns
+            for role, parts in turns
         ]
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         image_token = self.processor.image_token
@@ -231,7 +210,9 @@ class JudgeModel:
 
     def _encode(self, urls: Mapping[tuple, str]) -> dict[tuple, EncodedImage | ApiError]:
         """Images by key, from the cache or encoded together; an unreadable one is an error of its own."""
-        results = {key: image for key in urls if (image := self._images.get(key)) is not None}
+        results = {key: self._images[key] for key in urls if key in self._images}
+        for key in results:
+            self._images.move_to_end(key)
         new = {key: url for key, url in urls.items() if key not in results}
         large = sum(map(len, new.values())) > _INLINE_BYTES
         decoded = dict(zip(new, (_DECODERS.map if large else map)(_open_url, new.values()), strict=True))
@@ -250,9 +231,11 @@ class JudgeModel:
                 list(readable)[start:stop], grids[start:stop].tolist(), output.pooler_output, strict=True
             ):
                 image = EncodedImage(tuple(grid), features.to(self.model.dtype).clone())
-                self._images.put(key, image, image.features.numel() * image.features.element_size())
-                results[key] = image
+                results[key] = self._images[key] = image
+                self._image_bytes_left -= image.features.nbytes
             start = stop
+        while self._image_bytes_left < 0 and len(self._images) > 1:
+            self._image_bytes_left += self._images.popitem(last=False)[1].features.nbytes
         return results
 
     def _forward(self, batch: list[Prepared], use_cache: bool):

@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vllm_server.asgi import ApiError, KeyGuard, read_body
+from vllm_server.asgi import ApiError, KeyGuard, read_body, unknown_route
 from vllm_server.transformers_engine.batching import Batcher, Job, Token
 from vllm_server.transformers_engine.model import JudgeModel
 from vllm_server.transformers_engine.protocol import parse_request
+
+_ROUTES = "GET /health, GET /v1/models, POST /v1/chat/completions"
 
 
 class Api:
@@ -157,7 +159,7 @@ def build_app(
         Route("/health", api.health, methods=["GET"]),
     ]
     app = Starlette(
-        routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _http_error}, lifespan=lifespan
+        routes=routes, exception_handlers={ApiError: _refuse, HTTPException: unknown_route(_ROUTES)}, lifespan=lifespan
     )
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
@@ -166,12 +168,6 @@ def build_app(
 
 async def _refuse(request: Request, error: ApiError) -> ApiError:
     return error
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    known = "GET /health, GET /v1/models, POST /v1/chat/completions"
-    message = f"{request.method} {request.url.path}: {error.detail}; this engine answers {known}"
-    return JSONResponse(ApiError(message, error.status_code).body(), error.status_code, error.headers)
 
 
 def _event(content: dict) -> bytes:

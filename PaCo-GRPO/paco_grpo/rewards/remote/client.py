@@ -31,7 +31,7 @@ class RemoteReward:
     request, or its reward raises, that is an error, as it would be in this process.
 
     Args:
-        name: Of the reward, which the service must serve.
+        name: Name of the reward that the service must serve.
         server: ``http://HOST:PORT``.
         api_key: If the service requires one.
         deadline_s: Seconds for one request, retries after connection errors included.

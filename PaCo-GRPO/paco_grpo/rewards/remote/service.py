@@ -39,7 +39,7 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
         reward: The callable; one call at a time, on one thread.
         name: Under which it is asked for.
         api_key: Required of every request if given.
-        max_body_bytes: Of one request; a larger one is refused while it arrives.
+        max_body_bytes: Limit of one request; a larger one is refused while it arrives.
     """
     app = FastAPI(title=f"PaCo-RL reward {name}")
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward")

@@ -29,15 +29,14 @@ def check_version() -> str:
     Raises:
         PacoRewardError: It is not installed, or not a tested version.
     """
-    works = ", ".join(TESTED_VERSIONS)
-    remedy = f"pip install llamafactory=={TESTED_VERSIONS[-1]}"
     try:
         version = importlib.metadata.version("llamafactory")
     except importlib.metadata.PackageNotFoundError:
-        raise PacoRewardError(f"LLaMA-Factory is not installed (versions that work: {works}): {remedy}") from None
+        version = "(not installed)"
     if version not in TESTED_VERSIONS:
         raise PacoRewardError(
-            f"LLaMA-Factory {version} was not tested with PaCo-Reward; versions that work: {works}: {remedy}"
+            f"LLaMA-Factory {version} was not tested with PaCo-Reward; tested: {', '.join(TESTED_VERSIONS)}. "
+            f"Run: pip install llamafactory=={TESTED_VERSIONS[-1]}"
         )
     return version
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
 from paco_reward.pairing.outputs import copy
-from paco_reward.pairing.records import CandidateSet, EditRow, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import CandidateSet, EditRow, LabeledPair, PromptItem, Ranking
 from paco_reward.server import Progress, Server, ask_all
 
 _SETS_AT_ONCE, _EDITS_AT_ONCE = 16, 64
@@ -69,86 +70,65 @@ class Journal:
             file.write((json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
-def rank_by_scores(
+def rank(
     sets: Sequence[CandidateSet],
     items: Mapping[str, PromptItem],
     output: Path,
     server: Server,
     journal: Journal,
     counts: Counter,
+    by: str,
 ) -> list[Ranking]:
-    """Rank each set by a judge's P(Yes) of the theme question on (reference, candidate).
+    """Rank the candidates of each set with a model.
 
-    A set with a missing score is left out and counted (``rankings_without_answer``); the next run asks again.
+    Left out and counted: sets without an answer or with a missing score (``rankings_without_answer``; the next run asks
+    again), and answers without an order (``rankings_unreadable``).
+
+    Args:
+        by: "scores", a judge's P(Yes) of the theme question on (reference, candidate); or "order", one question with
+            all images.
 
     Raises:
         PacoRewardError: The server stopped answering, or gives no scores.
     """
 
-    def pairs(candidates: CandidateSet) -> list[Pair]:
+    def files(candidates: CandidateSet) -> list[Path]:
         folder = output / "images" / candidates.folder
-        question = theme_question(items[candidates.folder].theme)
-        reference = open_image(folder / candidates.ref_image)
-        return [Pair(reference, open_image(folder / name), question) for name in candidates.comp_images]
+        return [folder / name for name in (candidates.ref_image, *candidates.comp_images)]
 
-    keys = {candidates: _set_key("scores", server, candidates) for candidates in sets}
-    builders = {keys[candidates]: (lambda c=candidates: pairs(c)) for candidates in sets}
-    hint = ", or use --rank_by order for a model without log-probabilities"
-    _score_groups(server, journal, builders, "rankings", _SETS_AT_ONCE, hint)
-    rankings = []
-    for candidates in sets:
-        if keys[candidates] not in journal:
-            counts["rankings_without_answer"] += 1
-            continue
-        scores = journal[keys[candidates]]
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        ranked = tuple(candidates.comp_images[index] for index in order)
-        scored = tuple(scores[index] for index in order)
-        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked, scored))
-    return rankings
-
-
-def rank_by_order(
-    sets: Sequence[CandidateSet],
-    items: Mapping[str, PromptItem],
-    output: Path,
-    server: Server,
-    journal: Journal,
-    counts: Counter,
-) -> list[Ranking]:
-    """Ask for each set's order in one question with all its images.
-
-    Left out and counted: answers without an order (``rankings_unreadable``), and sets that the server refused
-    (``rankings_without_answer``; the next run asks again).
-
-    Raises:
-        PacoRewardError: The server stopped answering.
-    """
+    def pairs(candidates: CandidateSet) -> list[Pair]:
+        reference, *others = map(open_image, files(candidates))
+        return [Pair(reference, other, theme_question(items[candidates.folder].theme)) for other in others]
 
     def messages(candidates: CandidateSet) -> list[dict]:
-        folder = output / "images" / candidates.folder
-        files = [folder / name for name in (candidates.ref_image, *candidates.comp_images)]
-        return _messages(files, _ranking_request(items[candidates.folder].theme, len(candidates.comp_images)))
+        text = _ranking_request(items[candidates.folder].theme, len(candidates.comp_images))
+        return _messages(files(candidates), text)
 
-    keys = {candidates: _set_key("order", server, candidates) for candidates in sets}
-    questions = {key: (lambda c=candidates: messages(c)) for candidates, key in keys.items() if key not in journal}
-    refused = ask_all(server, questions, journal.add, "rankings", _ORDER_TOKENS)
-    counts["rankings_without_answer"] += len(refused)
+    keys = {c: json.dumps([by, server.model, c.folder, c.ref_image, *c.comp_images]) for c in sets}
+    todo = {key: candidates for candidates, key in keys.items() if key not in journal}
+    if by == "scores":
+        hint = ", or use --rank_by order for a model without log-probabilities"
+        _score_groups(server, journal, {k: partial(pairs, c) for k, c in todo.items()}, "rankings", _SETS_AT_ONCE, hint)
+    else:
+        questions = {key: partial(messages, candidates) for key, candidates in todo.items()}
+        ask_all(server, questions, journal.add, "rankings", _ORDER_TOKENS)
+    counts["rankings_without_answer"] += sum(key not in journal for key in keys.values())
     rankings = []
     for candidates, key in keys.items():
-        if key in refused:
+        if key not in journal:
             continue
-        order = read_order(journal[key], len(candidates.comp_images))
+        scores = journal[key] if by == "scores" else None
+        if scores is not None:
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        else:
+            order = read_order(journal[key], len(candidates.comp_images))
         if order is None:
             counts["rankings_unreadable"] += 1
             continue
         ranked = tuple(candidates.comp_images[index] for index in order)
-        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked))
+        ordered = None if scores is None else tuple(scores[index] for index in order)
+        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked, ordered))
     return rankings
-
-
-def _set_key(method: str, server: Server, candidates: CandidateSet) -> str:
-    return json.dumps([method, server.model, candidates.folder, candidates.ref_image, *candidates.comp_images])
 
 
 def _score_groups(
@@ -159,12 +139,9 @@ def _score_groups(
     at_once: int,
     hint: str = "",
 ) -> None:
-    """Journal P(Yes) of the pairs of each group that has no entry yet: a list, or one number for a group of one.
-
-    Groups with a missing score get no entry.
-    """
-    todo = [key for key in groups if key not in journal]
-    judge, progress = server.judge(), Progress(what, len(todo))
+    """Journal P(Yes) of the pairs of each group: a list, or a number for a group of one; nothing if one is missing."""
+    judge, progress = server.judge(), Progress(what, len(groups))
+    todo = list(groups)
     for start in range(0, len(todo), at_once):
         part = {key: groups[key]() for key in todo[start : start + at_once]}
         try:
@@ -189,8 +166,8 @@ def _score_groups(
 
 def editing_pairs(
     edits: Sequence[EditRow], output: Path, server: Server | None, journal: Journal, min_gap: float, counts: Counter
-) -> list[LabelledPair]:
-    """A labelled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
+) -> list[LabeledPair]:
+    """A labeled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
 
     Missing labels come from a judge: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2. ``counts`` receives
     ``editing_unclear`` (in between) and ``editing_without_answer`` (no score; the next run asks again).
@@ -198,24 +175,25 @@ def editing_pairs(
     Raises:
         PacoRewardError: The server stopped answering, or gives no scores.
     """
-    pairs: list[LabelledPair] = []
-    unlabelled: list[tuple[str, LabelledPair]] = []
+    pairs: list[LabeledPair] = []
+    unlabeled: list[tuple[str, LabeledPair]] = []
     for edit in edits:
         first, second = (_store(file, output) for file in (edit.source, edit.edited))
         for name, (kind, question) in _EDIT_QUESTIONS.items():
-            pair = LabelledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
+            pair = LabeledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
             if name in edit.labels:
                 pairs.append(pair)
             elif server is not None:
-                unlabelled.append((json.dumps([server.model, first, second, pair.question]), pair))
-    if server is None or not unlabelled:
+                unlabeled.append((json.dumps([server.model, first, second, pair.question]), pair))
+    if server is None or not unlabeled:
         return pairs
-    builders = {
-        key: (lambda p=pair: [Pair(open_image(output / p.first), open_image(output / p.second), p.question)])
-        for key, pair in unlabelled
-    }
-    _score_groups(server, journal, builders, "editing labels", _EDITS_AT_ONCE)
-    for key, pair in unlabelled:
+
+    def shown(pair: LabeledPair) -> list[Pair]:
+        return [Pair(open_image(output / pair.first), open_image(output / pair.second), pair.question)]
+
+    groups = {key: partial(shown, pair) for key, pair in unlabeled if key not in journal}
+    _score_groups(server, journal, groups, "editing labels", _EDITS_AT_ONCE)
+    for key, pair in unlabeled:
         if key not in journal:
             counts["editing_without_answer"] += 1
         elif abs(journal[key] - 0.5) < min_gap / 2:
@@ -233,8 +211,8 @@ def _store(file: Path, output: Path) -> str:
 
 
 def write_reasons(
-    pairs: Sequence[LabelledPair], output: Path, server: Server, journal: Journal, counts: Counter, max_tokens: int
-) -> list[LabelledPair]:
+    pairs: Sequence[LabeledPair], output: Path, server: Server, journal: Journal, counts: Counter, max_tokens: int
+) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``).
 
     Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
@@ -249,18 +227,18 @@ def write_reasons(
         for pair in pairs
     }
 
-    def messages(pair: LabelledPair) -> list[dict]:
+    def messages(pair: LabeledPair) -> list[dict]:
         return _messages([output / pair.first, output / pair.second], _reason_request(pair.question, pair.verdict))
 
-    questions = {key: (lambda p=pair: messages(p)) for pair, key in keys.items() if key not in journal}
+    questions = {key: partial(messages, pair) for pair, key in keys.items() if key not in journal}
     refused = ask_all(server, questions, journal.add, "reasons", max_tokens)
     counts["reasons_without_answer"] += len(refused)
     return _agreeing([(pair, journal[key]) for pair, key in keys.items() if key not in refused], counts)
 
 
 def given_reasons(
-    pairs: Sequence[LabelledPair], written: Mapping[PairKey, Written], counts: Counter
-) -> list[LabelledPair]:
+    pairs: Sequence[LabeledPair], written: Mapping[PairKey, Written], counts: Counter
+) -> list[LabeledPair]:
     """The pairs whose human-written reason agrees with their label, in its image order.
 
     Counted as by ``write_reasons``, and ``reasons_missing``: pairs without a written reason.
@@ -278,7 +256,7 @@ def given_reasons(
     return _agreeing(answered, counts)
 
 
-def _agreeing(answered: Sequence[tuple[LabelledPair, str]], counts: Counter) -> list[LabelledPair]:
+def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> list[LabeledPair]:
     kept = []
     for pair, answer in answered:
         read = read_reason(answer)

@@ -13,7 +13,7 @@ import json
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, outputs, select
 from paco_reward.pairing.options import check, server_of
-from paco_reward.pairing.records import TEST, TRAIN, EditRow, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import TEST, TRAIN, LabeledPair, PromptItem, Ranking
 from paco_reward.preflight import check_images
 from paco_reward.server import Server
 
@@ -49,17 +49,18 @@ def build(options: Namespace) -> dict[str, Any]:
     if ranked is None and items:
         _check_sets(items)
     server, reason_server = _checked_servers(options)
-    _check_images(items, edits)
+    images = {file: item.place for item in items for file in item.files()}
+    check_images(images | {file: edit.place for edit in edits for file in (edit.source, edit.edited)})
     _claim_output(options, items)
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
     counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
-    datasets: dict[str, list[LabelledPair]] = {}
+    datasets: dict[str, list[LabeledPair]] = {}
     if items:
         rankings = _rankings(options, by_folder, server, ranked, counts)
         if options.sets_only:
             return _finish(options, counts, datasets)
-        labelled = select.pairs_of_rankings(
+        labeled = select.pairs_of_rankings(
             rankings,
             by_folder,
             yes_ranks=options.yes_ranks,
@@ -69,11 +70,11 @@ def build(options: Namespace) -> dict[str, Any]:
             counts=counts,
         )
         decided = {item.group: item.split for item in items if item.split}
-        datasets |= _datasets(options, options.name, labelled, counts, reason_server, decided, written)
+        datasets |= _datasets(options, options.name, labeled, counts, reason_server, decided, written)
     if edits:
         journal = answers.Journal(options.output / "work" / "editing.jsonl")
-        labelled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
-        datasets |= _datasets(options, options.editing_name, labelled, counts, reason_server)
+        labeled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
+        datasets |= _datasets(options, options.editing_name, labeled, counts, reason_server)
     return _finish(options, counts, datasets)
 
 
@@ -99,13 +100,6 @@ def _checked_servers(options: Namespace) -> tuple[Server | None, Server | None]:
     if not options.reason_model:
         return server, server
     return server, replace(server, model=replace(server, model=options.reason_model).check())
-
-
-def _check_images(items: Iterable[PromptItem], edits: Iterable[EditRow]) -> None:
-    files = {file: item.place for item in items for file in item.files()}
-    files |= {file: edit.place for edit in edits for file in (edit.source, edit.edited)}
-    check_images(files)
-    logger.info("images: %d files readable", len(files))
 
 
 def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
@@ -155,42 +149,35 @@ def _rankings(
         outputs.write_lines(output / "sets.jsonl", map(asdict, sets))
         if options.sets_only or server is None:
             return []
-        rank = answers.rank_by_scores if options.rank_by == "scores" else answers.rank_by_order
-        ranked = rank(sets, items, output, server, answers.Journal(output / "work" / "rankings.jsonl"), counts)
+        journal = answers.Journal(output / "work" / "rankings.jsonl")
+        ranked = answers.rank(sets, items, output, server, journal, counts, options.rank_by)
     counts["rankings"] = len(ranked)
-    rows = (
-        {
-            "folder": ranking.folder,
-            "ref_image": ranking.ref_image,
-            "comp_images": sorted(ranking.rank_images),
-            "rank_images": ranking.rank_images,
-        }
-        for ranking in ranked
-    )
-    outputs.write_lines(output / "consistency_full_rank.jsonl", rows)
+    rows = ((r.folder, r.ref_image, sorted(r.rank_images), r.rank_images) for r in ranked)
+    names = ("folder", "ref_image", "comp_images", "rank_images")
+    outputs.write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row, strict=True)) for row in rows))
     return ranked
 
 
 def _datasets(
     options: Namespace,
     name: str,
-    labelled: Sequence[LabelledPair],
+    labeled: Sequence[LabeledPair],
     counts: Counter,
     reason_server: Server | None,
     decided: Mapping[str, str] = MappingProxyType({}),
     written: Mapping[inputs.PairKey, inputs.Written] | None = None,
-) -> dict[str, list[LabelledPair]]:
-    """Clean, split, balance and shuffle labelled pairs, and add reasons; by data set name.
+) -> dict[str, list[LabeledPair]]:
+    """Clean, split, balance and shuffle labeled pairs, and add reasons; by data set name.
 
     Args:
         reason_server: Writes reasons.
         decided: The split of the groups whose metadata states it.
         written: Reasons from a file.
     """
-    counts["pairs_labelled"] += len(labelled)
-    images = {image for pair in labelled for image in (pair.first, pair.second)}
+    counts["pairs_labelled"] += len(labeled)
+    images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
-    kept = select.without_duplicates(select.shuffled(labelled, options.seed), leader, counts)
+    kept = select.without_duplicates(select.shuffled(labeled, options.seed), leader, counts)
     if name == options.editing_name:
         kept = select.grouped_by_image(kept, leader)
     undecided = {pair.group for pair in kept} - set(decided)
@@ -211,8 +198,8 @@ def _datasets(
 
 
 def _split(
-    options: Namespace, pairs: Sequence[LabelledPair], testing: set[str], counts: Counter
-) -> dict[str, list[LabelledPair]]:
+    options: Namespace, pairs: Sequence[LabeledPair], testing: set[str], counts: Counter
+) -> dict[str, list[LabeledPair]]:
     """The pairs of both splits, balanced."""
     parts = {}
     for part in (TRAIN, TEST):
@@ -222,7 +209,7 @@ def _split(
     return parts
 
 
-def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabelledPair]]) -> dict[str, Any]:
+def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabeledPair]]) -> dict[str, Any]:
     stats = {
         "seed": options.seed,
         "counts": {name: value for name, value in counts.items() if value},
@@ -234,7 +221,7 @@ def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[Labell
             losses += ("unbalanced", "reasons_contradicting", "reasons_missing")
             lost = ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"
             raise PacoRewardError(
-                f"no balanced pairs are left of {counts['pairs_labelled']} labelled ones ({lost}); add images or "
+                f"no balanced pairs are left of {counts['pairs_labelled']} labeled ones ({lost}); add images or "
                 "rankings, or loosen --min_gap, --duplicate_bits or --yes_ranks and --no_ranks"
             )
         outputs.write_datasets(options.output, datasets)
@@ -243,7 +230,7 @@ def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[Labell
     return stats
 
 
-def _numbers(pairs: Sequence[LabelledPair]) -> dict[str, int]:
+def _numbers(pairs: Sequence[LabeledPair]) -> dict[str, int]:
     """Pairs, Yes, No, different images and groups (themes, or sources of edits) of one data set."""
     yes = sum(pair.label for pair in pairs)
     images = {name for pair in pairs for name in (pair.first, pair.second)}

@@ -7,16 +7,10 @@ from typing import Any
 from paco_reward.pairing.options import add_options
 
 DESCRIPTION = """\
-Builds training data for the judge from generated images: pairs of sub-figures with Yes or No, and reasons.
-
-  1  Each grid is cut into its sub-figures, by the layout in its prompt.
-  2  A reference sub-figure and candidates from different generations of its prompt make a set.
-  3  The candidates are ranked by how consistent they are with the reference: by people (--rankings) or by a model
-     (--server).
-  4  The best candidates of a ranking become Yes pairs with the reference, the worst No pairs (--yes_ranks, --no_ranks).
-  5  Near-duplicates are removed, train and test are split by theme, and Yes and No are balanced.
-  6  With --reasons a model writes why; reasons that contradict their label are left out. Without, answers are only Yes
-     or No.
+Builds training data for the judge from generated images. Grids are cut into sub-figures by the layout in their prompts;
+a reference and candidates from different generations of a prompt make a set; people (--rankings) or a model (--server)
+rank the candidates by consistency; the best become Yes pairs with the reference, the worst No pairs. Near-duplicates are
+removed, train and test are split by theme, Yes and No are balanced. Answers are Yes or No, with --reasons also why.
 """
 EXAMPLES = """\
 examples:
@@ -54,7 +48,7 @@ SUMMARY = {
     "edits": "editing rows",
     "editing_unclear": "- editing questions with an unsure judge",
     "editing_without_answer": "- editing questions without an answer",
-    "pairs_labelled": "labelled pairs",
+    "pairs_labelled": "labeled pairs",
     "near_duplicate": "- two images that are near-duplicates",
     "repeated": "- near-duplicates of another pair",
     "repeated_disputed": "- near-duplicates with different labels",

@@ -50,7 +50,7 @@ def read_json_lines(file: Path, what: str) -> Iterator[tuple[str, dict[str, Any]
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise PacoRewardError(f"{place} is not JSON ({error}); each line of {what} is one JSON object") from error
+            raise PacoRewardError(f"{place} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise PacoRewardError(f"{place} is not a JSON object but {type(row).__name__}")
         yield place, row
@@ -224,11 +224,11 @@ def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
     names = {folder: item.names() for folder, item in items.items()}
     rankings = []
     for place, row in read_json_lines(file, "rankings"):
-        missing = [key for key in ("folder", "ref_image", "rank_images") if key not in row]
-        if missing:
-            raise PacoRewardError(
-                f"{place} has no {missing[0]}; a ranking has folder, ref_image, comp_images, rank_images"
-            )
+        for key in ("folder", "ref_image", "rank_images"):
+            if key not in row:
+                raise PacoRewardError(
+                    f"{place} has no {key}; a ranking has folder, ref_image, comp_images, rank_images"
+                )
         reference, ranked = row["ref_image"], row["rank_images"]
         compared = row.get("comp_images", ranked)
         if not all(isinstance(value, list) and all(isinstance(n, str) for n in value) for value in (ranked, compared)):

@@ -1,0 +1,201 @@
+"""A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from PIL import Image
+from torch import nn
+
+from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
+from paco_grpo.policies.performance.cache import TensorCache
+from paco_grpo.policies.performance.offload import Offloaded
+from paco_grpo.policies.performance.quantize import quantize as quantize_layers
+from paco_grpo.types import to_device
+
+CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
+
+_ATTENTION_TARGETS = tuple(
+    f"attn.{name}"
+    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+
+
+def lora_targets_with(*feed_forwards: str) -> tuple[str, ...]:
+    """docs/method.md §6: every attention projection, and both linear layers of the blocks' ``feed_forwards``."""
+    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in ("net.0.proj", "net.2"))
+
+
+class DiffusersPolicy(Policy):
+    """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
+
+    A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning, velocity and pixels.
+    Encoded inputs are cached on the CPU (1 GiB, least recently used dropped first), so each input is encoded once and the
+    encoders can leave the device.
+    """
+
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    family: ClassVar[str]  # for messages
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_sequence_length: int = 512,
+        guidance_scale: float = 3.5,
+        negative_prompt: str | None = None,
+        quantize: str | None = None,
+    ) -> None:
+        """Freeze ``pipeline`` and put it on ``device``; arguments as in ``load_policy``."""
+        if not 1 <= max_sequence_length <= self.text_limit:
+            raise ValueError(
+                f"config.max_sequence_length={max_sequence_length} must lie between 1 and {self.text_limit} "
+                f"({self.family}'s limit)"
+            )
+        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+            raise PolicyLoadError(
+                f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but rectified-flow sampling needs "
+                "a FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
+            )
+        self.pipeline = pipeline
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.max_sequence_length = max_sequence_length
+        self.guidance_scale = guidance_scale
+        self.negative_prompt = negative_prompt
+        self.transformer = pipeline.transformer
+        self.size_multiple = 2 * pipeline.vae_scale_factor
+        self._transformer_config = pipeline.transformer.config
+        # A private scheduler: set_timesteps changes its state.
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
+        self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._texts = TensorCache(CACHE_BYTES)
+        self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
+        for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
+            module.requires_grad_(False).eval()
+        if quantize is not None:
+            _place(pipeline.transformer, torch.device("cpu"), dtype)
+            quantize_layers(pipeline.transformer, quantize, dtype, self.device)
+            pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
+        else:
+            _place(pipeline.transformer, self.device, dtype)
+        # The VAE is small, and decoding in bfloat16 is visible in the pixels.
+        _place(pipeline.vae, self.device, torch.float32)
+        for encoder in self.text_encoders():
+            _place(encoder, self.device, dtype)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
+        try:
+            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise PolicyLoadError(
+                f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {error}. "
+                "The folder may be incomplete or damaged: download or build it again."
+            ) from error
+        return cls(pipeline, dtype=dtype, **options)
+
+    @abstractmethod
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """The modules that only ``encode`` needs."""
+
+    @abstractmethod
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
+
+    def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
+        """linspace(1, 1/N, N), shifted by mu from the number of generated tokens."""
+        rows, columns = self._grid(height, width)
+        key = (num_steps, rows, columns)
+        if key not in self._sigmas:
+            config = self._scheduler.config
+            if config.get("shift_terminal") and num_steps < 2:
+                raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
+            mu = calculate_shift(
+                rows * columns,
+                config.get("base_image_seq_len", 256),
+                config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5),
+                config.get("max_shift", 1.15),
+            )
+            retrieve_timesteps(self._scheduler, sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+            self._sigmas[key] = self._scheduler.sigmas.to("cpu", torch.float32)
+        return self._sigmas[key]
+
+    def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
+        """The same noise as the pipeline's with CPU generators of these seeds."""
+        rows, columns = self._grid(height, width)
+        channels = self._transformer_config.in_channels // 4
+        shape = (1, channels, 2 * rows, 2 * columns)
+        noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds])
+        packed = self.pipeline._pack_latents(noise, len(seeds), channels, 2 * rows, 2 * columns)
+        return to_device(packed, self.device)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
+        """All of ``latents`` in one VAE call, so the caller's batch bounds the memory.
+
+        Pixels become bytes on the VAE's device, so a fourth of the float32 pixels crosses to the CPU. The operations and
+        their order are diffusers' own, so the images are the same bits.
+        """
+        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
+        with self.vae_at_work():
+            pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
+        scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
+        rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
+        return [Image.fromarray(array) for array in rounded.cpu().numpy()]
+
+    def move_encoders(self, device: torch.device | str) -> None:
+        for module in (*self.text_encoders(), self.pipeline.vae):
+            module.to(device)
+
+    def offload(self, text_encoders: bool, vae: bool) -> None:
+        if text_encoders:
+            self._offloaded_text = Offloaded(self.text_encoders(), self.device)
+            self.offloads_text_encoders = True
+        if vae:
+            self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
+
+    def text_at_work(self) -> AbstractContextManager:
+        """The text encoders are on the device inside the block."""
+        return self._offloaded_text.at_work()
+
+    def vae_at_work(self) -> AbstractContextManager:
+        """The VAE is on the device inside the block."""
+        return self._offloaded_vae.at_work()
+
+    @contextmanager
+    def encoders_held(self) -> Iterator[None]:
+        """Text encoders and VAE that are copied to the device inside the block stay there until its end."""
+        with self._offloaded_text.held(), self._offloaded_vae.held():
+            yield
+
+    def _cache_context(self, name: str) -> AbstractContextManager:
+        """Needed around every forward: a first-block cache keeps the passes ``name`` of one velocity apart."""
+        transformer = unwrap(self.transformer)
+        return transformer.cache_context(name) if transformer.is_cache_enabled else nullcontext()
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of latent tokens."""
+        if height % self.size_multiple or width % self.size_multiple:
+            raise ValueError(
+                f"image size {height}x{width} is not a multiple of {self.size_multiple} pixels: use round_size first"
+            )
+        return height // self.size_multiple, width // self.size_multiple
+
+
+def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move and cast; cast only where needed, since diffusers warns at each cast."""
+    if any(parameter.dtype != dtype for parameter in module.parameters()):
+        nn.Module.to(module, dtype=dtype)
+    module.to(device)

@@ -1,0 +1,304 @@
+"""LoRA on a policy's transformer: attach it, switch it inside a block, save it for PEFT and for plain diffusers.
+
+The adapter is injected in place (peft), so the transformer keeps its class and methods. Adapter weights are float32
+whatever the precision of the frozen base.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
+from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
+from paco_grpo.policies.performance.quantize import is_quantized
+
+logger = logging.getLogger(__name__)
+
+TRAINED = "default"  # name of the trained adapter; snapshots have other names
+
+# Prefix of weights in PEFT's files, from the PeftModel that wraps the model there.
+_PEFT_PREFIX = "base_model.model."
+
+# Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
+_DIFFUSERS = ("pytorch_lora_weights.safetensors",)
+_PEFT = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def add_lora(
+    policy: Policy,
+    rank: int = 64,
+    alpha: float = 128,
+    targets: Sequence[str] | None = None,
+    lora_path: str | Path | None = None,
+) -> None:
+    """Put a trainable LoRA (gaussian A, zero B: no change yet) on the transformer of ``policy``.
+
+    Args:
+        policy: Changed in place, before the transformer is wrapped for several processes.
+        rank: r ≥ 1.
+        alpha: Scale; the update is alpha / r · B·A.
+        targets: Module-name suffixes; default ``policy.lora_targets``.
+        lora_path: Folder or hub name to start from, in diffusers or PEFT format. Rank, alpha and targets then come from
+            there.
+
+    Raises:
+        PolicyLoadError: ``lora_path`` is missing, unreadable, or made for another model.
+        ValueError: A target names no module.
+    """
+    transformer = unwrap(policy.transformer)
+    if lora_path is None:
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets or policy.lora_targets)
+        )
+        transformer.add_adapter(config, TRAINED)
+    else:
+        folder = find_lora(lora_path)
+        if all((folder / file).is_file() for file in _DIFFUSERS):
+            _load_diffusers(policy, folder)
+        else:
+            _load_peft(transformer, folder)
+    _set_trainable(transformer, TRAINED, True)
+
+
+def add_snapshot(policy: Policy, name: str) -> None:
+    """Add a frozen copy of the trained LoRA as adapter ``name`` (such as ``old`` of DiffusionNFT)."""
+    transformer = unwrap(policy.transformer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+        transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
+    transformer.set_adapter(TRAINED)
+    _set_trainable(transformer, name, False)
+    _set_trainable(transformer, TRAINED, True)
+    blend_snapshot(policy, name, decay=0.0)
+
+
+@torch.no_grad()
+def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
+    """copy ← decay·copy + (1 − decay)·trained, in place; ``decay`` in [0, 1]."""
+    transformer = unwrap(policy.transformer)
+    pairs = zip(_adapter_parameters(transformer, name), _adapter_parameters(transformer, TRAINED), strict=True)
+    for copied, trained in pairs:
+        copied.lerp_(trained.to(copied.dtype), 1.0 - decay)
+
+
+def lora_parameters(policy: Policy) -> list[nn.Parameter]:
+    """The parameters of all adapters of the transformer, trainable or not; none if it has no adapter."""
+    transformer = unwrap(policy.transformer)
+    names = getattr(transformer, "peft_config", {})
+    return [parameter for name in names for parameter in _adapter_parameters(transformer, name)]
+
+
+def trainable_parameters(policy: Policy) -> list[nn.Parameter]:
+    """The parameters of the transformer that require a gradient, in a fixed order."""
+    return [parameter for parameter in policy.transformer.parameters() if parameter.requires_grad]
+
+
+def _adapter_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
+    return [
+        parameter
+        for key, parameter in transformer.named_parameters()
+        if f".lora_A.{name}." in key or f".lora_B.{name}." in key
+    ]
+
+
+def _set_trainable(transformer: nn.Module, name: str, trainable: bool) -> None:
+    for parameter in _adapter_parameters(transformer, name):
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(trainable)
+
+
+@contextmanager
+def reference(policy: Policy) -> Iterator[None]:
+    """The base model inside the block, for forwards without gradient: every adapter is switched off."""
+    with _restored(policy) as layers:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+
+
+@contextmanager
+def snapshot(policy: Policy, name: str) -> Iterator[None]:
+    """The adapter ``name`` instead of the trained one inside the block, for forwards without gradient."""
+    with _restored(policy) as layers:
+        for layer in layers:
+            layer.set_adapter(name)
+        yield
+
+
+@contextmanager
+def merged(policy: Policy) -> Iterator[None]:
+    """The active LoRA is part of the base weights inside the block, so a forward costs as much as the base model's.
+
+    For forwards without gradient. The result differs by rounding, in the base's precision. Afterwards the base weights
+    have exactly the same bits: they are set aside, which takes memory for one more copy of the layers that have a LoRA.
+    """
+    layers = _layers(policy)
+    if any(is_quantized(layer.get_base_layer()) for layer in layers):
+        raise ValueError(
+            "a LoRA cannot be merged into a quantized base and taken out again: set config.sample.merge_lora=False, or "
+            "config.pretrained.quantize=None"
+        )
+    weights = [_local(layer.get_base_layer().weight) for layer in layers]
+    saved = [weight.clone() for weight in weights]
+    try:
+        for layer in layers:
+            _merge(layer)
+        yield
+    finally:
+        for layer, weight, before in zip(layers, weights, saved, strict=True):
+            layer.merged_adapters.clear()
+            weight.copy_(before)
+
+
+def _merge(layer: BaseTunerLayer) -> None:
+    """Add the active adapters to the base weight; if that is sharded over processes, to the shard of this one."""
+    weight, names = layer.get_base_layer().weight, list(layer.active_adapters)
+    if not isinstance(weight, DTensor):
+        layer.merge(adapter_names=names)
+        return
+    for name in names:
+        shard = _local(weight)
+        delta = layer.get_delta_weight(name)
+        delta = distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
+        shard.add_(_local(delta).to(shard.device))
+        layer.merged_adapters.append(name)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` on this process, sharing its memory, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layers(policy: Policy) -> list[BaseTunerLayer]:
+    layers = [module for module in unwrap(policy.transformer).modules() if isinstance(module, BaseTunerLayer)]
+    if not layers:
+        raise ValueError(
+            "the transformer has no LoRA adapter, so there is no reference policy or snapshot to switch to: "
+            "use config.use_lora = True, or set the KL weight config.train.beta to 0"
+        )
+    return layers
+
+
+@contextmanager
+def _restored(policy: Policy) -> Iterator[list[BaseTunerLayer]]:
+    """The LoRA layers; at the end, their active adapters and requires_grad are as before (peft's switches change both)."""
+    layers = _layers(policy)
+    active = [list(layer.active_adapters) for layer in layers]
+    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    try:
+        yield layers
+    finally:
+        for layer, names in zip(layers, active, strict=True):
+            layer.enable_adapters(True)
+            layer.set_adapter(names)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def save_peft(policy: Policy, directory: str | Path) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``: PEFT's format, read by ``add_lora``'s lora_path
+    and by ``PeftModel.from_pretrained(transformer, directory)``."""
+    transformer = unwrap(policy.transformer)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(transformer.peft_config[TRAINED])
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    weights = {_PEFT_PREFIX + name: tensor for name, tensor in _weights(transformer).items()}
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def save_diffusers(policy: Policy, directory: str | Path) -> None:
+    """Write ``pytorch_lora_weights.safetensors`` so that ``pipe.load_lora_weights(directory)`` gives the same model.
+
+    The format is that of ``policy.pipeline``'s class; rank and alpha are in the file's metadata.
+    """
+    transformer = unwrap(policy.transformer)
+    metadata = transformer.peft_config[TRAINED].to_dict()
+    metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()}
+    type(policy.pipeline).save_lora_weights(
+        str(directory), transformer_lora_layers=_weights(transformer), transformer_lora_adapter_metadata=metadata
+    )
+
+
+def find_lora(place: str | Path) -> Path:
+    """The folder of an adapter, downloaded if ``place`` is a hub name; its weights are not read.
+
+    Raises:
+        PolicyLoadError: There is none; the message names the expected files.
+    """
+    folder = Path(place).expanduser()
+    wanted = f"It needs {_DIFFUSERS[0]} (diffusers), or {' and '.join(_PEFT)} (PEFT)."
+    if folder.is_dir():
+        if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
+            return folder
+        raise PolicyLoadError(f"config.train.lora_path: {place} contains no LoRA. {wanted}")
+    if looks_like_a_path(str(place)):
+        raise PolicyLoadError(f"config.train.lora_path: folder {folder.absolute()} does not exist. Correct the path.")
+    unreached = None
+    for files in (_DIFFUSERS, _PEFT):
+        try:
+            found = [hub_file(str(place), file, cached_only=unreached is not None) for file in files]
+            return found[0].parent
+        except NoSuchFile:
+            continue
+        except PolicyLoadError as error:  # the other format may be in the cache
+            unreached = error
+    if unreached is not None:
+        raise PolicyLoadError(f"config.train.lora_path: {unreached}") from unreached
+    raise PolicyLoadError(f"config.train.lora_path: {place} on the hub contains no LoRA. {wanted}")
+
+
+def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    state = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _load_peft(transformer: nn.Module, folder: Path) -> None:
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+        weights = load_peft_weights(str(folder), device="cpu")
+    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} cannot be read ({type(error).__name__}: {error}). "
+            "Save or download it again."
+        ) from error
+    config.inference_mode = False
+    logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
+    transformer.add_adapter(config, TRAINED)
+    weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in weights.items()}
+    expected = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+    if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
+        different = sorted(set(weights) ^ set(expected)) or "the shapes"
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} was made for another model: {str(different)[:300]} differ. "
+            "Choose the LoRA that belongs to config.pretrained.model."
+        )
+    set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
+
+
+def _load_diffusers(policy: Policy, folder: Path) -> None:
+    try:
+        policy.pipeline.load_lora_weights(str(folder), adapter_name=TRAINED)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} does not fit this model ({type(error).__name__}: "
+            f"{str(error)[:300]}). Choose the LoRA that belongs to config.pretrained.model."
+        ) from error
+    if TRAINED not in getattr(unwrap(policy.transformer), "peft_config", {}):
+        raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} has no weights for the transformer.")

@@ -1,0 +1,49 @@
+"""Compiled transformer blocks (diffusers' regional compilation); the numbers are equal up to rounding."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+
+from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.performance import AccelerationError
+
+# Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of one or more x mask or
+# not. Beyond dynamo's default of 8, variants would run uncompiled with a warning that is easily missed.
+_MAX_VARIANTS = 64
+
+
+def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
+    """``torch.compile`` each repeated block of the transformer in place.
+
+    Blocks of one class share their code, so compiling takes the time of one block. Sizes are symbolic from the start: a new
+    size or batch does not compile again (except a batch of one), and the kernels do not depend on what was computed first,
+    so a resumed run uses the same ones. Names of modules and weights do not change. Each variant is compiled at its first
+    forward.
+
+    Args:
+        policy: With its adapters in place.
+        backend: Of ``torch.compile``.
+
+    Raises:
+        AccelerationError: The transformer does not name its repeated blocks, or there is no compiler.
+    """
+    transformer = unwrap(policy.transformer)
+    if not getattr(transformer, "_repeated_blocks", None):
+        raise AccelerationError(f"{type(transformer).__name__} does not name repeated blocks (_repeated_blocks)")
+    if backend == "inductor":
+        require_compiler()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
+    transformer.compile_repeated_blocks(dynamic=True, backend=backend)
+
+
+def is_compiled(policy: Policy) -> bool:
+    """Whether ``compile_blocks`` was called."""
+    return any(module._compiled_call_impl is not None for module in unwrap(policy.transformer).modules())
+
+
+def require_compiler() -> None:
+    """Raise an ``AccelerationError`` without a compiler for inductor's code (C++ on a CPU; Triton needs a C compiler)."""
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise AccelerationError("torch.compile needs a C++ compiler, and there is no g++, clang++ or c++ on PATH")

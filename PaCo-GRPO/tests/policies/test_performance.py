@@ -1,0 +1,168 @@
+"""Compiled blocks, attention backends and offloading compute the same numbers."""
+
+import shutil
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from tiny_flux import build_tiny_flux
+from tiny_policies import NAMES, disturb, items, load
+from torch._dynamo.utils import counters
+
+from paco_grpo.policies import lora
+from paco_grpo.policies.performance import AccelerationError
+from paco_grpo.policies.performance.attention import attention_problem, set_attention, try_attention
+from paco_grpo.policies.performance.compile import compile_blocks, is_compiled
+from paco_grpo.policies.performance.offload import Offloaded
+
+
+def ready(name, folder, targets=None):
+    policy = load(name, folder)
+    lora.add_lora(policy, 4, 8, targets)
+    lora.add_snapshot(policy, "old")
+    disturb(policy)
+    return policy
+
+
+def forward(policy, name, batch=2, size=32, gradient=False, inside=nullcontext):
+    """The velocity and, if asked for, the gradients of its mean square."""
+    conditioning = policy.encode(items(name, *[f"{'long ' * i}prompt {i}" for i in range(batch)], size=(size, size)))
+    latents = policy.initial_latents(list(range(batch)), size, size)
+    parameters = lora.trainable_parameters(policy)
+    with torch.set_grad_enabled(gradient), inside():
+        velocity = policy.velocity(latents, torch.full((batch,), 0.7), conditioning, size, size)
+        gradients = ()
+        if gradient:
+            gradients = torch.autograd.grad(velocity.square().mean(), parameters, allow_unused=True, materialize_grads=True)
+    return velocity.detach(), *gradients
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def one_epoch(policy, name):
+    """All kinds of forwards of an epoch with evaluation; returns all numbers."""
+    cases = (
+        {}, {"gradient": True}, {"inside": partial(lora.snapshot, policy, "old")},
+        {"inside": partial(lora.reference, policy)}, {"inside": partial(lora.merged, policy)}, {"batch": 3, "size": 64},
+        {"batch": 3, "gradient": True},
+    )  # fmt: skip
+    return [value for case in cases for value in forward(policy, name, **case)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing):
+    """With dynamo alone (backend eager), which decides what is compiled again; the numbers are exactly the same."""
+    folder = build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=2)
+    policy = ready("flux", folder, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
+    expected = one_epoch(policy, "flux")
+    if checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    names = [name for name, _ in policy.transformer.named_parameters()]
+    torch._dynamo.reset()
+    assert not is_compiled(policy)
+    compile_blocks(policy, backend="eager")
+    assert is_compiled(policy)
+    assert [name for name, _ in policy.transformer.named_parameters()] == names
+    assert all(torch.equal(a, b) for a, b in zip(one_epoch(policy, "flux"), expected, strict=True))
+    counters.clear()
+    disturb(policy, seed=1)  # an optimizer step
+    one_epoch(policy, "flux")
+    assert not counters["stats"].get("unique_graphs")
+    assert not counters["graph_break"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_equals_eager_up_to_rounding(tmp_path):
+    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
+    cases = ({}, {"gradient": True})
+    expected = [forward(policy, "flux", **case) for case in cases]
+    torch._dynamo.reset()
+    compile_blocks(policy)
+    for case, values in zip(cases, expected, strict=True):
+        assert_close(forward(policy, "flux", **case), values)
+
+
+def test_what_cannot_be_compiled_is_refused(tiny_flux_dir, monkeypatch):
+    policy = load("flux", tiny_flux_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(policy.transformer), "_repeated_blocks", None)
+        with pytest.raises(AccelerationError, match="_repeated_blocks"):
+            compile_blocks(policy)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(AccelerationError, match="PATH"):
+        compile_blocks(policy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_backends_agree(tiny_folder, name):
+    policy = ready(name, tiny_folder(name))
+    expected = forward(policy, name, gradient=True)
+    set_attention(policy, "_native_math")
+    processors = [module.processor for module in policy.transformer.modules() if hasattr(module, "processor")]
+    assert {processor._attention_backend for processor in processors} == {"_native_math"}
+    assert_close(forward(policy, name, gradient=True), expected)
+
+
+def test_attention_backends_are_tried_before_use():
+    assert attention_problem("native") is None
+    assert "Did you mean '_native_cudnn'" in attention_problem("native_cudn")
+    assert "backward" in attention_problem("sage") and "backward" not in attention_problem("nonsense")
+    assert "'flash'" in attention_problem("flash")  # its package is not installed
+    for name in ("native", "_native_math"):
+        try_attention(name, torch.device("cpu"), torch.float32, masked=True)
+    with pytest.raises(AccelerationError, match="'_native_cudnn'"):
+        try_attention("_native_cudnn", torch.device("cpu"), torch.float32, masked=False)
+
+
+def addresses(modules):
+    return [t.data_ptr() for module in modules for t in (*module.parameters(), *module.buffers())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
+    """On a CPU, too, the work is done on a copy, which has other addresses."""
+    plain, policy = load(name, tiny_folder(name)), load(name, tiny_folder(name))
+    policy.offload(text_encoders=True, vae=True)
+    assert policy.offloads_text_encoders and not plain.offloads_text_encoders
+    modules = [*policy.text_encoders(), policy.pipeline.vae]
+    home, seen = addresses(modules), []
+    for module in policy.text_encoders():
+        module.register_forward_pre_hook(lambda *_: seen.append(addresses(policy.text_encoders())))
+    wanted = items(name, "one", "two", "three")
+    conditioning, expected = policy.encode(wanted), plain.encode(wanted)
+    assert torch.equal(conditioning.prompt_embeds, expected.prompt_embeds)
+    assert seen and not set(seen[0]) & set(home), "computed with the weights at home"
+    assert all(at == seen[0] for at in seen), "copied once for all three"
+    assert addresses(modules) == home
+    count = len(seen)
+    policy.encode(wanted)
+    assert len(seen) == count, "cached texts need no encoder"
+    latents = policy.initial_latents([1, 2], 32, 32)
+    for ours, theirs in zip(policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    assert addresses(modules) == home
+
+
+def test_offloaded_modules_leave_after_the_last_user():
+    module = torch.nn.Linear(2, 2)
+    home = addresses([module])
+    offloaded = Offloaded([module, module], torch.device("cpu"))
+    with offloaded.held():
+        assert addresses([module]) == home  # nothing has been asked for yet
+        with offloaded.at_work():
+            away = addresses([module])
+            assert not set(away) & set(home)
+            with offloaded.at_work():
+                assert addresses([module]) == away
+            assert addresses([module]) == away
+        assert addresses([module]) == away
+    assert addresses([module]) == home
+    with pytest.raises(KeyError), offloaded.at_work():
+        raise KeyError
+    assert addresses([module]) == home

@@ -1,0 +1,163 @@
+"""Transformers with a quantized base, and temporary 8-bit copies of their layers."""
+
+import importlib.util
+from contextlib import nullcontext
+
+import diffusers
+import pytest
+import torch
+from named import load as load_named
+from tiny_policies import NAMES, disturb, items, load
+from tiny_run import rows_of, tiny_edit_options, tiny_options, train
+
+from paco_grpo.options import ConfigError
+from paco_grpo.policies import PolicyLoadError, load_policy
+from paco_grpo.policies.lora import add_lora, merged, save_diffusers, trainable_parameters
+from paco_grpo.policies.performance import quantize
+from paco_grpo.training.checks import check_run
+
+BY_KIND = pytest.mark.parametrize("kind", quantize.KINDS)
+BY_NAME = pytest.mark.parametrize("name", NAMES)
+
+
+def velocity_of(policy, name):
+    conditioning = policy.encode(items(name, "a red fox", "two blue hats"))
+    sigma = torch.full((2,), 0.6, device=policy.device)
+    return policy.velocity(policy.initial_latents([1, 2], 32, 32), sigma, conditioning, 32, 32)
+
+
+def relative(found, exact):
+    return float((found - exact).norm() / exact.norm())
+
+
+def quantized_weights(policy):
+    named = policy.transformer.named_modules()
+    return {name: layer.weight.detach().clone() for name, layer in named if quantize.is_quantized(layer)}
+
+
+@BY_KIND
+@BY_NAME
+def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(name, kind, tiny_folder):
+    whole, small = (load(name, tiny_folder(name), **options) for options in ({}, {"quantize": kind}))
+    layers = dict(quantize.quantizable(whole.transformer))
+    assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
+    with torch.no_grad():
+        error = relative(velocity_of(small, name), velocity_of(whole, name))
+    assert 0 < error < (0.05 if kind == "int8" else 0.35), error
+    add_lora(small, rank=4, alpha=8)
+    disturb(small)
+    before = quantized_weights(small)
+    velocity_of(small, name).square().sum().backward()
+    parameters = trainable_parameters(small)
+    gradients = [p.grad for p in parameters if p.grad is not None]  # Qwen's last text layers lead nowhere
+    assert all(torch.isfinite(g).all() for g in gradients)
+    assert sum(bool(g.abs().sum() > 0) for g in gradients) > 0.8 * len(parameters)
+    for key, weight in quantized_weights(small).items():
+        assert torch.equal(weight, before[key])
+
+
+@pytest.mark.parametrize("inside", [lambda policy: nullcontext(), merged], ids=["LoRA apart", "LoRA merged"])
+@BY_NAME
+def test_int8_copies_leave_no_trace(name, inside, tiny_folder):
+    policy = load(name, tiny_folder(name))
+    add_lora(policy, rank=4, alpha=8)
+    disturb(policy)
+    modules, weights = dict(policy.transformer.named_modules()), dict(policy.transformer.named_parameters())
+    saved = {key: weight.detach().clone() for key, weight in weights.items()}
+    with torch.no_grad():
+        exact = velocity_of(policy, name)
+        with inside(policy), quantize.int8_copies(policy):
+            error = relative(velocity_of(policy, name), exact)
+            small = quantized_weights(policy)
+        assert {weight.dtype for weight in small.values()} == {torch.int8}
+        assert 0 < error < 0.05, error
+        assert torch.equal(velocity_of(policy, name), exact)
+    with pytest.raises(KeyError), quantize.int8_copies(policy):
+        raise KeyError
+    assert dict(policy.transformer.named_modules()) == modules  # modules are equal if they are the same object
+    for key, weight in policy.transformer.named_parameters():
+        assert weight is weights[key] and torch.equal(weight, saved[key])
+    assert any(".attn." in key for key in small) and any("ff" in key or "mlp" in key for key in small)
+    assert not any(part in key for key in small for part in ("norm", "_mod.", "lora_"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_int8_copies_on_a_gpu(tiny_flux_dir):
+    policy = load("flux", tiny_flux_dir, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = velocity_of(policy, "flux")
+        with quantize.int8_copies(policy):
+            assert 0 < relative(velocity_of(policy, "flux"), exact) < 0.1
+        assert torch.equal(velocity_of(policy, "flux"), exact)
+
+
+@BY_KIND
+def test_stored_bytes_are_those_of_the_library(kind, tiny_flux_dir):
+    whole, small = (load("flux", tiny_flux_dir, **options) for options in ({}, {"quantize": kind}))
+    for name, layer in quantize.quantizable(whole.transformer):
+        made = small.transformer.get_submodule(name)
+        held = made.weight.numel() * made.weight.element_size()
+        if kind == "nf4":
+            state = made.weight.quant_state
+            held += state.absmax.nbytes + state.state2.absmax.nbytes
+        else:
+            held += 4 * layer.out_features
+        assert quantize.stored_bytes(layer, kind) == held
+
+
+@BY_KIND
+def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_flux_dir, tmp_path):
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, pretrained__quantize=kind, sample__merge_lora=False, num_epochs=1,
+        train__batch_size=4, train__old_log_prob="rollout",
+    )  # fmt: skip
+    policy = train(options).run.state.policy
+    (row,) = rows_of(options, "train")
+    assert row["train/ratio_deviation"] == 0.0
+    assert row["train/grad_norm"] > 0
+    save_diffusers(policy, tmp_path / "lora")
+    diffusers.FluxPipeline.from_pretrained(tiny_flux_dir).load_lora_weights(tmp_path / "lora")
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path / "lora")
+    for ours, theirs in zip(trainable_parameters(policy), trainable_parameters(again), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("editor", "name"), [("toy_kontext", "flux_kontext"), ("toy_qwen_edit", "qwen_image_edit")])
+def test_editors_train_with_it(editor, name, tiny_folder, tmp_path):
+    options = tiny_edit_options(
+        editor, tiny_folder(name), tmp_path, pretrained__quantize="nf4", sample__merge_lora=False, num_epochs=1,
+        train__resolution=32, train__batch_size=4,
+    )  # fmt: skip
+    train(options)
+    (row,) = rows_of(options, "train")
+    assert row["train/ratio_deviation"] < 1e-5 and row["train/grad_norm"] > 0
+
+
+def test_a_sample_does_not_depend_on_its_batch(tiny_flux_dir):
+    policy = load("flux", tiny_flux_dir, quantize="int8")
+    latents, sigma = policy.initial_latents([1, 2], 32, 32), torch.tensor([0.6, 0.6])
+    conditioning = policy.encode(items("flux", "a red fox", "two blue hats"))
+    with torch.no_grad():
+        both = policy.velocity(latents, sigma, conditioning, 32, 32)
+        alone = policy.velocity(latents[:1], sigma[:1], conditioning.select([0]), 32, 32)
+    assert torch.allclose(both[:1], alone, atol=1e-5)
+
+
+def test_merging_and_unknown_kinds_are_refused(tiny_flux_dir):
+    policy = load("flux", tiny_flux_dir, quantize="nf4")
+    add_lora(policy, rank=4, alpha=8)
+    with pytest.raises(ValueError, match=r"config\.sample\.merge_lora"), merged(policy):
+        pass
+    with pytest.raises(ValueError, match=r"pretrained\.quantize"):
+        load("flux", tiny_flux_dir, quantize="nf5")
+    with pytest.raises(ConfigError, match=r"config\.pretrained\.quantize='nf5'.*nf4"):
+        check_run(load_named("toy_t2is", ("pretrained.quantize", "nf5")))
+
+
+def test_a_missing_library_is_reported_before_loading(tiny_flux_dir, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.quantize.*paco-grpo\[quantize\]"):
+        load_policy(tiny_flux_dir, quantize="nf4")
+    with pytest.raises(ConfigError, match=r"config\.pretrained\.quantize.*bitsandbytes"):
+        check_run(load_named("toy_t2is", ("pretrained.quantize", "nf4"), ("sample.merge_lora", "0")))

@@ -1,0 +1,162 @@
+"""What training requires of each policy: ratios, gradients, batch independence, merged sampling, the averaged weights."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import NAMES, disturb, items, load
+
+from paco_grpo.checkpoint.ema import EMA
+from paco_grpo.objectives import OBJECTIVES, Step, get_objective
+from paco_grpo.objectives.nft import _FRESH, nft_terms
+from paco_grpo.options import TrainOptions
+from paco_grpo.policies import lora
+from paco_grpo.policies.base import unwrap
+from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout, step_noise
+
+PROMPTS = ("make the star blue", "b", "a circle in place of the star")
+ARGUMENTS = {"num_steps": 3, "noise_steps": (0, 1), "noise_level": 0.7}
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def policy(tiny_folder, name):
+    """With a LoRA that changes its velocity."""
+    policy = load(name, tiny_folder(name))
+    lora.add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    return policy
+
+
+def sample(policy, name, **options):
+    conditioning = policy.encode(items(name, *PROMPTS))
+    return rollout(policy, conditioning, range(3), range(4, 7), 32, 32, **ARGUMENTS | options)
+
+
+def gradient_of(loss, policy):
+    # Qwen-Image's last block computes text features that nothing reads: their weights have no gradient
+    found = torch.autograd.grad(loss, lora.trainable_parameters(policy), allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
+@pytest.mark.parametrize("same_latent", [False, True])
+def test_merged_sampling_and_a_shared_beginning(policy, name, same_latent):
+    base = {n: p.clone() for n, p in unwrap(policy.transformer).named_parameters()}
+    options = ARGUMENTS | {"num_steps": 4, "noise_steps": (1, 2)}
+    conditioning = policy.encode(items(name, "x", "x", "y")).select([0, 0, 2])
+    if same_latent:
+        options["group_index"] = torch.tensor([0, 0, 1])
+    arguments = (policy, conditioning, [0, 0, 2], [4, 5, 6], 32, 32)
+    plain = rollout(*arguments, **options)
+    forwards = []
+    policy.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    fast = rollout(*arguments, merge_lora=True, **options)
+    times = 2 if policy.has_true_cfg else 1
+    assert forwards == ([2] if same_latent else [3]) * times + [3] * 3 * times
+    torch.testing.assert_close(fast.clean_latents, plain.clean_latents, rtol=0, atol=1e-4)
+    for again, step in zip(recompute_old(policy, fast).noise_steps, fast.noise_steps, strict=True):
+        assert torch.equal(again.log_prob, step.log_prob)
+    first = plain.noise_steps[0].latents
+    assert torch.equal(first[0], first[1]) == same_latent
+    for n, parameter in unwrap(policy.transformer).named_parameters():
+        assert torch.equal(parameter, base[n]), n
+
+
+def test_averaged_base_and_snapshot_weights(tiny_folder, name):
+    policy = load(name, tiny_folder(name))
+
+    def latents():
+        return sample(policy, name).clean_latents
+
+    base = latents()
+    lora.add_lora(policy, rank=2, alpha=4)
+    assert torch.equal(latents(), base)  # a new LoRA changes nothing
+    average = EMA({n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}, 0.5, 1)
+    disturb(policy)
+    average.update(1)
+    disturb(policy, seed=1)
+    lora.add_snapshot(policy, "old")
+    old = latents()
+    disturb(policy, seed=2)
+    now = latents()
+    with average.applied():
+        averaged = latents()
+    with lora.snapshot(policy, "old"):
+        assert torch.equal(latents(), old)
+    with lora.reference(policy):
+        assert torch.equal(latents(), base)
+    assert torch.equal(latents(), now)
+    different = [base, old, now, averaged]
+    assert all((a - b).abs().max() > 1e-4 for i, a in enumerate(different) for b in different[:i])
+
+
+def test_gradient_checkpointing_changes_no_gradient(policy, name):
+    conditioning = policy.encode(items(name, *PROMPTS[:2]))
+
+    def gradient():
+        latents, sigma = policy.initial_latents([1, 2], 32, 32), torch.tensor([0.5, 0.7])
+        return gradient_of(policy.velocity(latents, sigma, conditioning, 32, 32).square().mean(), policy)
+
+    before = gradient()
+    policy.transformer.enable_gradient_checkpointing()
+    torch.testing.assert_close(gradient(), before, rtol=1e-5, atol=1e-7)
+    assert before.abs().max() > 0
+
+
+def test_first_ratio_is_exactly_one(policy, name):
+    result = sample(policy, name)
+    for rows in ([0, 1, 2], [2, 0], [1]):
+        part = result.select(rows)
+        for step in part.noise_steps:
+            transition = current_transition(policy, part, step)
+            assert transition.mean.requires_grad
+            ratio = (transition.log_prob(step.next_latents) - step.log_prob).exp()
+            if len(rows) == 3:
+                assert torch.equal(ratio, torch.ones(3))
+            # in a micro-batch of another size the last bit of a matrix product may differ
+            torch.testing.assert_close(ratio, torch.ones(len(rows)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch(policy, name, loss_type):
+    lora.add_snapshot(policy, "old")
+    result, advantages = sample(policy, name), torch.tensor([1.0, -0.7, 0.3])
+    disturb(policy, seed=3, scale=0.02)  # so that ratios are not 1
+    objective, train = get_objective(loss_type), TrainOptions(clip_range=0.2, beta=0.1, nft_beta=0.7)
+
+    def loss_and_gradient(rows):
+        part = result.select(rows)
+        steps = objective.steps(train, part, np.random.default_rng(0))
+        loss = sum(objective(Step(part, index, advantages[rows]), policy, train).loss.sum() for index in steps)
+        return loss.detach(), gradient_of(loss, policy)
+
+    singles = [loss_and_gradient([i]) for i in range(3)]
+    for rows in ([0, 1, 2], [2, 0]):
+        loss, gradient = loss_and_gradient(rows)
+        torch.testing.assert_close(loss, sum(singles[i][0] for i in rows), rtol=1e-4, atol=1e-5)
+        expected = sum(singles[i][1] for i in rows)
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        assert gradient.abs().max() > 0
+
+
+def test_nft_trains_the_conditional_velocity(policy, name):
+    lora.add_snapshot(policy, "old")
+    disturb(policy, seed=3, scale=0.05)
+    result, advantages = sample(policy, name, noise_steps=(1,)), torch.tensor([1.0, -0.7, 0.3])
+    loss = get_objective("nft")(Step(result, 1, advantages), policy, TrainOptions(nft_beta=0.7)).loss
+
+    clean, t = result.clean_latents, result.sigmas[1].expand(3)
+    noisy = (1 - t[0]) * clean + t[0] * step_noise([4, 5, 6], _FRESH + 1, clean)
+    arguments = noisy, t, result.conditioning, 32, 32
+    with torch.no_grad():
+        velocity, guided = policy.velocity(*arguments, guided=False), policy.velocity(*arguments)
+        with lora.snapshot(policy, "old"):
+            old = policy.velocity(*arguments, guided=False)
+    expected = 5.0 * nft_terms(clean, noisy, t, velocity, old, advantages / 10 + 0.5, 0.7)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(guided, velocity) != policy.has_true_cfg

@@ -1,0 +1,1 @@
+"""Builds the toy weights in ``quickstart/models``; only maintainers run this. See README.md for the commands."""

@@ -1,0 +1,125 @@
+"""Quality of the built weights: images drawn by diffusers' own pipelines, measured by the oracle."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline
+from PIL import Image, ImageDraw
+
+from paco_toy.edit_oracle import judge_edits
+from paco_toy.edits import Edit, draw_scene, random_edit
+from paco_toy.oracle import read_grids
+from paco_toy.world import CHARACTERS, VIEWS, grid_prompt, random_jitter
+from toy_models.panels import random_views
+
+logger = logging.getLogger(__name__)
+
+
+def generator_quality(
+    folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10
+) -> dict:
+    """Oracle means for ``count`` prompts over all characters: {"64px": {"consistency": …, "valid": …, …}, …}."""
+    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    rng = np.random.default_rng([seed, 40])
+    characters = rng.permutation(np.arange(count) % len(CHARACTERS))
+    views = random_views(count, rng)
+    prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
+    quality = {}
+    for size in sizes:
+        images = []
+        for start in range(0, count, 48):
+            batch = prompts[start : start + 48]
+            generators = [torch.Generator().manual_seed(seed * 100003 + start + i) for i in range(len(batch))]
+            images += pipe(
+                batch, height=size, width=size, num_inference_steps=steps, guidance_scale=3.5, generator=generators,
+                max_sequence_length=pipe.tokenizer_2.model_max_length,
+            ).images  # fmt: skip
+        reading = read_grids(images)
+        measures = {
+            "consistency": reading.consistency(),
+            "valid": reading.valid,
+            "alignment": reading.alignment(characters),
+            "view": reading.view_following(views),
+            "distinct": reading.distinctness(),
+        }
+        quality[f"{size}px"] = _means(f"generator at {size}px", measures)
+    return quality
+
+
+def _draw_edits(
+    module: ModuleType, pipe, seed: int, count: int, size: int, steps: int
+) -> tuple[list[Edit], list[Image.Image], list[Image.Image]]:
+    """Random edits, their references and the edited images; an image's noise depends only on its place in the list."""
+    rng = np.random.default_rng([seed, 41])
+    everything = range(len(CHARACTERS))
+    edits = [random_edit(rng, everything, everything) for _ in range(count)]
+    references = [draw_scene(e.characters, e.views, size, [random_jitter(rng) for _ in range(4)]) for e in edits]
+    pipe.set_progress_bar_config(disable=True)
+    images = []
+    for start in range(0, count, 32):
+        numbers = range(start, min(start + 32, count))
+        seeds = [seed * 100003 + i for i in numbers]
+        images += module.draw(
+            pipe, [references[i] for i in numbers], [edits[i].instruction for i in numbers], seeds, steps
+        )
+    return edits, references, images
+
+
+def editor_quality(
+    module: ModuleType, pipe, seed: int, count: int = 192, sizes: tuple[int, ...] = (64, 128), steps: int = 10
+) -> dict:
+    """Oracle means for ``count`` edits over all characters: {"64px": {"edit": …, "followed": …, …}, …}.
+
+    ``edit`` is sqrt(followed · kept), ``valid`` the share of valid panels.
+
+    Args:
+        module: The editor's, see ``toy_models.build.EDITORS``.
+        pipe: Its loaded pipeline.
+    """
+    quality = {}
+    for size in sizes:
+        edits, _, images = _draw_edits(module, pipe, seed, count, size, steps)
+        followed, kept = judge_edits(images, edits)
+        measures = {
+            "edit": np.sqrt(followed * kept),
+            "followed": followed,
+            "kept": kept,
+            "valid": read_grids(images).valid,
+        }
+        quality[f"{size}px"] = _means(f"edits at {size}px", measures)
+    return quality
+
+
+def _means(label: str, measures: dict[str, np.ndarray]) -> dict[str, float]:
+    means = {name: float(values.mean()) for name, values in measures.items()}
+    logger.info("%s: %s", label, " ".join(f"{name} {value:.3f}" for name, value in means.items()))
+    return means
+
+
+def contact_sheet(module: ModuleType, pipe, seed: int, size: int, count: int = 12, steps: int = 10) -> Image.Image:
+    """Pairs of reference and edited image below their instructions, three pairs per row."""
+    edits, references, images = _draw_edits(module, pipe, seed + 1, count, size, steps)
+    cell, columns = (2 * size + 24, size + 28), 3
+    sheet = Image.new("RGB", (columns * cell[0], -(-count // columns) * cell[1]), (226, 226, 230))
+    pen = ImageDraw.Draw(sheet)
+    for i, edit in enumerate(edits):
+        x, y = i % columns * cell[0] + 8, i // columns * cell[1]
+        pen.text((x, y + 6), edit.instruction, fill=(20, 20, 20))
+        sheet.paste(references[i], (x, y + 22))
+        sheet.paste(images[i], (x + size + 6, y + 22))
+    return sheet
+
+
+def record_quality(path: Path, figures: dict) -> None:
+    """Updates quality.json; figures of single editors are updated one by one."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    editors = known.get("editors", {}) | figures.get("editors", {})
+    known |= figures | ({"editors": editors} if editors else {})
+    path.write_text(json.dumps(known, indent=2) + "\n")

@@ -1,0 +1,136 @@
+"""The training loop and the flow-matching loss that all toy models share."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import distributed as dist
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, h, w) as tokens (B, h·w/4, 4·C), as all pipelines here arrange them."""
+    return FluxPipeline._pack_latents(latents, *latents.shape)
+
+
+def flow_errors(velocity: Callable, clean: torch.Tensor, config) -> torch.Tensor:
+    """Squared errors (v − (ε − x_0))² at random times: float32 (B, N, C).
+
+    Times are logit-normal, widened over [0, 1], and shifted as the pipeline shifts them for N tokens.
+
+    Args:
+        velocity: (noisy tokens (B, N, C), times (B,)) -> predicted velocity (B, N, C).
+        clean: x_0, packed tokens (B, N, C).
+        config: Configuration of the pipeline's scheduler.
+    """
+    count, tokens = clean.shape[:2]
+    t = torch.sigmoid(torch.randn(count) * 1.2) if torch.rand(()) < 0.7 else torch.rand(count)
+    sizes = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+    shift = math.exp(calculate_shift(tokens, *sizes))
+    t = shift * t / (1 + (shift - 1) * t)
+    noise = torch.randn_like(clean)
+    noisy = (1 - t[:, None, None]) * clean + t[:, None, None] * noise
+    return (velocity(noisy, t) - (noise - clean)).square()
+
+
+def fit(
+    learning: Sequence[tuple[nn.Module, float]],
+    next_loss: Callable[[int, float], tuple[torch.Tensor, dict[str, float | torch.Tensor]]],
+    label: str,
+    *,
+    seconds: float | None = None,
+    steps: int | None = None,
+    warm_up: int = 50,
+    decay: float = 0.5,
+    floor: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.98),
+    weight_decay: float = 0.01,
+    clip: float = 1.0,
+    average: bool = False,
+    snapshot: Callable[[], None] | None = None,
+    snapshot_every: float = 300.0,
+) -> dict[str, float]:
+    """Trains modules in place with AdamW for a wall-clock time or a number of steps; they end in eval mode.
+
+    Under torchrun, gradients are averaged over the processes, and process 0's clock decides when all of them stop.
+
+    Args:
+        learning: Modules with their highest learning rates.
+        next_loss: (step, share of the training that is done) -> loss of a new batch, values to log.
+        seconds: Wall-clock limit; ``steps`` otherwise.
+        warm_up: Steps over which the learning rate rises linearly.
+        decay: Share of the training, at its end, over which the learning rate falls linearly to ``floor`` of the highest.
+        average: End with an exponential moving average of the weights.
+        snapshot: Called every ``snapshot_every`` seconds while the modules hold the averaged weights.
+
+    Returns:
+        The logged values, as exponential moving averages.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    modules = nn.ModuleList([module for module, _ in learning]).train()
+    if dist.is_initialized():
+        for tensor in modules.state_dict().values():
+            dist.broadcast(tensor, 0)
+    groups = [{"params": [p for p in m.parameters() if p.requires_grad], "rate": rate} for m, rate in learning]
+    optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
+    averaged = copy.deepcopy(modules).requires_grad_(False) if average else None
+    started, step, log_at, snapshot_at, recent = time.monotonic(), 0, 0.0, snapshot_every, {}
+    while True:
+        elapsed = _same_everywhere(time.monotonic() - started)
+        progress = step / steps if steps else elapsed / seconds
+        if progress >= 1:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = group["rate"] * min(1.0, (step + 1) / warm_up) * max(floor, min(1.0, (1 - progress) / decay))
+        loss, values = next_loss(step, progress)
+        optimizer.zero_grad()
+        loss.backward()
+        _average_gradients(modules)
+        nn.utils.clip_grad_norm_(modules.parameters(), clip)
+        optimizer.step()
+        step += 1
+        if averaged:
+            share = 1 - min(0.996, (1 + step) / (10 + step))
+            torch._foreach_lerp_(list(averaged.parameters()), list(modules.parameters()), share)
+        for name, value in values.items():
+            recent[name] = 0.98 * recent.get(name, float(value)) + 0.02 * float(value)
+        if elapsed > log_at and rank == 0:
+            shown = " ".join(f"{name} {value:.4f}" for name, value in sorted(recent.items()))
+            logger.info("%s %3.0f%% %4.0f s step %d %s", label, 100 * progress, elapsed, step, shown)
+            log_at += 20
+        if snapshot and rank == 0 and elapsed > snapshot_at:
+            current = copy.deepcopy(modules.state_dict())
+            modules.load_state_dict(averaged.state_dict())
+            snapshot()
+            modules.load_state_dict(current)
+            snapshot_at += snapshot_every
+    if averaged:
+        modules.load_state_dict(averaged.state_dict())
+    modules.eval()
+    return recent
+
+
+def _same_everywhere(elapsed: float) -> float:
+    if not dist.is_initialized():
+        return elapsed
+    clock = torch.tensor([elapsed], dtype=torch.float64)
+    dist.broadcast(clock, 0)
+    return float(clock)
+
+
+def _average_gradients(modules: nn.Module) -> None:
+    if dist.is_initialized():
+        grads = [p.grad for p in modules.parameters() if p.grad is not None]
+        flat = nn.utils.parameters_to_vector(grads)
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / dist.get_world_size()).split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
