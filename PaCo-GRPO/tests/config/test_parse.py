@@ -334,16 +334,7 @@ def test_a_run_saved_by_version_0_1():
     assert options.max_train_minutes == 90.0
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("train: {resoluton: 64}", "config.train.resoluton.*config.train.resolution"),
-        ("train: 3", "config.train"),
-        ("- 3", "config"),
-        ("seed: null", "config.seed"),
-        ("train: {ema: maybe}", "config.train.ema"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")])
 def test_wrong_saved_run_names_the_option(text, named, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=named):

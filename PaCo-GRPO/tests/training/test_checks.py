@@ -15,13 +15,8 @@ from paco_grpo.types import Item
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"sample.noise_steps": ""}, "sample.noise_steps"),
         ({"sample.noise_level": "0"}, "sample.noise_level=0"),
-        ({"train.timesteps": "2"}, "train.timesteps has step 2"),
-        ({"train.timesteps": "1", "sample.num_noise_steps": "1"}, "train.timesteps"),
         ({"train.timesteps": "9", "train.loss_type": "nft"}, "train.timesteps has step 9, but sample.num_steps=6"),
-        ({"sample.noise_steps": "", "train.loss_type": "nft"}, "train.timesteps is None"),
-        ({"sample.cps": "1", "train.loss_type": "guard_grpo"}, "sample.cps=True"),
         ({"train.decay_type": "1"}, "train.decay_type=1"),
         ({"train.decay_type": "7", "train.loss_type": "nft"}, "train.decay_type=7"),
         ({"use_lora": "0", "train.loss_type": "nft"}, "use_lora=False"),

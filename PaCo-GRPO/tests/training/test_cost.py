@@ -20,19 +20,12 @@ def build(tiny_flux_dir, tmp_path):
     """64 images of 8 prompts, 10 steps, one of them noisy, PPO without KL."""
     write_prompts(tmp_path / "prompts", train=PROMPTS)
 
-    def of(**changes):
-        return build_run(
-            tiny_options(
-                tiny_flux_dir, tmp_path, **{
-                    "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
-                    "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16,
-                    "train__batch_size": 16, "train__resolution": 8, "train__beta": 0,
-                    "health__probe_images": 0,
-                } | changes,
-            )
-        )  # fmt: skip
-
-    return of
+    epoch = {
+        "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
+        "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16, "train__batch_size": 16,
+        "train__resolution": 8, "train__beta": 0, "health__probe_images": 0,
+    }  # fmt: skip
+    return lambda **changes: build_run(tiny_options(tiny_flux_dir, tmp_path, **epoch | changes))
 
 
 def count(run) -> Counter:

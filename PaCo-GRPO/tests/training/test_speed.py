@@ -128,7 +128,7 @@ def test_truncated_prompts_are_counted(make, caplog):
 
 
 def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
-    """Why 0 is not the default: FLUX attends to its padding, so another length gives other images."""
+    """Why 0 is not the default: FLUX attends to its padding, so another length gives different images."""
     from tiny_policies import OPTIONS, items
 
     for name, counts in (("flux", True), ("qwen_image_edit", False)):

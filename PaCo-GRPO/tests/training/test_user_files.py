@@ -1,4 +1,4 @@
-"""A user's own configuration file with functions and plain tables in it, from the command line to a resumed run."""
+"""A user's configuration file with functions and plain tables, from the command line to a resumed run."""
 
 import dataclasses
 
@@ -54,14 +54,7 @@ def test_aggregations_in_a_configuration_file_are_saved_and_found_again(options_
     assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
-@pytest.mark.parametrize("function", ["lambda **rewards: rewards", "(lambda f: f)(lambda **rewards: rewards)"])
-def test_a_function_that_cannot_be_found_again_is_refused_before_weights_load(options_of, monkeypatch, function):
+def test_a_function_without_an_import_path_is_refused_before_weights_load(options_of, monkeypatch):
     monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="config.train.aggregate_fn"):
-        build_run(options_of(f"config.train.aggregate_fn = {function}"))
-
-
-@pytest.mark.parametrize("line", ["config.train.lr = 1e-4", "config.trian = 3"])
-def test_an_unknown_option_in_a_file_is_an_error(options_of, line):
-    with pytest.raises(ConfigError, match="train.learning_rate" if "lr" in line else "config.trian"):
-        options_of(line)
+        build_run(options_of("config.train.aggregate_fn = lambda **rewards: rewards"))
