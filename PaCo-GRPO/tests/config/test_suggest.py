@@ -6,14 +6,8 @@ from paco_grpo.options import OPTIONS, did_you_mean, suggest
 from paco_grpo.options.suggest import suggestions
 
 REWARDS = [
-    "consistency_score",
-    "consistency_for_editing",
-    "subfig_clipT",
-    "pickscore",
-    "clipscore",
-    "ocr",
-    "pkg.mod:factory",
-]
+    "consistency_score", "consistency_for_editing", "subfig_clipT", "pickscore", "clipscore", "ocr", "pkg.mod:factory",
+]  # fmt: skip
 # Guess → what was typed.
 OPTION_GUESSES = {
     "train.learning_rate": ["train.lr", "lr", "train.LR", "train.learn_rate", "Train.Learning-Rate"],
