@@ -42,7 +42,7 @@ def load_policy(
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
-        guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
+        guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
         negative_prompt: Turns on true CFG (Qwen-Image-Edit).
         quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
 

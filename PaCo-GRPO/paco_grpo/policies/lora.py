@@ -1,7 +1,7 @@
 """LoRA on a policy's transformer: attach it, switch it inside a block, save it for PEFT and for plain diffusers.
 
 The adapter is injected in place (peft), so the transformer keeps its class and methods. Adapter weights are float32
-whatever the precision of the frozen base.
+for any precision of the frozen base.
 """
 
 from __future__ import annotations

@@ -297,9 +297,7 @@ def test_aggregation_survives_saving(load_file, function):
 
 
 @pytest.mark.parametrize("with_describe", [True, False])
-@pytest.mark.parametrize(
-    "function", ["lambda **rewards: rewards", "(lambda: doubled)", "__import__('functools').partial(doubled)"]
-)
+@pytest.mark.parametrize("function", ["lambda **rewards: rewards", "__import__('functools').partial(doubled)"])
 def test_a_function_without_an_import_path_is_refused(load_file, function, with_describe):
     options = load_file(f"config.train.aggregate_fn = {function}")
     with pytest.raises(ConfigError, match=r"config\.train\.aggregate_fn"):
@@ -323,7 +321,6 @@ def test_a_run_saved_by_version_0_1():
     assert options_to_yaml(options) == SAVED_RUN.read_text()
     assert options.train.reward_fn["my.module:factory"] == 2
     assert (options.sample.noise_steps, options.sample.negative_prompt) == ((1, 3), " ")
-    assert options.max_train_minutes == 90.0
 
 
 @pytest.mark.parametrize(("text", "named"), [("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")])

@@ -10,27 +10,22 @@ REWARDS = [
 ]  # fmt: skip
 # Guess → what was typed.
 OPTION_GUESSES = {
-    "train.learning_rate": ["train.lr", "lr", "train.LR", "train.learn_rate", "Train.Learning-Rate"],
+    "train.learning_rate": ["train.lr", "train.LR", "train.learn_rate", "Train.Learning-Rate"],
     "train.batch_size": ["train.bs"],
-    "test.batch_size": ["test.bs"],
     "train.adam_epsilon": ["train.eps"],
     "train.adam_weight_decay": ["train.weight_decay"],
     "train.resolution": ["train.resoluton", "tran.resolution"],
     "sample.num_steps": ["train.num_steps"],
     "seed": ["sample.seed", "seeed"],
     "test.seed": ["train.seed"],
-    "sample.noise_steps": ["sample.noise_step"],
-    "num_epochs": ["epochs"],
     "max_sequence_length": ["max_seq_len"],
-    "enable_gradient_checkpointing": ["gradient_checkpointing", "train.gradient_checkpointing"],
-    "use_lora": ["lora"],
+    "enable_gradient_checkpointing": ["gradient_checkpointing"],
     "speed.compile": ["speed.compil"],
-    "train.ema_decay": ["train.ema_decey"],
     None: ["train.zzz", "x", ""],
 }
 REWARD_GUESSES = {
     "consistency_score": ["consistency_scor", "consistency"],
-    "pickscore": ["PickScore", "pick_score"],
+    "pickscore": ["PickScore"],
     "subfig_clipT": ["subfig_clipt", "clipt"],
     "clipscore": ["clip"],
     "pkg.mod:factory": ["mod:factory", "pkg.mod:facory"],

@@ -24,7 +24,7 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
 
     Args:
         policy: With its adapters in place.
-        backend: Of ``torch.compile``.
+        backend: Backend of ``torch.compile``.
 
     Raises:
         AccelerationError: The transformer does not name its repeated blocks, or there is no compiler.
