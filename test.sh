@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The whole test suite; installs on first use.
-#   bash test.sh            default, at most 25 minutes on 2 cores
-#   bash test.sh --fast     about 7 minutes
-#   bash test.sh --all      at most 75 minutes: also the server's own environment, each subproject installed alone,
+#   bash test.sh            default, at most 12 minutes on 2 cores
+#   bash test.sh --fast     about 4 minutes
+#   bash test.sh --all      at most 60 minutes: also the server's own environment, each subproject installed alone,
 #                           real vLLM, and one whole quickstart
 # Further arguments go to pytest: bash test.sh -k schedule PaCo-GRPO
 set -euo pipefail

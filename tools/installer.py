@@ -41,7 +41,7 @@ def pins(kind: str, tag: str | None = None) -> Path:
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """`{normalised name: version}` of a constraint file."""
+    """`{normalized name: version}` of a constraint file."""
     found = {}
     for line in path.read_text().splitlines():
         name, sep, version = line.split("#")[0].strip().partition("==")

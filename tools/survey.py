@@ -147,10 +147,15 @@ def _traced(repo: Path, work: Path) -> None:
     prefix = str(repo) + os.sep
     calls: Counter = Counter()  # of code objects, in order of first entry
 
+    def is_ours(file: str) -> bool:
+        """Whether ``file`` is the repository's, and not of an environment or this tool inside it."""
+        inside = file.startswith(prefix) and not file.startswith(str(TOOLS) + os.sep)
+        return inside and f"{os.sep}site-packages{os.sep}" not in file
+
     def profile(frame, event, argument) -> None:
         code = frame.f_code
         # Bodies of modules and classes are not functions.
-        if event == "call" and code.co_filename.startswith(prefix) and code.co_flags & inspect.CO_OPTIMIZED:
+        if event == "call" and is_ours(code.co_filename) and code.co_flags & inspect.CO_OPTIMIZED:
             calls[code] += 1
 
     def backward(*arguments, **keywords) -> None:
@@ -161,8 +166,8 @@ def _traced(repo: Path, work: Path) -> None:
             numbers = entered.setdefault(code.co_filename.removeprefix(prefix), [0, 0])
             numbers[0] += 1
             numbers[1] += count
-        files = [frame.filename for frame in reversed(inspect.stack()) if frame.filename.startswith(prefix)]
-        stack = [file.removeprefix(prefix) for file in files if file != __file__]
+        files = [frame.filename for frame in reversed(inspect.stack()) if is_ours(frame.filename)]
+        stack = [file.removeprefix(prefix) for file in files]
         stack = [file for number, file in enumerate(stack) if number == 0 or file != stack[number - 1]]
         (work / "trace.json").write_text(json.dumps({"entered": entered, "stack": stack}))
         os._exit(0)

@@ -48,25 +48,25 @@ def compute(options: Any, processes: int = 1) -> dict[str, Any]:
             raise RuntimeError(f"config.{name}=0 is chosen by a run from its GPU or data set: give a number here")
     policy = fp.meta_policy(options)
     plan = make_plan(options, processes, get_objective(options.train.loss_type).gradient_steps)
-    drawn = fp.shape(policy, options, options.train.resolution, plan.sample_batch_size)
+    sampled = fp.shape(policy, options, options.train.resolution, plan.sample_batch_size)
     trained = fp.shape(policy, options, options.train.resolution, options.train.batch_size)
     tested = fp.shape(policy, options, options.test.resolution, options.test.batch_size)
     parts = fp.resident(policy, options)
     held = sum(parts.values())
-    records = fp.record_bytes(policy, options, drawn, plan.samples_per_process, plan.prompts)
+    records = fp.record_bytes(policy, options, sampled, plan.samples_per_process, plan.prompts)
     decoder = fp.bytes_of(policy.pipeline.vae) if options.speed.offload_vae else 0
     encoders = 0 if options.speed.offload_text_encoders is False else sum(map(fp.bytes_of, policy.text_encoders()))
     merged = fp.merged_bytes(policy) if options.sample.merge_lora else 0
     tokens = fp.tokens(policy, trained)
     training = fp.training(policy, options, trained)
     adds = {
-        "encode": encoders + (fp.encoding(policy, drawn) or 0),
+        "encode": encoders + (fp.encoding(policy, sampled) or 0),
         "sample": records
         + merged
         + fp.tail_bytes(policy, options)
-        + fp.sampling(policy, drawn)
-        + fp.decoded_bytes(policy, options, fp.tokens(policy, drawn)),
-        "decode": records + decoder + fp.decoding(policy, drawn),
+        + fp.sampling(policy, sampled)
+        + fp.decoded_bytes(policy, options, fp.tokens(policy, sampled)),
+        "decode": records + decoder + fp.decoding(policy, sampled),
         "train": records + training["peak"] + fp.decoded_bytes(policy, options, tokens),
         # several processes sum gradients in one message
         "update": records + training["gradients"] * (2 if processes > 1 else 1),
@@ -101,14 +101,14 @@ def measure(options: Any) -> dict[str, int]:
         raise RuntimeError("--measure needs a CUDA device; without it the numbers are computed")
     device = torch.device("cuda")
     policy = fp.random_policy(options, device)
-    drawn, trained = (
+    sampled, trained = (
         fp.shape(policy, options, options.train.resolution, batch)
         for batch in (options.sample.batch_size, options.train.batch_size)
     )
     tested = fp.shape(policy, options, options.test.resolution, options.test.batch_size)
     actions = {
-        "sample": lambda: fp.sampling(policy, drawn),
-        "decode": lambda: fp.decoding(policy, drawn),
+        "sample": lambda: fp.sampling(policy, sampled),
+        "decode": lambda: fp.decoding(policy, sampled),
         "train": lambda: fp.training(policy, options, trained),
         "sample test": lambda: fp.sampling(policy, tested),
         "decode test": lambda: fp.decoding(policy, tested),

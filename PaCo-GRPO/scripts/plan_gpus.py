@@ -54,7 +54,7 @@ class Workload:
         sample_seconds: Per image on one GPU, with decoding.
         train_seconds: Per image on one GPU, all trained steps.
         other_seconds: Per epoch, independent of the split.
-        pairs_per_second: Of a judge on one GPU with enough questions in flight.
+        pairs_per_second: Rate of a judge on one GPU with enough questions in flight.
     """
 
     images: int
@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
     speed.add_argument("--sample-seconds", type=float, help="to sample and decode an image")
     speed.add_argument("--train-seconds", type=float, help="to train on an image")
     speed.add_argument(
-        "--other-seconds", type=float, help="of an epoch, whatever the split (default: of --run or --epoch, else 0)"
+        "--other-seconds", type=float, help="of an epoch, for any split (default: of --run or --epoch, else 0)"
     )
     speed.add_argument("--judge-load", type=Path, help="judge_load.json of benchmarks/judge_load.py")
     speed.add_argument("--judge-target", help="which of its servers, if it has several")

@@ -1,4 +1,4 @@
-"""docs/recipes.md, as it stands: each block is written to the file it names and used by its import path."""
+"""docs/recipes.md: each code block is written to the file it names and used by its import path."""
 
 import re
 import shlex

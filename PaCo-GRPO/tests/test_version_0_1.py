@@ -33,7 +33,8 @@ def test_a_run_resumes_to_the_same_weights(tiny_flux_dir, tmp_path):
     before = load_file(CHECKPOINT / "state" / "trainable.safetensors")
     assert expected.keys() == run.state.parameters.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(run.state.parameters[name].detach(), value, rtol=0, atol=5e-6)  # matrix products may round otherwise elsewhere
+        # matrix products may round differently on other machines
+        torch.testing.assert_close(run.state.parameters[name].detach(), value, rtol=0, atol=1e-5)
     assert max(float((expected[name] - before[name]).abs().max()) for name in expected) > 1e-4
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows if row["phase"] == "train"] == [1, 2]

@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Raises SIGINT, SIGTERM and SIGHUP as ``Interrupted``; while held, where a process could be left behind, not."""
+    """Raises ``Interrupted`` on SIGINT, SIGTERM and SIGHUP; ``hold`` postpones it where a process could be left behind."""
 
     def __init__(self):
         self._holding, self._received = False, None
@@ -57,7 +57,7 @@ class Interrupts:
         self._holding = True
 
     def release(self) -> None:
-        """Ends ``hold``; a signal that came meanwhile is raised now."""
+        """Ends ``hold``; a signal that arrived in between is raised now."""
         self._holding = False
         if self._received:
             raise Interrupted(self._received)
@@ -69,7 +69,7 @@ class Interrupts:
 
 
 def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interrupts) -> int:
-    """Checks, starts, waits until ready; in the foreground also until the end. Returns an exit status."""
+    """Starts the servers and waits until they answer; in the foreground also until they end. Returns an exit status."""
     settings = LaunchSettings.from_environment(environment)
     folder = LabelFolder(runtime_root(environment), settings.label)
     with folder.locked():
@@ -94,7 +94,7 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
                 members = tuple(session_members(process.server.leader))
                 process.server = replace(process.server, members=members)
             write(ready=True)
-        except BaseException:  # whatever ends the launch (Ctrl-C included) leaves no process behind
+        except BaseException:  # a failed launch (Ctrl-C included) leaves no process behind
             interrupts.hold()
             started = [process for process in processes if process.child]
             end_processes([], [process.server.leader for process in started], gently_s=5.0)

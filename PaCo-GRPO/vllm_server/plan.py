@@ -102,7 +102,7 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
 
 
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports on which nobody listens now. Raises LaunchError when there are too few."""
+    """Different loopback ports that are free now. Raises LaunchError when there are too few."""
     found: list[int] = []
     for port in random.SystemRandom().sample(_PRIVATE_PORTS, len(_PRIVATE_PORTS)):
         with socket.socket() as probe:

@@ -81,7 +81,7 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
     """PACO_RUNTIME_DIR, else paco-rl-<uid> under XDG_RUNTIME_DIR or /tmp; created for this user alone.
 
     Raises:
-        LaunchError: When the path is relative, or the folder belongs to somebody else.
+        LaunchError: When the path is relative, or the folder belongs to another user.
     """
     given = environment.get("PACO_RUNTIME_DIR")
     root = Path(given) if given else Path(environment.get("XDG_RUNTIME_DIR") or "/tmp") / f"paco-rl-{os.getuid()}"
@@ -141,7 +141,7 @@ class LabelFolder:
         (self.path / _STATE).unlink(missing_ok=True)
 
     def remove_ended(self) -> None:
-        """Removes the group unless a server of it runs (another launch may have replaced it meanwhile)."""
+        """Removes the group unless a server of it runs (another launch may have replaced it)."""
         group = self.read()
         if group is not None and not any(server.leader.alive() for server in group.servers):
             self.remove()

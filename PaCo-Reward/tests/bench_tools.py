@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 EVALUATION = HERE.parent / "evaluation"
 RANK_FOLDER, EDIT_FOLDER = EVALUATION / "Consistency_Rank", EVALUATION / "Edit-Bench"
 TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
-sys.path += [str(RANK_FOLDER), str(EDIT_FOLDER)]  # the scripts run from their own folders
+sys.path += map(str, (EVALUATION, RANK_FOLDER, EDIT_FOLDER))  # the scripts run from their own folders
 
 import consistency_rank
 import eval_vllm

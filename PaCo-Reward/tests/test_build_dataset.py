@@ -154,7 +154,7 @@ def edits(tmp_path_factory) -> Path:
     return folder
 
 
-def test_labelled_edits(edits, tmp_path):
+def test_labeled_edits(edits, tmp_path):
     setting = {"editing": edits / "edits.jsonl", "test_share": 0.3, "duplicate_bits": 0}
     stats = build(options(None, tmp_path, **setting))
     assert sum(numbers["pairs"] for numbers in stats["datasets"].values()) > 12
@@ -172,7 +172,7 @@ def test_labelled_edits(edits, tmp_path):
     assert not sides["train"] & sides["test"]
 
 
-def test_edits_labelled_by_a_judge_are_asked_once(edits, tmp_path):
+def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
     def by_number(number, request):
         edit = int(request["messages"][0]["content"][-1]["text"].split("make it ")[1].split('"')[0])
         return 200, fake_judge.answer(0.5 if edit == 3 else 0.9 if edit % 2 else 0.1), {}

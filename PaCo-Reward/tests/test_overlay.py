@@ -18,7 +18,7 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward import launch, overlay, worker
 from paco_reward.config import check_keys
-from paco_reward.datasets import labelled_pairs
+from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.metrics import measure
 from paco_reward.scorer import JudgeScorer
@@ -196,7 +196,7 @@ def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_pa
 @pytest.mark.slow
 def test_evaluation_metrics_equal_the_scorers(trained, judge_dir, data_dir):
     found = json.loads((trained / "whole" / "eval_results.json").read_text())
-    expected = measure(JudgeScorer.from_pretrained(judge_dir, trained / "whole"), *labelled_pairs(data_dir, "held_out"))
+    expected = measure(JudgeScorer.from_pretrained(judge_dir, trained / "whole"), *labeled_pairs(data_dir, "held_out"))
     assert found["eval_judge_accuracy"] == pytest.approx(expected["accuracy"])
     assert found["eval_judge_auc"] == pytest.approx(expected["auc"])
     assert found["eval_judge_ece"] == pytest.approx(expected["ece"], abs=1e-5)

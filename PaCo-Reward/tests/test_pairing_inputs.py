@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from pairing_tools import accepted, fake_judge, grid, options, rank_like_people, read_lines, rows, write_lines
 
-from paco_reward.cli import main
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.build import build
 from paco_reward.pairing.inputs import read_prompts
@@ -138,15 +137,6 @@ def test_an_output_folder_keeps_to_its_inputs(world, tmp_path, lines):
     build(options(world, tmp_path / "out", sets_only=True))
     other = write_lines(tmp_path / "lines.jsonl", lines[:3])
     assert "--output" in problem(options(world, tmp_path / "out", sets_only=True, metadata=other))
-
-
-def test_help_lists_examples(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        main(["build-dataset", "--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert all(word in text for word in ("--sets_only", "consistency_reward_cot_train", "row-major", "best first"))
 
 
 def test_generations_on_several_lines(world, tmp_path, lines):

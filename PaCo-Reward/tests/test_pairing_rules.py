@@ -14,7 +14,7 @@ from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import Journal, read_order, read_reason
 from paco_reward.pairing.inputs import connected
-from paco_reward.pairing.records import Generation, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import Generation, LabeledPair, PromptItem, Ranking
 from paco_reward.pairing.select import candidate_sets, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
@@ -46,7 +46,7 @@ def test_the_best_are_yes_and_the_worst_no(ranking_case, min_gap):
 
 @settings(max_examples=60)
 @given(st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30), st.integers(0, 99))
-def test_each_pair_of_images_is_labelled_once_by_majority(orders, seed):
+def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     item = PromptItem("f", "p", "theme", 1, 1, "here", "g")
     rankings = [Ranking("f", f"{ref}.png", tuple(f"{i}.png" for i in order)) for ref, order in orders]
     counts = Counter()
@@ -83,8 +83,8 @@ def test_sets_compare_one_panel_of_different_generations(generations, rows_, col
         assert own in {g for g, _ in shown} and panel != shown[0][1]
 
 
-labelled = st.builds(
-    LabelledPair,
+labeled = st.builds(
+    LabeledPair,
     first=st.integers(0, 30).map(str),
     second=st.integers(31, 60).map(str),
     question=st.sampled_from(["q", "r"]),
@@ -94,7 +94,7 @@ labelled = st.builds(
 )
 
 
-@given(st.lists(labelled, max_size=60, unique_by=lambda p: (p.first, p.second, p.question, p.kind)), st.integers(0, 9))
+@given(st.lists(labeled, max_size=60, unique_by=lambda p: (p.first, p.second, p.question, p.kind)), st.integers(0, 9))
 def test_balance_is_exact_and_minimal_and_ignores_the_order(pairs, seed):
     kept = select.balanced(pairs, seed)
     for kind in {pair.kind for pair in pairs}:
@@ -156,7 +156,7 @@ def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
 
 def test_repeated_and_disputed_pairs_are_left_out():
     def pair(first, second, label=True, kind="theme", question="q"):
-        return LabelledPair(first, second, question, label, kind, "g")
+        return LabeledPair(first, second, question, label, kind, "g")
 
     leader = {"a": "a", "a2": "a", "b": "b", "c": "c", "c2": "c"}
     counts = Counter()

@@ -10,7 +10,7 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.verdict import p_yes_from_logits
 from paco_reward.cli import main
-from paco_reward.datasets import labelled_pairs
+from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.metrics import judge_report
 from paco_reward.scorer import JudgeScorer, open_image
@@ -105,7 +105,7 @@ def test_accuracy_command(scorer, judge_dir, data_dir, tmp_path, capsys):
     assert main([*arguments, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert json.loads(capsys.readouterr().out) == report
-    pairs, labels = labelled_pairs(data_dir, "held_out")
+    pairs, labels = labeled_pairs(data_dir, "held_out")
     expected = judge_report(p_yes(scorer, pairs), labels)
     assert labels == [True, False] * 5 and report["n"] == 10 and report["missing"] == 0
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)

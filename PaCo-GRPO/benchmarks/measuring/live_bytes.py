@@ -98,7 +98,7 @@ class MetaAutocast(TorchFunctionMode):
     casts a trained weight once.
 
     Args:
-        dtype: Of matrix products; None = no autocast, attention alone is replaced.
+        dtype: Data type of matrix products; None = no autocast, attention alone is replaced.
         float32: Functions whose inputs become float32.
     """
 

@@ -91,7 +91,7 @@ def build(model: str, dtype: torch.dtype, device: torch.device) -> DiffusionPipe
 
     Args:
         model: A preset of ``measuring.architectures``, a known hub name, or a local pipeline folder.
-        dtype: Of all parameters except the VAE's, which are float32.
+        dtype: Data type of all parameters except the VAE's, which are float32.
         device: Where the parameters are created.
 
     Raises:
@@ -160,7 +160,7 @@ def pipeline_of(architecture: Architecture, dtype: torch.dtype, device: torch.de
 
     Args:
         architecture: What to build.
-        dtype: Of transformer and text encoders; the VAE is float32, as policies expect it.
+        dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
         device: Where; ``meta`` for shapes alone.
     """
     device = torch.device(device)

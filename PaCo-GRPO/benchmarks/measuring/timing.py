@@ -205,7 +205,7 @@ def result_of(epochs: Sequence[list[dict]], flops: dict[str, int | None], peak: 
 
     Args:
         epochs: Results of ``EpochMeter.epoch``.
-        flops: Of an epoch, from ``flops_of``.
+        flops: FLOPs of an epoch, from ``flops_of``.
         peak: FLOP/s of one device.
     """
     every = [each[0]["seconds"] for each in epochs]
@@ -279,7 +279,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
 
     Args:
         device: With its current number of threads and TF32 setting.
-        dtype: Of the matrices and the product.
+        dtype: Data type of the matrices and the product.
         seconds: For each size, at least three products.
     """
     by_size = {}

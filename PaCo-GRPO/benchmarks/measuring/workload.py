@@ -74,7 +74,7 @@ def prepare(
 
     Args:
         work: From ``resolve``.
-        architecture: Of ``work``; its weights are random, except the toy's.
+        architecture: Architecture of ``work``; its weights are random, except the toy's.
         folder: Empty; ``folder / "runs"`` gets the run.
         epochs: Epochs to come; every one gets prompts that were not encoded before.
         overrides: ``--config.a.b=value`` options that come last.

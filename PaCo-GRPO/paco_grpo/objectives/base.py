@@ -189,5 +189,6 @@ def get_objective(name: str) -> Objective:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"config.train.loss_type={name!r} cannot be imported: {error}") from error
     if not callable(found):
-        raise ValueError(f"config.train.loss_type={name!r} is a {type(found).__name__}, not a function")
+        message = f"config.train.loss_type={name!r} is a {type(found).__name__}, not a function"
+        raise ValueError(message)  # noqa: TRY004 - every wrong value of an option is a ValueError
     return found if isinstance(found, Objective) else Objective(found)

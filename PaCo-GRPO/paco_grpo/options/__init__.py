@@ -1,8 +1,7 @@
 """Options of a run: declared once (``schema``), checked (``checks``), read and saved (``parse``)."""
 
-from paco_grpo.options.checks import check_options, find_problems
-from paco_grpo.options.errors import ConfigError, refuse
-from paco_grpo.options.parse import (
+from paco_grpo.options.checks import ConfigError, check_options, find_problems, refuse
+from paco_grpo.options.parse import (  # fmt: skip
     config_dict,
     load_options,
     make_options,
@@ -12,7 +11,7 @@ from paco_grpo.options.parse import (
     read_options,
     table,
 )
-from paco_grpo.options.schema import (
+from paco_grpo.options.schema import (  # fmt: skip
     OPTIONS,
     HealthOptions,
     PretrainedOptions,
@@ -25,26 +24,7 @@ from paco_grpo.options.schema import (
 from paco_grpo.options.suggest import did_you_mean, suggest
 
 __all__ = [
-    "OPTIONS",
-    "ConfigError",
-    "HealthOptions",
-    "PretrainedOptions",
-    "RunOptions",
-    "SampleOptions",
-    "SpeedOptions",
-    "TestOptions",
-    "TrainOptions",
-    "check_options",
-    "config_dict",
-    "did_you_mean",
-    "find_problems",
-    "load_options",
-    "make_options",
-    "options_to_dict",
-    "options_to_yaml",
-    "parse_command_line",
-    "read_options",
-    "refuse",
-    "suggest",
-    "table",
-]
+    "OPTIONS", "ConfigError", "HealthOptions", "PretrainedOptions", "RunOptions", "SampleOptions", "SpeedOptions",
+    "TestOptions", "TrainOptions", "check_options", "config_dict", "did_you_mean", "find_problems", "load_options",
+    "make_options", "options_to_dict", "options_to_yaml", "parse_command_line", "read_options", "refuse", "suggest", "table",
+]  # fmt: skip

@@ -27,14 +27,9 @@ An unknown option, a wrong type, a value out of range or a combination that cann
 loaded. `None` on the command line gives None where that is allowed.
 """
 _TYPES = {
-    int: "integer",
-    float: "number",
-    bool: "true/false",
-    str: "text",
-    tuple: "integers",
-    dict: "table",
-    object: "function",
-}
+    int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table", object: "function",
+}  # fmt: skip
+_HEADER = ["", "| option | type | default | meaning | range |", "|---|---|---|---|---|"]
 
 
 def page() -> str:
@@ -45,14 +40,7 @@ def page() -> str:
 
 
 def _section(title: str, group: type, prefix: str) -> str:
-    lines = [
-        f"## `{title}`",
-        "",
-        inspect.cleandoc(group.__doc__),
-        "",
-        "| option | type | default | meaning | range |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"## `{title}`", "", inspect.cleandoc(group.__doc__), *_HEADER]
     for option in OPTIONS.values():
         if option.name.rpartition(".")[0] == prefix:
             default = ",".join(map(str, option.default)) if option.kind is tuple and option.default else option.default

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from paco_grpo.options.errors import refuse
 from paco_grpo.options.schema import OPTIONS, Option, RunOptions
 from paco_grpo.options.suggest import did_you_mean
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the option and what to do."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise a ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
+    lines = [f"config.{problem}" for problem in problems]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def check_options(options: RunOptions) -> None:

@@ -20,7 +20,7 @@ import yaml
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from paco_grpo.options.errors import ConfigError
+from paco_grpo.options.checks import ConfigError
 from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
 from paco_grpo.options.suggest import suggestions
 
@@ -28,12 +28,8 @@ _NONE = ("none", "null")
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 _EXPECTED = {
     tuple: "a list of integers such as 1,2", bool: "true or false", int: "an integer", float: "a number", str: "text",
-    dict: "a table such as {'jpeg_compressibility': 1.0}",
-    object: "a name, package.module:function or a function",
+    dict: "a table such as {'jpeg_compressibility': 1.0}", object: "a name, package.module:function or a function",
 }  # fmt: skip
-
-
-# --- configuration files ----------------------------------------------------------------------------------------------
 
 
 class _Config(ConfigDict):
@@ -61,9 +57,6 @@ def config_dict() -> ConfigDict:
         value = placeholder(declared.kind) if declared.nullable else declared.default
         (config[group] if group else config)[field] = value
     return config
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
@@ -183,29 +176,30 @@ def _unknown(name: str) -> str:
 
 
 def _checked(declared: Option, value: Any) -> Any:
-    """``value`` in the option's type: integers become floats where these are wanted, lists tuples."""
+    """``value`` in the option's type: an integer becomes a float where one is expected, a list a tuple."""
+    kind = declared.kind
     if value is None and declared.nullable:
         return None
-    if declared.kind is dict and not value:
-        return {}  # an empty table is empty lines in YAML
-    number = not isinstance(value, bool) and isinstance(value, numbers.Real)
-    if declared.kind is float and number:
-        return float(value)
-    if declared.kind is int and number and isinstance(value, numbers.Integral):
+    if kind is dict and not value:
+        return {}  # YAML reads an empty table as None
+    if kind is int and _is_integer(value):
         return int(value)
-    if declared.kind is tuple and isinstance(value, list | tuple) and all(_is_integer(entry) for entry in value):
+    if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if kind is tuple and isinstance(value, list | tuple) and all(map(_is_integer, value)):
         return tuple(map(int, value))
-    if declared.kind is dict and isinstance(value, Mapping):
+    if kind in (dict, object) and isinstance(value, Mapping):
         return _plain(declared.name, value)
-    if declared.kind is object and (callable(value) or isinstance(value, str)):
-        return value
-    if declared.kind is object and isinstance(value, Mapping):
-        return _plain(declared.name, value)
-    if declared.kind in (str, bool) and isinstance(value, declared.kind):
+    if (
+        kind in (str, bool)
+        and isinstance(value, kind)
+        or kind is object
+        and (callable(value) or isinstance(value, str))
+    ):
         return value
     if value is None:
         raise ConfigError(f"config.{declared.name} cannot be None")
-    raise ConfigError(f"config.{declared.name}={value!r} is not {_EXPECTED[declared.kind]}")
+    raise ConfigError(f"config.{declared.name}={value!r} is not {_EXPECTED[kind]}")
 
 
 def _is_integer(value: Any) -> bool:
@@ -223,9 +217,6 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise ConfigError(f"config.{name} is a {type(value).__name__}; only numbers, text, lists and tables can be saved")
-
-
-# --- overriding -------------------------------------------------------------------------------------------------------
 
 
 def _override(flat: dict[str, Any], name: str, text: str) -> None:
@@ -290,9 +281,6 @@ def _literal(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def options_to_dict(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> dict[str, Any]:

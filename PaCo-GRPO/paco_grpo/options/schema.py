@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,45 +54,23 @@ class SampleOptions:
 
     num_steps: int = option(10, "denoising steps", at_least=1)
     noise_steps: tuple[int, ...] = option((1,), "step indices at which noise is injected, from 0")
-    num_noise_steps: int | None = option(
-        None, "number of noise_steps that is chosen at random for each epoch; None = all of them", at_least=1
-    )
+    num_noise_steps: int | None = option(None, "this many of them, chosen at random each epoch; None = all", at_least=1)
     noise_level: float = option(0.7, "a of Flow-SDE or of Flow-CPS (where 1 is all noise)", at_least=0)
     cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
     guidance_scale: float = option(3.5, "embedded guidance (FLUX), or the scale of true CFG", at_least=0)
-    negative_prompt: str | None = option(
-        None, "turns on true CFG (Qwen-Image-Edit), which also needs a guidance_scale above 1; a space is enough"
-    )
-    same_latent: bool = option(
-        False, "one initial noise per prompt; the steps before the noise are computed once for it"
-    )
-    merge_lora: bool = option(
-        False, "merge the LoRA into the base for steps without noise: faster; rounds in the base's precision"
-    )
-    global_std: bool = option(False, "divide advantages by the standard deviation over all images, not over the group")
-    batch_size: int = option(1, "images per process and forward; 0 = as many as fit into the free memory", at_least=0)
+    negative_prompt: str | None = option(None, "turns on true CFG (with guidance_scale > 1); a space is enough")
+    same_latent: bool = option(False, "one initial noise per prompt, whose first steps are computed once")
+    merge_lora: bool = option(False, "merge the LoRA into the base for steps without noise; rounds in its precision")
+    global_std: bool = option(False, "divide advantages by the standard deviation over all images")
+    batch_size: int = option(1, "images per process and forward; 0 = as many as fit into memory", at_least=0)
     num_images_per_prompt: int = option(16, "k, images of each prompt (the size of a group)", at_least=1)
-    unique_sample_num_per_epoch: int = option(
-        42, "m, different prompts per epoch; raised if m·k does not divide over processes and batches", at_least=1
-    )
-    reward_batch_size: int | None = option(
-        None, "images per call of a reward; None = a whole sampling batch", at_least=1
-    )
-    tail_steps: int | None = option(
-        None, "number of steps after the last noise step, fewer and larger; None = those of the schedule", at_least=1
-    )
-    tail_order: int = option(
-        1, "order of those steps: 1 = Euler, 2 = Adams-Bashforth, without further forwards", choices=(1, 2)
-    )
-    tail_cache: float = option(
-        0.0,
-        "first-block cache there: reuse the other blocks below this relative change (0.05 to 0.2); 0 = off",
-        at_least=0,
-    )
+    unique_sample_num_per_epoch: int = option(42, "m, prompts per epoch; raised until m·k divides evenly", at_least=1)
+    reward_batch_size: int | None = option(None, "images per call of a reward; None = a sampling batch", at_least=1)
+    tail_steps: int | None = option(None, "steps after the last noise step; None = those of the schedule", at_least=1)
+    tail_order: int = option(1, "their order: 1 = Euler, 2 = Adams-Bashforth", choices=(1, 2))
+    tail_cache: float = option(0.0, "threshold of the first-block cache in them (0.05 to 0.2); 0 = off", at_least=0)
     tail_weights: str | None = option(
-        None,
-        "int8: 8-bit copies of the transformer's large layers for those steps (bitsandbytes)",
-        choices=(None, "int8"),
+        None, "int8 = 8-bit copies of the large layers in them (bitsandbytes)", choices=(None, "int8")
     )
 
 
@@ -111,49 +89,37 @@ class TrainOptions:
     adam_epsilon: float = option(1e-8, "AdamW: added to the root of the second moment", above=0)
     use_8bit_adam: bool = option(False, "keep AdamW's state in 8 bits (bitsandbytes)")
     sharding: str | None = option(
-        None, "fsdp2: shard the transformer over processes; None = as accelerate was started", choices=(None, "fsdp2")
+        None, "fsdp2 = shard the transformer over processes; None = as accelerate was started", choices=(None, "fsdp2")
     )
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
     num_inner_epochs: int = option(1, "passes over the samples of an epoch", at_least=1)
-    gradient_step_per_epoch: int | None = option(
-        None, "optimizer steps per pass over an epoch's samples; None = the objective's default (2; nft: 1)", at_least=1
-    )
-    timesteps: tuple[int, ...] | None = option(
-        None, "step indices that are trained on; None = the noise steps of the epoch"
-    )
+    gradient_step_per_epoch: int | None = option(None, "optimizer steps per inner epoch; None = 2 (nft: 1)", at_least=1)
+    timesteps: tuple[int, ...] | None = option(None, "step indices to train on; None = the epoch's noise steps")
     clip_range: float = option(1e-4, "the ratio is clipped to 1 ± this (ppo, guard_grpo)", at_least=0)
     adv_clip_max: float = option(5.0, "advantages are clipped to ± this", above=0)
     beta: float = option(0.0, "weight of the KL term against the base model", at_least=0)
     nft_beta: float = option(1.0, "β of nft: how far v⁺ and v⁻ lie from the old velocity", above=0)
-    decay_type: int | None = option(
-        None, "schedule of blending into the old adapter (nft); None = 1", choices=(None, 0, 1, 2)
-    )
+    decay_type: int | None = option(None, "schedule of nft's old adapter; None = 1", choices=(None, 0, 1, 2))
     old_log_prob: str = option(
         "auto",
-        "where old log-probabilities come from; auto = recomputed if the first ratio deviates too far from 1",
+        "where they come from; auto = recomputed if the first ratio is too far from 1",
         choices=("auto", "rollout", "recompute"),
     )
     ema: bool = option(True, "average the trained weights; evaluation and saved adapters use the average")
-    ema_decay: float = option(
-        0.9, "limit of the average's decay min((1+s)/(10+s), this) at optimizer step s", at_least=0, below=1
-    )
+    ema_decay: float = option(0.9, "its decay at optimizer step s is min((1+s)/(10+s), this)", at_least=0, below=1)
     ema_update_interval: int = option(8, "optimizer steps between updates of the average", at_least=1)
     lora_rank: int = option(64, "rank of the adapter", at_least=1)
     lora_alpha: int = option(128, "the adapter is scaled by lora_alpha / lora_rank", above=0)
     lora_path: str | None = option(None, "adapter to start from: folder or hub name, in PEFT or diffusers format")
     rank_grpo: bool = option(False, "replace rewards by their rank within the group")
     max_missing_reward_fraction: float = option(
-        0.1, "share of an epoch's images without score above which the run saves and stops", at_least=0, at_most=1
+        0.1, "of an epoch's images; above it the run saves and stops", at_least=0, at_most=1
     )
     stop_on_collapse: bool = option(False, "save and stop at a sign of collapse (see health); False = only warn")
     watch_test_rewards: bool = option(False, "also score every epoch's samples with the rewards that only the test has")
-    reward_fn: dict[str, float] = option(
-        {}, "{name or package.module:factory: weight}; weight 0 = monitored, not trained on"
-    )
+    reward_fn: dict[str, float] = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
     reward_fn_kwargs: dict[str, dict[str, Any]] = option({}, "{name: {argument: value}} of the rewards")
-    aggregate_fn: str | Callable | Mapping | None = option(
-        None, "how several rewards become one: name, package.module:function or a function; None = weighted sum"
-    )
+    aggregate_fn: Any = option(None, "name, package.module:function or function; None = weighted sum")
     aggregate_fn_kwargs: dict[str, Any] = option({}, "arguments of a built-in aggregate_fn, such as threshold")
 
 
@@ -178,29 +144,17 @@ class TestOptions:
 class HealthOptions:
     """Limits beyond which an epoch is reported as a sign of collapse."""
 
-    probe_images: int = option(
-        4,
-        "test items on which the distance to the base model is measured, one forward each per epoch; 0 = off",
-        at_least=0,
-    )
-    max_velocity_change: float = option(
-        0.75, "change of the velocity on them, relative to the base model's", at_least=0
-    )
-    max_contrast_change: float = option(
-        2.0, "factor up or down against the first epoch: contrast of images, spread of latents", at_least=1
-    )
-    max_detail_change: float = option(
-        3.0, "factor up or down against the first epoch: fine detail of images", at_least=1
-    )
+    probe_images: int = option(4, "test items to measure the distance to the base model on; 0 = off", at_least=0)
+    max_velocity_change: float = option(0.75, "of their velocity, relative to the base model's", at_least=0)
+    max_contrast_change: float = option(2.0, "factor against the first epoch; also of latents", at_least=1)
+    max_detail_change: float = option(3.0, "factor against the first epoch", at_least=1)
     max_brightness_change: float = option(0.25, "difference from the first epoch, on a scale of 0 to 1", at_least=0)
     min_distinctness: float = option(0.25, "differences within groups, relative to the first epoch's", at_least=0)
     max_gradient_spike: float = option(20.0, "gradient norm, relative to its median", at_least=1)
-    max_clip_share: float = option(
-        0.95, "clipped share of ratios in the optimizer steps after an epoch's first", at_least=0
-    )
+    max_clip_share: float = option(0.95, "of ratios, after an epoch's first optimizer step", at_least=0)
     max_zero_std_share: float = option(0.8, "share of groups whose rewards are all equal", at_least=0)
     max_reward_divergence: float = option(
-        3.0, "standard errors that a trained reward rises while an evaluation-only reward falls", at_least=0
+        3.0, "trained reward up, evaluation-only reward down; in standard errors", at_least=0
     )
 
 
@@ -229,24 +183,18 @@ class RunOptions:
     num_checkpoint_limit: int = option(5, "checkpoints that are kept, the newest", at_least=1)
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
     num_epochs: int = option(1000, "epochs; one epoch samples, scores and updates", at_least=0)
-    max_train_minutes: float | None = option(
-        None, "stop after this time in training epochs; None = no limit", at_least=0
-    )
-    logging_platform: str = option(
-        "tensorboard", "wandb, swanlab, tensorboard or none; metrics.jsonl is always written"
-    )
+    max_train_minutes: float | None = option(None, "of training epochs, then stop; None = no limit", at_least=0)
+    logging_platform: str = option("tensorboard", "wandb, swanlab, tensorboard or none")
     enable_mem_log: bool = option(False, "log the peak memory of every epoch")
 
     dataset: str = option("", "folder of the prompt set")
     prompt_fn: str = option("geneval", "kind of prompt set: geneval, general_ocr, text, geneval_image or arrow_editing")
     item_size: str = option(
         "exact",
-        "exact: an item's height and width as given; aspect: only its shape, at the area of the resolution",
+        "exact = items' height and width; aspect = only their shape, with the resolution's area",
         choices=("exact", "aspect"),
     )
-    max_sequence_length: int = option(
-        512, "text tokens; 0 = the longest prompt of the data set, rounded up to a multiple of 64", at_least=0
-    )
+    max_sequence_length: int = option(512, "text tokens; 0 = the longest prompt, up to a multiple of 64", at_least=0)
 
     mixed_precision: str = option("bf16", "precision of forwards", choices=("bf16", "no"))
     allow_tf32: bool = option(True, "TF32 in float32 matrix products on the GPU")
@@ -292,11 +240,10 @@ def _declared(group: type, prefix: str = "") -> Iterator[Option]:
         if dataclasses.is_dataclass(hint):
             yield from _declared(hint, f"{declared.name}.")
             continue
-        alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        kinds = [typing.get_origin(kind) or kind for kind in alternatives if kind is not type(None)]
+        kind = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # X of X | None
+        kind = object if kind is Any else typing.get_origin(kind) or kind
         default = {} if declared.default is dataclasses.MISSING else declared.default
-        kind = kinds[0] if len(kinds) == 1 else object
-        yield Option(prefix + declared.name, kind, type(None) in alternatives, default, **declared.metadata)
+        yield Option(prefix + declared.name, kind, default is None, default, **declared.metadata)
 
 
 OPTIONS: dict[str, Option] = {declared.name: declared for declared in _declared(RunOptions)}

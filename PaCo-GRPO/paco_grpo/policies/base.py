@@ -60,17 +60,12 @@ class Policy(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        max_sequence_length: int = 512,
-        guidance_scale: float = 3.5,
-        negative_prompt: str | None = None,
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.
+
+        Args:
+            path: Folder or hub name.
+            options: As in ``load_policy``; ``quantize`` is given only if it is not None.
 
         Raises:
             PolicyLoadError: The message names the folder and the remedy.
@@ -142,19 +137,11 @@ class Policy(ABC):
         return item.height, item.width
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """Height and width of an edited image: the shape of ``item``, or else of its image, with the area ``resolution``².
-
-        Raises:
-            NotImplementedError: The policy edits no images.
-        """
+        """Height and width of an edited image: the shape of ``item``, or else of its image, with the area ``resolution``²."""
         raise NotImplementedError(f"{type(self).__name__} edits no images")
 
     def round_size(self, height: int, width: int) -> tuple[int, int]:
-        """Both sides rounded down to a multiple of ``size_multiple``, as diffusers' pipelines round; logged.
-
-        Raises:
-            ValueError: A side is smaller than ``size_multiple``.
-        """
+        """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines; logged."""
         multiple = self.size_multiple
         rounded = (height // multiple * multiple, width // multiple * multiple)
         if min(rounded) < multiple:

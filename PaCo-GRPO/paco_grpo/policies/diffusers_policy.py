@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -80,8 +80,7 @@ class DiffusersPolicy(Policy):
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
         self._texts = TensorCache(CACHE_BYTES)
-        self._offloaded_text: Offloaded | None = None
-        self._offloaded_vae: Offloaded | None = None
+        self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
         if quantize is not None:
@@ -114,14 +113,8 @@ class DiffusersPolicy(Policy):
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
 
-    # --- the interface ----------------------------------------------------------------------------------------------
-
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """linspace(1, 1/N, N), shifted by mu from the number of generated tokens.
-
-        Raises:
-            ValueError: The model's schedule does not exist for so few steps.
-        """
+        """linspace(1, 1/N, N), shifted by mu from the number of generated tokens."""
         rows, columns = self._grid(height, width)
         key = (num_steps, rows, columns)
         if key not in self._sigmas:
@@ -166,35 +159,26 @@ class DiffusersPolicy(Policy):
         for module in (*self.text_encoders(), self.pipeline.vae):
             module.to(device)
 
-    # --- offloading -------------------------------------------------------------------------------------------------
-
     def offload(self, text_encoders: bool, vae: bool) -> None:
-        if text_encoders and self._offloaded_text is None:
+        if text_encoders:
             self._offloaded_text = Offloaded(self.text_encoders(), self.device)
-        if vae and self._offloaded_vae is None:
+            self.offloads_text_encoders = True
+        if vae:
             self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
-
-    @property
-    def offloads_text_encoders(self) -> bool:
-        return self._offloaded_text is not None
 
     def text_at_work(self) -> AbstractContextManager:
         """The text encoders are on the device inside the block."""
-        return self._offloaded_text.at_work() if self._offloaded_text else nullcontext()
+        return self._offloaded_text.at_work()
 
     def vae_at_work(self) -> AbstractContextManager:
         """The VAE is on the device inside the block."""
-        return self._offloaded_vae.at_work() if self._offloaded_vae else nullcontext()
+        return self._offloaded_vae.at_work()
 
     @contextmanager
     def encoders_held(self) -> Iterator[None]:
         """Text encoders and VAE that are copied to the device inside the block stay there until its end."""
-        with ExitStack() as stack:
-            for offloaded in filter(None, (self._offloaded_text, self._offloaded_vae)):
-                stack.enter_context(offloaded.held())
+        with self._offloaded_text.held(), self._offloaded_vae.held():
             yield
-
-    # --- helpers of subclasses --------------------------------------------------------------------------------------
 
     def _cache_context(self, name: str) -> AbstractContextManager:
         """Needed around every forward: a first-block cache keeps the passes ``name`` of one velocity apart."""

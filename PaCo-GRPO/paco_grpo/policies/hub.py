@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+from huggingface_hub import errors, hf_hub_download
 
 from paco_grpo.policies.base import PolicyLoadError
 
@@ -25,31 +26,26 @@ def hub_file(name: str, file: str, cached_only: bool = False) -> Path:
         NoSuchFile: The repository does not have it.
         PolicyLoadError: The hub cannot be reached, or has no such repository for this user.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (  # fmt: skip
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
     remedy = f"There is no local folder {Path(name).absolute()} either."
     try:
         return Path(hf_hub_download(name, file, local_files_only=cached_only))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
+    except (
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        httpx.TransportError,
+        ConnectionError,
+    ) as error:
         raise PolicyLoadError(
             f"cannot reach the model hub for {name!r}, and it is not in the local cache ({type(error).__name__}). "
             f"{remedy} Check the network, or download it elsewhere and give its folder."
         ) from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise PolicyLoadError(
             f"{name!r} on the hub is gated: accept its license there, then log in with `hf auth login`."
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise PolicyLoadError(f"the hub has no {name!r} that you may read. {remedy} Check the name.") from error
-    except EntryNotFoundError as error:
+    except errors.EntryNotFoundError as error:
         raise NoSuchFile(f"{name!r} on the hub has no {file}") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error

@@ -42,7 +42,7 @@ def load_policy(
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
-        guidance_scale: Embedded guidance (FLUX) or true CFG scale, whatever the model uses.
+        guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
         negative_prompt: Turns on true CFG (Qwen-Image-Edit).
         quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
 
@@ -56,20 +56,16 @@ def load_policy(
             f"config.sample.negative_prompt={negative_prompt!r} is given, but the guidance of {model_path} is embedded, "
             "not true CFG: leave it at None"
         )
-    # Only if given: a user's policy class need not have this argument.
-    options = {} if quantize is None else {"quantize": quantize}
-    if quantize is not None and (problem := missing_library()):
-        raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
+    options = {
+        "dtype": dtype, "device": device, "max_sequence_length": max_sequence_length, "guidance_scale": guidance_scale,
+        "negative_prompt": negative_prompt,
+    }  # fmt: skip
+    if quantize is not None:  # a user's policy class need not have this argument
+        if problem := missing_library():
+            raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
+        options["quantize"] = quantize
     try:
-        return found.from_pretrained(
-            model_path,
-            dtype=dtype,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            guidance_scale=guidance_scale,
-            negative_prompt=negative_prompt,
-            **options,
-        )
+        return found.from_pretrained(model_path, **options)
     except httpx.HTTPError as error:
         raise PolicyLoadError(
             f"the download of {model_path} was interrupted ({type(error).__name__}: {error}). "
@@ -111,7 +107,8 @@ def fewest_steps(model_path: str | Path) -> int:
     Raises:
         PolicyLoadError: The scheduler's configuration cannot be read.
     """
-    with _reading(_small_file(model_path, "scheduler/scheduler_config.json"), "the scheduler's configuration") as values:
+    file = _small_file(model_path, "scheduler/scheduler_config.json")
+    with _reading(file, "the scheduler's configuration") as values:
         return 2 if values.get("shift_terminal") else 1  # it fixes the last σ before 0
 
 

@@ -1,7 +1,7 @@
 """LoRA on a policy's transformer: attach it, switch it inside a block, save it for PEFT and for plain diffusers.
 
 The adapter is injected in place (peft), so the transformer keeps its class and methods. Adapter weights are float32
-whatever the precision of the frozen base.
+for any precision of the frozen base.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ _PEFT_PREFIX = "base_model.model."
 # Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
 _DIFFUSERS = ("pytorch_lora_weights.safetensors",)
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
-
-
-# --- attach -----------------------------------------------------------------------------------------------------------
 
 
 def add_lora(
@@ -124,16 +121,9 @@ def _set_trainable(transformer: nn.Module, name: str, trainable: bool) -> None:
         parameter.requires_grad_(trainable)
 
 
-# --- switch (for forwards without gradient) ---------------------------------------------------------------------------
-
-
 @contextmanager
 def reference(policy: Policy) -> Iterator[None]:
-    """The base model inside the block: every adapter is switched off.
-
-    Raises:
-        ValueError: The transformer has no adapter.
-    """
+    """The base model inside the block, for forwards without gradient: every adapter is switched off."""
     with _restored(policy) as layers:
         for layer in layers:
             layer.enable_adapters(False)
@@ -142,11 +132,7 @@ def reference(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def snapshot(policy: Policy, name: str) -> Iterator[None]:
-    """The adapter ``name`` instead of the trained one inside the block.
-
-    Raises:
-        ValueError: The transformer has no adapter.
-    """
+    """The adapter ``name`` instead of the trained one inside the block, for forwards without gradient."""
     with _restored(policy) as layers:
         for layer in layers:
             layer.set_adapter(name)
@@ -157,11 +143,8 @@ def snapshot(policy: Policy, name: str) -> Iterator[None]:
 def merged(policy: Policy) -> Iterator[None]:
     """The active LoRA is part of the base weights inside the block, so a forward costs as much as the base model's.
 
-    The result differs by rounding, in the base's precision. Afterwards the base weights have exactly the same bits: they
-    are set aside, which takes memory for one more copy of the layers that have a LoRA.
-
-    Raises:
-        ValueError: The transformer has no adapter, or its base is quantized.
+    For forwards without gradient. The result differs by rounding, in the base's precision. Afterwards the base weights
+    have exactly the same bits: they are set aside, which takes memory for one more copy of the layers that have a LoRA.
     """
     layers = _layers(policy)
     if any(is_quantized(layer.get_base_layer()) for layer in layers):
@@ -189,9 +172,8 @@ def _merge(layer: BaseTunerLayer) -> None:
         return
     for name in names:
         shard = _local(weight)
-        delta = distribute_tensor(
-            layer.get_delta_weight(name), weight.device_mesh, weight.placements, src_data_rank=None
-        )
+        delta = layer.get_delta_weight(name)
+        delta = distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
         shard.add_(_local(delta).to(shard.device))
         layer.merged_adapters.append(name)
 
@@ -226,9 +208,6 @@ def _restored(policy: Policy) -> Iterator[list[BaseTunerLayer]]:
             layer.set_adapter(names)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def save_peft(policy: Policy, directory: str | Path) -> None:

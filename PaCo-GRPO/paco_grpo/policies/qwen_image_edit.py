@@ -80,8 +80,6 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
-    # --- conditioning -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
         """Each (image, text) goes through the text encoder once, alone."""
@@ -134,8 +132,6 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
-
-    # --- velocity and pixels ----------------------------------------------------------------------------------------
 
     def velocity(
         self,

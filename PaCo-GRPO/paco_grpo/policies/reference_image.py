@@ -42,7 +42,9 @@ class ReferenceConditioning(Conditioning):
     """Packed latents of each sample's reference image, padded to the longest."""
 
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
-    reference_grid: torch.Tensor  # (B, 2) int64, rows and columns of each; on the CPU, so reading it does not synchronize
+    reference_grid: (
+        torch.Tensor
+    )  # (B, 2) int64, rows and columns of each; on the CPU, so reading it does not synchronize
 
     def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
         """Reference tokens (B, rows·columns, C), rows and columns.
@@ -104,16 +106,13 @@ class ReferenceImagePolicy(DiffusersPolicy):
         return item.height, item.width, *self.reference_size(item)
 
     def _read(self, item: Item) -> Reference:
-        """The reference of ``item``.
-
-        Raises:
-            ValueError: It has none.
-        """
         image = item.image
         if image is None:
             raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
         size = self.reference_size(dataclasses.replace(item, image=image))  # so that a lazy image is read once
-        self._log_resize("reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size)
+        self._log_resize(
+            "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
+        )
         resized = self.pipeline.image_processor.resize(image.convert("RGB"), *size)
         return Reference(resized, (hashlib.blake2b(resized.tobytes(), digest_size=16).digest(), size))
 

@@ -12,14 +12,14 @@ called there, by ``paco_grpo.rewards.remote.service``, and not here.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paco_grpo.options.suggest import did_you_mean
 from paco_grpo.rewards.errors import RewardError
 
 # A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
@@ -91,7 +91,7 @@ def build_rewards(
         if name not in reward_fn:
             raise RewardError(
                 f"reward_fn_kwargs has {name!r}, which is not among the rewards ({', '.join(reward_fn)})"
-                + _nearest(name, reward_fn)
+                + did_you_mean(name, reward_fn)
             )
     reward_weights(reward_fn)
     return {short_name(name): _CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
@@ -106,7 +106,7 @@ def find_factory(name: str) -> Callable[..., Reward]:
     target = REWARDS.get(name, name)
     if ":" not in target:
         raise RewardError(
-            f"unknown reward {name!r}.{_nearest(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
+            f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
             "or give your own as package.module:factory"
         )
     module_name, _, attribute = target.partition(":")
@@ -115,7 +115,7 @@ def find_factory(name: str) -> Callable[..., Reward]:
     except ImportError as error:
         raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise RewardError(f"module {module_name} has no factory {attribute!r}.{_nearest(attribute, vars(module))}")
+        raise RewardError(f"module {module_name} has no factory {attribute!r}.{did_you_mean(attribute, vars(module))}")
     return getattr(module, attribute)
 
 
@@ -171,7 +171,7 @@ def _build(name: str, factory: Callable[..., Reward], kwargs: Mapping[str, Any],
             )
         if keyword not in known:
             raise RewardError(
-                f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{_nearest(keyword, known)} "
+                f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
                 f"It takes: {', '.join(known) or 'nothing'}"
             )
     if remote:
@@ -187,8 +187,3 @@ def _build(name: str, factory: Callable[..., Reward], kwargs: Mapping[str, Any],
             f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
             f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
         ) from error
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""

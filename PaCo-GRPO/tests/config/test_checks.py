@@ -25,28 +25,21 @@ def test_named_configurations_pass(name):
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name):
-    option, text = LIMITS[name], "1e-6" if LIMITS[name].kind is float else "1"
-    step = float(text)
+    option, step = LIMITS[name], 1e-6 if LIMITS[name].kind is float else 1
     others = [("sample.noise_steps", "0"), ("sample.num_steps", "9")] if name != "sample.num_steps" else []
-    inside, outside = [], []
-    if option.at_least is not None:
-        inside, outside = [*inside, option.at_least], [*outside, option.at_least - step]
-    if option.at_most is not None:
-        inside, outside = [*inside, option.at_most], [*outside, option.at_most + step]
-    if option.above is not None:
-        inside, outside = [*inside, option.above + step], [*outside, option.above]
-    if option.below is not None:
-        inside, outside = [*inside, option.below - step], [*outside, option.below]
+
+    def is_refused(value):
+        return name in problems_of(*others, (name, repr(option.kind(value))))
+
+    for bound, to_inside, to_outside in (
+        (option.at_least, 0, -step),
+        (option.at_most, 0, step),
+        (option.above, step, 0),
+        (option.below, -step, 0),
+    ):
+        assert bound is None or not is_refused(bound + to_inside) and is_refused(bound + to_outside)
     if option.kind is float:
-        outside += [math.nan, math.inf]
-
-    def text_of(value):
-        return repr(option.kind(value))
-
-    for value in inside:
-        assert name not in problems_of(*others, (name, text_of(value)))
-    for value in outside:
-        assert name in problems_of(*others, (name, text_of(value)))
+        assert is_refused(math.nan) and is_refused(math.inf)
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices])

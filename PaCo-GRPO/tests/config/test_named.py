@@ -1,61 +1,58 @@
 """Named configurations hold the values of docs/method.md §7."""
 
 import pytest
-from named import CONFIG
+from named import load
 
-from paco_grpo.options import load_options
+FLUX = "black-forest-labs/FLUX.1-dev"
+PUBLISHED = {
+    "pretrained.model": FLUX, "train.resolution": 512, "test.resolution": 1024, "sample.num_steps": 10,
+    "test.num_steps": 20, "sample.noise_steps": (1,), "sample.noise_level": 0.7, "sample.guidance_scale": 3.5,
+    "sample.global_std": True, "train.reward_fn": {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0},
+    "sample.num_images_per_prompt": 16, "sample.unique_sample_num_per_epoch": 42,
+    "train.timesteps": None,  # trained steps are the noise steps
+    "train.gradient_step_per_epoch": None,  # the objective's default
+    "train.learning_rate": 3e-4, "train.adam_weight_decay": 1e-4, "train.adam_beta1": 0.9, "train.adam_beta2": 0.999,
+    "train.adam_epsilon": 1e-8, "train.max_grad_norm": 1.0, "train.clip_range": 1e-4, "train.adv_clip_max": 5.0,
+    "train.lora_rank": 64, "train.lora_alpha": 128, "train.ema_decay": 0.9, "train.ema_update_interval": 8, "seed": 42,
+    "save_freq": 10, "eval_freq": 10, "num_checkpoint_limit": 5, "mixed_precision": "bf16", "max_sequence_length": 512,
+}  # fmt: skip
+EDITING = {
+    "train.resolution": 384, "test.resolution": 512, "test.num_steps": 20, "train.timesteps": None,
+    "sample.global_std": False, "train.reward_fn": {"consistency_for_editing": 1.0},
+    "sample.num_images_per_prompt": 16, "sample.unique_sample_num_per_epoch": 42, "prompt_fn": "arrow_editing",
+}  # fmt: skip
+KONTEXT = EDITING | {
+    "pretrained.model": "black-forest-labs/FLUX.1-Kontext-dev", "sample.num_steps": 8, "sample.noise_steps": (1,),
+    "sample.noise_level": 0.9, "sample.guidance_scale": 2.5, "sample.negative_prompt": None,
+}  # fmt: skip
+QWEN = EDITING | {
+    "pretrained.model": "Qwen/Qwen-Image-Edit", "sample.num_steps": 10, "sample.noise_steps": (1, 2, 3, 4),
+    "sample.noise_level": 1.0, "sample.guidance_scale": 4.0,
+    "sample.negative_prompt": " ",  # true CFG
+}  # fmt: skip
 
 
-def load(name):
-    return load_options(f"{CONFIG / 'grpo.py'}:{name}")
+def one_image(reward: str, resolution: int, noise_level: float) -> dict:
+    return {
+        "pretrained.model": FLUX, "train.resolution": resolution, "test.resolution": 512, "sample.noise_steps": (1,),
+        "sample.noise_level": noise_level, "train.reward_fn": {reward: 1.0}, "prompt_fn": "general_ocr",
+    }  # fmt: skip
 
 
-def test_t2is_is_the_published_table():
-    options = load("t2is")
-    assert options.pretrained.model == "black-forest-labs/FLUX.1-dev"
-    assert (options.train.resolution, options.test.resolution) == (512, 1024)
-    assert (options.sample.num_steps, options.test.num_steps) == (10, 20)
-    assert (options.sample.noise_steps, options.sample.noise_level) == ((1,), 0.7)
-    assert options.sample.guidance_scale == 3.5
-    assert options.sample.global_std
-    assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
-    assert (options.sample.num_images_per_prompt, options.sample.unique_sample_num_per_epoch) == (16, 42)
-    assert options.train.timesteps is None  # trained steps are the noise steps
-    train = options.train
-    assert train.gradient_step_per_epoch is None  # the objective's default
-    assert (train.learning_rate, train.adam_weight_decay) == (3e-4, 1e-4)
-    assert (train.adam_beta1, train.adam_beta2) == (0.9, 0.999)
-    assert (train.adam_epsilon, train.max_grad_norm, train.clip_range, train.adv_clip_max) == (1e-8, 1.0, 1e-4, 5.0)
-    assert (train.lora_rank, train.lora_alpha, train.ema_decay, train.ema_update_interval) == (64, 128, 0.9, 8)
-    assert (options.seed, options.save_freq, options.eval_freq, options.num_checkpoint_limit) == (42, 10, 10, 5)
-    assert (options.mixed_precision, options.max_sequence_length) == ("bf16", 512)
-
-
-@pytest.mark.parametrize("name", ["kontext_editing", "qwen_editing"])
-def test_editing_configurations_are_the_published_table(name):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("t2is", PUBLISHED),
+        ("kontext_editing", KONTEXT),
+        ("qwen_editing", QWEN),
+        ("ocr", one_image("ocr", 256, 0.8)),
+        ("ocr_128", one_image("ocr", 128, 0.8)),
+        ("ocr_512", one_image("ocr", 512, 0.8)),
+        ("pickscore", one_image("pickscore", 256, 0.7)),
+    ],
+)
+def test_named_configuration_is_the_published_table(name, expected):
     options = load(name)
-    kontext = name == "kontext_editing"
-    model = "black-forest-labs/FLUX.1-Kontext-dev" if kontext else "Qwen/Qwen-Image-Edit"
-    assert options.pretrained.model == model
-    assert (options.train.resolution, options.test.resolution) == (384, 512)
-    assert (options.sample.num_steps, options.test.num_steps) == (8 if kontext else 10, 20)
-    assert options.sample.noise_steps == ((1,) if kontext else (1, 2, 3, 4))
-    assert options.train.timesteps is None  # trained steps are the noise steps
-    assert options.sample.noise_level == (0.9 if kontext else 1.0)
-    assert options.sample.guidance_scale == (2.5 if kontext else 4.0)
-    assert options.sample.negative_prompt == (None if kontext else " ")  # true CFG
-    assert not options.sample.global_std
-    assert options.train.reward_fn == {"consistency_for_editing": 1.0}
-    assert (options.sample.num_images_per_prompt, options.sample.unique_sample_num_per_epoch) == (16, 42)
-    assert options.prompt_fn == "arrow_editing"
-
-
-@pytest.mark.parametrize(("name", "resolution"), [("ocr", 256), ("ocr_128", 128), ("ocr_512", 512), ("pickscore", 256)])
-def test_configurations_of_one_image_are_the_published_table(name, resolution):
-    options = load(name)
-    assert options.pretrained.model == "black-forest-labs/FLUX.1-dev"
-    assert (options.train.resolution, options.test.resolution) == (resolution, 512)
-    assert options.sample.noise_steps == (1,)
-    assert options.sample.noise_level == (0.7 if name == "pickscore" else 0.8)
-    assert options.train.reward_fn == {name.partition("_")[0]: 1.0}
-    assert options.prompt_fn == "general_ocr"
+    for option, value in expected.items():
+        group, _, field = option.rpartition(".")
+        assert getattr(getattr(options, group) if group else options, field) == value, option

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from named import CONFIG, NAMES
+from named import CONFIG, NAMES, load
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.options import (
@@ -28,12 +28,8 @@ from paco_grpo.options import (
 SAVED_RUN = Path(__file__).parent / "saved_run" / "config.yaml"
 
 
-def load(*overrides, name="toy_t2is"):
-    return load_options(f"{CONFIG / 'grpo.py'}:{name}", overrides)
-
-
-def value_of(options, key):
-    for part in key.split("."):
+def value_of(options, name):
+    for part in name.split("."):
         options = getattr(options, part)
     return options
 
@@ -60,35 +56,19 @@ def load_file(tmp_path):
 
 def test_command_line_grammar():
     arguments = [
-        "--config",
-        "a.py:b",
-        "--config.x=1",
-        "-config.y.z",
-        "2 3",
-        "--noconfig.w",
-        "--config.v=",
-        "--config.u",
-        "-1",
-    ]
-    pairs = [("x", "1"), ("y.z", "2 3"), ("w", "false"), ("v", ""), ("u", "-1")]
+        "--config", "a.py:b", "--config.x=1", "-config.y.z", "2_3", "--noconfig.w", "--config.v=", "--config.u", "-1",
+    ]  # fmt: skip
+    pairs = [("x", "1"), ("y.z", "2_3"), ("w", "false"), ("v", ""), ("u", "-1")]
     assert parse_command_line(arguments) == ("a.py:b", pairs)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--confg=a"],
-        ["config=a"],
-        ["--config=a", "train.x=1"],
-        ["--config.x=1"],
-        ["--config"],
-        ["--config", "--config.x=1"],
-        [],
-    ],
+    "words",
+    ["--confg=a", "config=a", "--config=a train.x=1", "--config.x=1", "--config", "--config --config.x=1", ""],
 )
-def test_wrong_command_lines_are_refused(arguments):
+def test_malformed_command_line_is_refused(words):
     with pytest.raises(ConfigError):
-        parse_command_line(arguments)
+        parse_command_line(words.split())
 
 
 def test_options_and_the_name_of_their_configuration():
@@ -97,79 +77,63 @@ def test_options_and_the_name_of_their_configuration():
     assert read_options([f"--config={SAVED_RUN}"]) == (load_options(str(SAVED_RUN)), "config")
 
 
+# Option → {text: value}.
+VALUES = {
+    "train.learning_rate": {"1e-3": 1e-3, "1": 1.0},
+    "sample.noise_steps": {"1,2": (1, 2), "(3,)": (3,), "[0, 4]": (0, 4), " 2": (2,), "": ()},
+    "sample.num_noise_steps": {"None": None, " 2": 2},
+    "max_train_minutes": {"2": 2.0, "": None},
+    "train.lora_path": {"null": None},
+    "train.timesteps": {"1": (1,), "none": None},
+    "sample.cps": {"true": True, "Yes": True},
+    "train.ema": {"False": False, "no": False},
+    "speed.fused_adam": {"0": False, "None": None},
+    "run_name": {"none": "none"},
+    "sample.negative_prompt": {" ": " ", "": None},
+    "train.aggregate_fn": {"log_tame_aggregate_fn": "log_tame_aggregate_fn", "None": None},
+    "train.reward_fn": {"{'ocr': 2}": {"ocr": 2}, "ocr: 2": {"ocr": 2}, "": {}},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_take_the_type_of_the_option(name):
+    for text, value in VALUES[name].items():
+        result = value_of(load("toy_t2is", (name, text)), name)
+        assert result == value and type(result) is type(value)
+
+
 @pytest.mark.parametrize(
-    ("key", "text", "value"),
+    ("name", "texts"),
     [
-        ("train.learning_rate", "1e-3", 1e-3),
-        ("train.learning_rate", "1", 1.0),
-        ("sample.noise_steps", "1,2", (1, 2)),
-        ("sample.noise_steps", "(3,)", (3,)),
-        ("sample.noise_steps", "[0, 4]", (0, 4)),
-        ("sample.noise_steps", " 2", (2,)),
-        ("sample.noise_steps", "", ()),
-        ("sample.num_noise_steps", "None", None),
-        ("sample.num_noise_steps", " 2", 2),
-        ("max_train_minutes", "2", 2.0),
-        ("max_train_minutes", "", None),
-        ("train.lora_path", "null", None),
-        ("train.timesteps", "1", (1,)),
-        ("train.timesteps", "none", None),
-        ("sample.cps", "true", True),
-        ("sample.cps", "Yes", True),
-        ("train.ema", "False", False),
-        ("train.ema", "no", False),
-        ("speed.fused_adam", "0", False),
-        ("speed.fused_adam", "None", None),
-        ("run_name", "none", "none"),
-        ("sample.negative_prompt", " ", " "),
-        ("sample.negative_prompt", "", None),
-        ("train.aggregate_fn", "log_tame_aggregate_fn", "log_tame_aggregate_fn"),
-        ("train.aggregate_fn", "None", None),
-        ("train.reward_fn", "{'jpeg_compressibility': 2}", {"jpeg_compressibility": 2}),
-        ("train.reward_fn", "jpeg_compressibility: 2", {"jpeg_compressibility": 2}),
-        ("train.reward_fn", "", {}),
+        ("train.batch_size", ["1.5"]),
+        ("train.learning_rate", ["fast", "none"]),
+        ("sample.cps", ["perhaps"]),
+        ("sample.noise_steps", ["one", "1.5", "True,"]),
+        ("seed", ["None"]),
+        ("train", ["1"]),
+        ("seed.x", ["1"]),
+        ("train.reward_fn", ["3"]),
+        ("train.reward_fn_kwargs.consistency_score", ["3"]),
     ],
 )
-def test_values_take_the_type_of_the_option(key, text, value):
-    result = value_of(load((key, text)), key)
-    assert result == value and type(result) is type(value)
+def test_wrong_value_names_the_option(name, texts):
+    for text in texts:
+        with pytest.raises(ConfigError, match=f"^config.{name.removesuffix('.x')}\\b"):
+            load("toy_t2is", (name, text))
 
 
 @pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("train.batch_size", "1.5"),
-        ("train.learning_rate", "fast"),
-        ("sample.cps", "perhaps"),
-        ("sample.noise_steps", "one"),
-        ("sample.noise_steps", "1.5"),
-        ("sample.noise_steps", "True,"),
-        ("seed", "None"),
-        ("train.learning_rate", "none"),
-        ("train", "1"),
-        ("seed.x", "1"),
-        ("train.reward_fn", "3"),
-        ("train.reward_fn_kwargs.consistency_score", "3"),
-    ],
-)
-def test_wrong_values_name_the_option(key, text):
-    with pytest.raises(ConfigError, match=f"^config.{key.removesuffix('.x')}\\b"):
-        load((key, text))
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
+    ("name", "meant"),
     [
         ("train.resoluton", "config.train.resolution"),
         ("train.lr", "config.train.learning_rate or "),
         ("num_steps", "config.sample.num_steps or config.test.num_steps"),
-        ("seeed", "config.seed"),
         ("zzz", "docs/configuration.md"),
     ],
 )
-def test_unknown_option_names_the_nearest(key, meant):
-    with pytest.raises(ConfigError, match=f"config.{key}.*{meant}"):
-        load((key, "1"))
+def test_unknown_option_names_the_nearest(name, meant):
+    with pytest.raises(ConfigError, match=f"config.{name}.*{meant}"):
+        load("toy_t2is", (name, "1"))
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.lists(st.integers(-9, 99), max_size=5))
@@ -181,6 +145,7 @@ def test_numbers_survive_the_command_line(number, steps):
 
 def test_one_entry_of_a_table():
     options = load(
+        "toy_t2is",
         ("train.reward_fn.my.module:factory", "0.5"),
         ("train.reward_fn_kwargs.my.module:factory.scale", "3"),
         ("train.reward_fn_kwargs.consistency_score.base_url", "http://127.0.0.1:9000"),
@@ -215,7 +180,6 @@ def test_published_snippets(load_file):
     options = load_file(
         """
         config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
-        config.test.reward_fn = {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
         config.train.reward_fn_kwargs = {'consistency_score': {'model': 'Paco-Reward-7B', 'port': 8000}}
         config.test.reward_fn_kwargs = {'consistency_score': {'model': 'Gemma-3-4B-IT', 'port': 8001}}
         config.train.aggregate_fn = None
@@ -223,7 +187,6 @@ def test_published_snippets(load_file):
         ("test.reward_fn_kwargs.consistency_score.port", "8002"),
     )
     assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
-    assert options.test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
     assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
     assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": 8002}}
 
@@ -272,33 +235,30 @@ def test_values_in_a_file(load_file):
         ("config.train.batch_size = 1.5", "config.train.batch_size=1.5"),
         ("config.train.batch_size = True", "config.train.batch_size=True"),
         ("config.train.ema = 1", "config.train.ema=1"),
-        ("config.seed = None", "config.seed cannot be None"),
+        ("config.seed = None", "config.seed"),
         ("config.run_name = 3", "config.run_name=3"),
         ("config.sample.noise_steps = 1.5", "config.sample.noise_steps=1.5"),
         ("config.sample.noise_steps = [True]", "config.sample.noise_steps"),
-        ("config.train = 3", "config.train is"),
+        ("config.train = 3", "config.train"),
         ("config.train.reward_fn = ['ocr']", "config.train.reward_fn="),
         ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
         ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
         ("config.train.aggregate_fn = [1]", "config.train.aggregate_fn"),
     ],
 )
-def test_wrong_lines_of_a_file_name_the_option(load_file, line, named):
+def test_wrong_line_of_a_file_names_the_option(load_file, line, named):
     with pytest.raises(ConfigError, match=named):
         load_file(line)
 
 
 @pytest.mark.parametrize("source", ["nowhere.py:x", "base.txt", "grpo.py:toy_t2iss", "grpo.py"])
-def test_wrong_sources_are_refused(source, tmp_path):
+def test_unusable_source_is_named(source, tmp_path):
     (tmp_path / "base.txt").write_text("")
     folder = CONFIG if source.startswith("grpo") else tmp_path
-    with pytest.raises(ConfigError, match=source.partition(":")[0]):
+    with pytest.raises(ConfigError, match=source.partition(":")[0]) as caught:
         load_options(f"{folder}/{source}")
-
-
-def test_unknown_configuration_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=f"'toy_t2is'.*{', '.join(sorted(NAMES))}"):
-        load(name="toy_t2iss")
+    if source == "grpo.py:toy_t2iss":
+        assert "'toy_t2is'" in str(caught.value) and ", ".join(sorted(NAMES)) in str(caught.value)
 
 
 def test_options_do_not_change_after_parsing():
@@ -315,21 +275,18 @@ def test_options_do_not_change_after_parsing():
 
 
 @pytest.mark.parametrize(
-    "line",
+    "function",
     [
-        "config.train.aggregate_fn = 'geometric_mean_aggregate_fn'",
-        "config.train.aggregate_fn = 'numpy:mean'",
-        "config.train.aggregate_fn = geometric_mean_aggregate_fn",
-        "config.train.aggregate_fn = doubled",
-        "config.train.aggregate_fn = log_tame_aggregate_fn(threshold=0.5)",
-        """
-        config.train.reward_fn = {"a": 1.0}
-        config.train.aggregate_fn = weighted_advantage_sum_aggregate_fn(reward_weights=config.train.reward_fn, global_std=True)
-        """,
+        "'geometric_mean_aggregate_fn'",
+        "'numpy:mean'",
+        "geometric_mean_aggregate_fn",
+        "doubled",
+        "log_tame_aggregate_fn(threshold=0.5)",
+        "weighted_advantage_sum_aggregate_fn(reward_weights=config.train.reward_fn, global_std=True)",
     ],
 )
-def test_aggregations_of_a_file_are_found_again(load_file, line):
-    options = load_file(line)
+def test_aggregation_survives_saving(load_file, function):
+    options = load_file(f"config.train.reward_fn = {{'a': 1.0}}\nconfig.train.aggregate_fn = {function}")
     saved = options_to_yaml(options, describe)
     again = make_options(yaml.safe_load(saved))
     assert options_to_yaml(again, describe) == saved
@@ -340,10 +297,8 @@ def test_aggregations_of_a_file_are_found_again(load_file, line):
 
 
 @pytest.mark.parametrize("with_describe", [True, False])
-@pytest.mark.parametrize(
-    "function", ["lambda **rewards: rewards", "(lambda: doubled)", "__import__('functools').partial(doubled)"]
-)
-def test_functions_that_cannot_be_found_again_are_refused(load_file, function, with_describe):
+@pytest.mark.parametrize("function", ["lambda **rewards: rewards", "__import__('functools').partial(doubled)"])
+def test_a_function_without_an_import_path_is_refused(load_file, function, with_describe):
     options = load_file(f"config.train.aggregate_fn = {function}")
     with pytest.raises(ConfigError, match=r"config\.train\.aggregate_fn"):
         options_to_dict(options, describe if with_describe else None)
@@ -354,42 +309,28 @@ def test_functions_that_cannot_be_found_again_are_refused(load_file, function, w
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_run_loads_to_equal_options(name, tmp_path):
-    options = load(("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"), name=name)
+    options = load(name, ("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"))
     (tmp_path / "config.yaml").write_text(options_to_yaml(options))
     source = str(tmp_path / "config.yaml")
     assert load_options(source) == options
     assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
 
 
-def test_a_run_saved_by_the_first_edition(tmp_path):
+def test_a_run_saved_by_version_0_1():
     options = load_options(str(SAVED_RUN))
     assert options_to_yaml(options) == SAVED_RUN.read_text()
     assert options.train.reward_fn["my.module:factory"] == 2
-    assert (options.sample.noise_steps, options.sample.negative_prompt, options.max_train_minutes) == (
-        (1, 3),
-        " ",
-        90.0,
-    )
+    assert (options.sample.noise_steps, options.sample.negative_prompt) == ((1, 3), " ")
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("train: {resoluton: 64}", "config.train.resoluton.*config.train.resolution"),
-        ("train: 3", "config.train"),
-        ("- 3", "config"),
-        ("seed: null", "config.seed"),
-        ("train: {ema: maybe}", "config.train.ema"),
-    ],
-)
-def test_wrong_saved_runs_are_refused(text, named, tmp_path):
+@pytest.mark.parametrize(("text", "named"), [("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")])
+def test_wrong_saved_run_names_the_option(text, named, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=named):
         load_options(str(tmp_path / "config.yaml"))
 
 
-def test_an_empty_saved_run_has_the_defaults(tmp_path):
-    (tmp_path / "config.yml").write_text("")
-    assert load_options(str(tmp_path / "config.yml")) == RunOptions()
-    (tmp_path / "config.yml").write_text("train: {reward_fn: }")
+@pytest.mark.parametrize("text", ["", "train: {reward_fn: }"])
+def test_an_empty_saved_run_has_the_defaults(text, tmp_path):
+    (tmp_path / "config.yml").write_text(text)
     assert load_options(str(tmp_path / "config.yml")) == RunOptions()

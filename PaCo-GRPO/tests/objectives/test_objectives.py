@@ -11,8 +11,6 @@ from toy_policy import ToyPolicy
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import old_decay
 from paco_grpo.options import TrainOptions
-from paco_grpo.policies import load_policy
-from paco_grpo.policies.lora import add_lora, add_snapshot, trainable_parameters
 from paco_grpo.sampling.denoise import rollout, step_noise
 from paco_grpo.sampling.sde import cps_step
 from paco_grpo.types import Item
@@ -28,18 +26,8 @@ def train_options(**changes):
 def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
-    result = rollout(
-        policy,
-        conditioning,
-        range(3),
-        [21, 22, 23],
-        8,
-        12,
-        num_steps=4,
-        noise_steps=noise_steps,
-        noise_level=0.8,
-        cps=cps,
-    )
+    steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
+    result = rollout(policy, conditioning, range(3), [21, 22, 23], 8, 12, **steps)
     policy.calls.clear()
     if moved:
         with torch.no_grad():
@@ -175,7 +163,7 @@ def test_a_reference_forward_happens_only_with_a_kl_weight(name):
 
 
 @pytest.mark.parametrize("name", ["ppo", "guard_grpo"])
-def test_on_policy_the_ratio_is_one_and_the_gradient_is_not_clipped(name):
+def test_on_policy_ratio_is_one_and_the_gradient_is_not_clipped(name):
     policy = ToyPolicy()
     losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(clip_range=1e-4))
     assert (
@@ -208,16 +196,6 @@ def test_trained_steps():
     assert list(nft.steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
     with pytest.raises(KeyError):
         plain.noise_step(1)
-
-
-def test_nft_options_change_the_loss():
-    policy = ToyPolicy()
-    result = sample(policy)
-    losses = [
-        evaluate("nft", result, policy, train_options(**c))[0].sum()
-        for c in ({}, {"nft_beta": 0.2}, {"adv_clip_max": 9.0})
-    ]
-    assert len({loss.item() for loss in losses}) == 3
 
 
 def test_a_sigma_outside_the_schedule():
@@ -274,20 +252,3 @@ def test_decay_of_the_old_policy(decay_type, expected):
 def test_unknown_objectives(name):
     with pytest.raises(ValueError, match="config.train.loss_type"):
         get_objective(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_flux(tiny_flux_dir, name):
-    policy = load_policy(tiny_flux_dir, max_sequence_length=16)
-    add_lora(policy, rank=2, alpha=4)
-    add_snapshot(policy, "old")
-    conditioning = policy.encode([Item(i, f"prompt {i}") for i in range(2)])
-    result = rollout(policy, conditioning, range(2), [1, 2], 16, 16, num_steps=3, noise_steps=(1,), noise_level=0.7)
-    losses, metrics = evaluate(name, result, policy, train_options(beta=0.1, clip_range=1e-4), (1.0, -1.0))
-    if name != "nft":
-        assert (metrics["ratio_mean"] == 1).all()
-        assert not metrics["kl"].any()  # a new adapter is the base model
-    losses.sum().backward()
-    gradients = [p.grad for p in trainable_parameters(policy)]
-    assert all(g is not None and torch.isfinite(g).all() for g in gradients)
-    assert sum(g.abs().sum() for g in gradients) > 0

@@ -9,8 +9,9 @@ from diffusers import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 from tiny_flux import build_tiny_flux
-from tiny_policies import EDITORS, NAMES, items, load, picture
+from tiny_policies import EDITORS, NAMES, disturb, items, load, picture
 
+from paco_grpo.policies.lora import add_lora, save_diffusers
 from paco_grpo.sampling.denoise import rollout
 from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Item
@@ -99,6 +100,22 @@ def test_same_image_as_the_diffusers_pipeline(tiny_folder, monkeypatch, name, tm
 
     silent, _, _ = sample(policy, chosen, seeds, noise_steps=(1,), noise_level=0.0)
     assert all(torch.equal(a, b) for a, b in zip(silent, latents, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_image_with_an_adapter_in_plain_diffusers(tiny_folder, monkeypatch, name, tmp_path):
+    policy = load(name, tiny_folder(name))
+    add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    chosen = items(name, "a green cross")
+    _, (ours,), _ = sample(policy, chosen, [4])
+    save_diffusers(policy, tmp_path)
+    pipe = load_pipeline(policy, tiny_folder(name))
+    base = call_pipeline(pipe, policy, chosen[0], 4, monkeypatch, "pil")
+    pipe.load_lora_weights(str(tmp_path))
+    theirs = call_pipeline(pipe, policy, chosen[0], 4, monkeypatch, "pil")
+    ours, theirs, base = (np.asarray(image, np.int16) for image in (ours, theirs, base))
+    assert np.abs(theirs - ours).max() <= 1 and np.abs(theirs - base).max() > 3
 
 
 def test_without_a_negative_prompt_there_is_no_cfg(tiny_folder, monkeypatch):

@@ -1,11 +1,10 @@
-"""What training requires of each policy: ratios, gradients, batch independence, merged sampling, the averaged weights."""
+"""What training requires of each policy: ratios, gradients, batch independence, merged sampling."""
 
 import numpy as np
 import pytest
 import torch
 from tiny_policies import NAMES, disturb, items, load
 
-from paco_grpo.checkpoint.ema import EMA
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import _FRESH, nft_terms
 from paco_grpo.options import TrainOptions
@@ -65,34 +64,6 @@ def test_merged_sampling_and_a_shared_beginning(policy, name, same_latent):
     assert torch.equal(first[0], first[1]) == same_latent
     for n, parameter in unwrap(policy.transformer).named_parameters():
         assert torch.equal(parameter, base[n]), n
-
-
-def test_averaged_base_and_snapshot_weights(tiny_folder, name):
-    policy = load(name, tiny_folder(name))
-
-    def latents():
-        return sample(policy, name).clean_latents
-
-    base = latents()
-    lora.add_lora(policy, rank=2, alpha=4)
-    assert torch.equal(latents(), base)  # a new LoRA changes nothing
-    average = EMA({n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}, 0.5, 1)
-    disturb(policy)
-    average.update(1)
-    disturb(policy, seed=1)
-    lora.add_snapshot(policy, "old")
-    old = latents()
-    disturb(policy, seed=2)
-    now = latents()
-    with average.applied():
-        averaged = latents()
-    with lora.snapshot(policy, "old"):
-        assert torch.equal(latents(), old)
-    with lora.reference(policy):
-        assert torch.equal(latents(), base)
-    assert torch.equal(latents(), now)
-    different = [base, old, now, averaged]
-    assert all((a - b).abs().max() > 1e-4 for i, a in enumerate(different) for b in different[:i])
 
 
 def test_gradient_checkpointing_changes_no_gradient(policy, name):

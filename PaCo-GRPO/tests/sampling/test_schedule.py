@@ -6,11 +6,11 @@ from paco_grpo.sampling.schedule import check_noise_steps, sample_noise_steps
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data())
-def test_draws_come_from_the_candidates_and_repeat(candidates, seed, epoch, data):
+def test_steps_are_candidates_and_reproducible(candidates, seed, epoch, data):
     number = data.draw(st.integers(1, len(candidates)))
-    drawn = sample_noise_steps(sorted(candidates), number, seed, epoch)
-    assert len(drawn) == number == len(set(drawn)) and set(drawn) <= candidates and list(drawn) == sorted(drawn)
-    assert drawn == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
+    chosen = sample_noise_steps(sorted(candidates), number, seed, epoch)
+    assert len(chosen) == number == len(set(chosen)) and set(chosen) <= candidates and list(chosen) == sorted(chosen)
+    assert chosen == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
     assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
 
 

@@ -11,7 +11,7 @@ from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
 level = st.floats(0.05, 1.0)
 
 
-def draw(seed, batch=3, tokens=5, channels=4):
+def random_step(seed, batch=3, tokens=5, channels=4):
     rng = np.random.default_rng(seed)
     x, v, noise = rng.standard_normal((3, batch, tokens, channels))
     sigma = np.sort(rng.uniform(0.05, 0.999, batch))
@@ -26,7 +26,7 @@ def tensors(*arrays):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), level, st.booleans())
 def test_flow_sde(seed, a, start):
-    x, v, noise, sigma, sigma_next = draw(seed)
+    x, v, noise, sigma, sigma_next = random_step(seed)
     sigma_first = 0.9
     if start:  # the first step of a schedule, where σ is exactly 1
         sigma, sigma_next = np.ones(3), np.full(3, sigma_first)
@@ -56,7 +56,7 @@ def test_flow_sde(seed, a, start):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), level)
 def test_flow_cps(seed, a):
-    x, v, noise, sigma, sigma_next = draw(seed)
+    x, v, noise, sigma, sigma_next = random_step(seed)
     step = cps_step(*tensors(x, v, sigma, sigma_next), 0.9, a)
     next_latents = step.sample(*tensors(noise))
     for b in range(3):
@@ -70,7 +70,7 @@ def test_flow_cps(seed, a):
 
 
 def test_a_small_noise_level_is_nearly_the_euler_step():
-    x, v, _, sigma, sigma_next = (torch.tensor(a, dtype=torch.float32) for a in draw(0))
+    x, v, _, sigma, sigma_next = (torch.tensor(a, dtype=torch.float32) for a in random_step(0))
     euler = euler_step(x, v, sigma, sigma_next)
     for function in (sde_step, cps_step):
         torch.testing.assert_close(function(x, v, sigma, sigma_next, 0.9, 1e-5).mean, euler, rtol=1e-4, atol=1e-5)
@@ -92,7 +92,7 @@ def test_flow_sde_keeps_the_marginal_distribution():
 
 @pytest.mark.parametrize("function", [sde_step, cps_step])
 def test_a_sample_does_not_depend_on_its_batch(function):
-    x, v, noise, sigma, sigma_next = tensors(*draw(1))
+    x, v, noise, sigma, sigma_next = tensors(*random_step(1))
     full = function(x, v, sigma, sigma_next, 0.9, 0.7)
     one = function(x[1:2], v[1:2], sigma[1:2], sigma_next[1:2], 0.9, 0.7)
     assert torch.equal(full.mean[1:2], one.mean) and torch.equal(full.std[1:2], one.std)

@@ -36,7 +36,7 @@ def errors(order, counts, dtype=torch.float64):
     return np.array(found)
 
 
-def test_second_order_is_nearer_to_the_closed_form():
+def test_second_order_is_closer_to_the_closed_form():
     counts = (5, 10, 20, 40, 80)
     euler, second = errors(1, counts), errors(2, counts)
     assert (second[1:] < euler[1:] / 2).all()

@@ -54,7 +54,7 @@ def judge(judge_folder):
 
 @pytest.fixture(scope="session")
 def engine_url(judge_folder):
-    """The transformers engine as a process of its own, serving the tiny judge as ``Tiny-Judge``."""
+    """The transformers engine as a separate process, serving the tiny judge as ``Tiny-Judge``."""
     port = free_port()
     command = [
         sys.executable,

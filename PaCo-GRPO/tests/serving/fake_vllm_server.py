@@ -1,4 +1,4 @@
-"""Stands for vLLM's server in the tests of launch: takes its command line, and fails as FAKE_VLLM says."""
+"""A fake of vLLM's server for the launch tests: takes its command line, and fails as FAKE_VLLM requests."""
 
 import argparse
 import json

@@ -20,19 +20,12 @@ def build(tiny_flux_dir, tmp_path):
     """64 images of 8 prompts, 10 steps, one of them noisy, PPO without KL."""
     write_prompts(tmp_path / "prompts", train=PROMPTS)
 
-    def of(**changes):
-        return build_run(
-            tiny_options(
-                tiny_flux_dir, tmp_path, **{
-                    "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
-                    "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16,
-                    "train__batch_size": 16, "train__resolution": 8, "train__beta": 0,
-                    "health__probe_images": 0,
-                } | changes,
-            )
-        )  # fmt: skip
-
-    return of
+    epoch = {
+        "sample__num_steps": STEPS, "sample__unique_sample_num_per_epoch": PROMPTS,
+        "sample__num_images_per_prompt": IMAGES // PROMPTS, "sample__batch_size": 16, "train__batch_size": 16,
+        "train__resolution": 8, "train__beta": 0, "health__probe_images": 0,
+    }  # fmt: skip
+    return lambda **changes: build_run(tiny_options(tiny_flux_dir, tmp_path, **epoch | changes))
 
 
 def count(run) -> Counter:
@@ -62,7 +55,7 @@ def test_an_epoch_computes_each_thing_once(build):
     assert counted == {"transformer": 704, "backward": 64, "clip": 8, "t5": 8, "vae": 64}
 
 
-def test_the_probe_costs_a_forward_for_each_of_its_images(build):
+def test_the_probe_costs_one_forward_per_image(build):
     run = build(health__probe_images=2, sample__num_steps=3)
     counted, trainer = count(run), Trainer(run)
     trainer._epoch()
@@ -73,7 +66,7 @@ def test_the_probe_costs_a_forward_for_each_of_its_images(build):
     assert counted["vae"] == 2 * 64
 
 
-def test_a_shared_start_is_computed_once_for_each_group(build):
+def test_shared_steps_are_computed_once_per_group(build):
     run = build(sample__same_latent=True)
     counted = count(run)
     Trainer(run)._epoch()
@@ -82,20 +75,20 @@ def test_a_shared_start_is_computed_once_for_each_group(build):
     assert counted["backward"] == 64
 
 
-def test_rewards_are_in_flight_during_sampling(build):
+def test_rewards_run_while_sampling_continues(build):
     run = build()
-    counted, all_drawn, begun_early = count(run), threading.Event(), []
+    counted, all_decoded, begun_early = count(run), threading.Event(), []
 
-    def drawn(module, arguments, output):
+    def decoded(module, arguments, output):
         if counted["vae"] == IMAGES:
-            all_drawn.set()
+            all_decoded.set()
 
     def reward(images, items):
-        begun_early.append(not all_drawn.is_set())
-        assert all_drawn.wait(60), "sampling waits for rewards"
+        begun_early.append(not all_decoded.is_set())
+        assert all_decoded.wait(60), "sampling waits for rewards"
         return np.arange(len(images), dtype=float)
 
-    run.state.policy.pipeline.vae.decoder.register_forward_hook(drawn)
+    run.state.policy.pipeline.vae.decoder.register_forward_hook(decoded)
     run.rewards = dataclasses.replace(run.rewards, train={"brightness": reward})
     Trainer(run)._epoch()
     assert begun_early == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""Every policy with every objective and every kind of aggregation runs an epoch (house mistake 12: never run)."""
+"""Every policy with every objective and every kind of aggregation runs an epoch."""
 
 import itertools
 
@@ -22,14 +22,13 @@ SMALL = {
 
 
 def config_for(name, folder, model, **changes):
-    options = SMALL | changes
     if name == "flux":
-        return tiny_options(model, folder, **options)
-    return tiny_edit_options(CONFIGURATIONS[name], model, folder, **options)
+        return tiny_options(model, folder, **SMALL | changes)
+    return tiny_edit_options(CONFIGURATIONS[name], model, folder, **SMALL | changes)
 
 
 def cases():
-    """The diagonal always, the rest with --all."""
+    """Each policy, objective and aggregation once by default; all combinations with --all."""
     every = list(itertools.product(NAMES, OBJECTIVES, AGGREGATIONS))
     for case in every:
         places = [group.index(part) for group, part in zip((NAMES, list(OBJECTIVES), AGGREGATIONS), case, strict=True)]
@@ -57,19 +56,20 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type, aggregate):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_sizes_mix_and_a_run_resumes(tiny_folder, tmp_path, name):
-    """Two shapes of reference in an epoch; a resumed run ends where an unbroken one does."""
+def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
+    """Two shapes of reference in an epoch; a resumed run ends where an uninterrupted one does."""
     options = {"sample__unique_sample_num_per_epoch": 4, "num_epochs": 2, "save_freq": 1, "train__resolution": 48}
-    whole = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
-    sizes = []
+
+    def build(**changes):
+        return build_run(config_for(name, tmp_path, tiny_folder(name), **options | changes))
+
+    whole, sizes = build(), []
     decode = whole.state.policy.decode
     whole.state.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
     Trainer(whole).fit()
     assert len({size[:2] for size in sizes[:2]}) == 2 and [size[2] for size in sizes[:2]] == [4, 4]
-    resumed = build_run(config_for(name, tmp_path, tiny_folder(name), run_name="again", **options | {"num_epochs": 1}))
-    Trainer(resumed).fit()
-    options |= {"run_name": "again", "resume_from": "latest"}
-    resumed = build_run(config_for(name, tmp_path, tiny_folder(name), **options))
+    Trainer(build(run_name="again", num_epochs=1)).fit()
+    resumed = build(run_name="again", resume_from="latest")
     Trainer(resumed).fit()
     for n, parameter in whole.state.parameters.items():
         assert torch.equal(parameter, resumed.state.parameters[n]), n

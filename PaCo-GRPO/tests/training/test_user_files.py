@@ -1,4 +1,4 @@
-"""A user's own configuration file with functions and plain tables in it, from the command line to a resumed run."""
+"""A user's configuration file with functions and plain tables, from the command line to a resumed run."""
 
 import dataclasses
 
@@ -12,7 +12,6 @@ HEAD = f"""
 import importlib.util, sys
 sys.path.insert(0, {str(ROOT / "config")!r})
 import grpo
-from paco_grpo.advantages.aggregation import log_tame_aggregate_fn
 
 def negated(**grouped_rewards):
     return {{key: -values for key, values in next(iter(grouped_rewards.values())).items()}}
@@ -26,42 +25,27 @@ def get_config(name=""):
 
 @pytest.fixture
 def options_of(tiny_flux_dir, tmp_path):
-    def load(line, **changes):
+    def load(line):
         (tmp_path / "mine.py").write_text(HEAD + f"    {line}\n    return config\n")
-        overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1, health__probe_images=0, **changes)
+        overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1, health__probe_images=0)
         overrides = {key: value for key, value in overrides.items() if not key.startswith("train.reward_fn")}
         return load_options(str(tmp_path / "mine.py"), [*overrides.items(), ("train.reward_fn.tiny_run:redness", "0")])
 
     return load
 
 
-@pytest.mark.parametrize(
-    ("line", "saved"),
-    [
-        ("config.train.aggregate_fn = negated", "mine.py:negated"),
-        ("config.train.aggregate_fn = log_tame_aggregate_fn(threshold=0.4)", "'threshold': 0.4"),
-        ("config.train.aggregate_fn = 'tiny_run:reversed_aggregate'", "tiny_run:reversed_aggregate"),
-    ],
-)
-def test_aggregations_in_a_configuration_file_are_saved_and_found_again(options_of, line, saved):
-    options = options_of(line)
+def test_a_function_of_a_configuration_file_is_found_again_at_resume(options_of):
+    options = options_of("config.train.aggregate_fn = negated")
     assert options.train.reward_fn == {"tiny_run:brightness": 1.0, "tiny_run:redness": 0.0}
     first = train(options).run
     again = load_options(str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")])
-    assert saved in str(again.train.aggregate_fn)
+    assert again.train.aggregate_fn.endswith("mine.py:negated")
     assert dataclasses.replace(again, num_epochs=1, resume_from=None) == first.options
     train(again)
     assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
-@pytest.mark.parametrize("function", ["lambda **rewards: rewards", "(lambda f: f)(lambda **rewards: rewards)"])
-def test_a_function_that_cannot_be_found_again_is_refused_before_weights_load(options_of, monkeypatch, function):
+def test_a_function_without_an_import_path_is_refused_before_weights_load(options_of, monkeypatch):
     monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="config.train.aggregate_fn"):
-        build_run(options_of(f"config.train.aggregate_fn = {function}"))
-
-
-@pytest.mark.parametrize("line", ["config.train.lr = 1e-4", "config.trian = 3"])
-def test_an_unknown_option_in_a_file_is_an_error(options_of, line):
-    with pytest.raises(ConfigError, match="train.learning_rate" if "lr" in line else "config.trian"):
-        options_of(line)
+        build_run(options_of("config.train.aggregate_fn = lambda **rewards: rewards"))

@@ -200,7 +200,7 @@ class ChatForwarder:
 
 
 async def _until_caller_leaves(exchange: Exchange, receive, serving) -> None:
-    """Runs ``serving``; ends it when the caller leaves, so that no engine works for nobody."""
+    """Runs ``serving``; ends it when the caller disconnects, so that the engine stops working on it."""
 
     task, left = asyncio.current_task(), False
 

@@ -1,4 +1,4 @@
-"""Batching across requests: whatever waits while one batch runs becomes the next batch."""
+"""Batching across requests: those that wait while one batch runs become the next batch."""
 
 import asyncio
 import contextlib

@@ -209,7 +209,7 @@ class JudgeModel:
         return Prompt(ids, positions[:, 0], is_image.nonzero()[:, 0], int(positions.max()) + 1)
 
     def _encode(self, urls: Mapping[tuple, str]) -> dict[tuple, EncodedImage | ApiError]:
-        """Images by key, from the cache or encoded together; an unreadable one is an error of its own."""
+        """Images by key, from the cache or encoded together; an unreadable one is an error in its place."""
         results = {key: self._images[key] for key in urls if key in self._images}
         for key in results:
             self._images.move_to_end(key)

@@ -56,11 +56,7 @@ def json_headers(api_key: str | None) -> dict[str, str]:
 
 
 class Outages:
-    """Which servers accept no connection at present, and since when. Used on one thread.
-
-    An outage is logged at its first refused connection, then at most once a minute, and once when it ends: a training
-    run would otherwise stand still without explanation until the deadline of its batch.
-    """
+    """Servers that accept no connection at present. Logged at once, then once a minute, and at the end of the outage."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock

@@ -40,7 +40,7 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
     Args:
         name: One of ``ATTENTION_BACKENDS``.
         device: Where the transformer will compute.
-        dtype: Of its activations.
+        dtype: Data type of its activations.
         masked: Whether the model masks padded text.
 
     Raises:

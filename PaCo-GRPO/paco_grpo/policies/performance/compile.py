@@ -24,7 +24,7 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
 
     Args:
         policy: With its adapters in place.
-        backend: Of ``torch.compile``.
+        backend: Backend of ``torch.compile``.
 
     Raises:
         AccelerationError: The transformer does not name its repeated blocks, or there is no compiler.
@@ -44,10 +44,6 @@ def is_compiled(policy: Policy) -> bool:
 
 
 def require_compiler() -> None:
-    """Find a compiler for the code that inductor writes (C++ on a CPU; Triton needs a C compiler too).
-
-    Raises:
-        AccelerationError: There is none.
-    """
+    """Raise an ``AccelerationError`` without a compiler for inductor's code (C++ on a CPU; Triton needs a C compiler)."""
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         raise AccelerationError("torch.compile needs a C++ compiler, and there is no g++, clang++ or c++ on PATH")

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(command=_export)
 
     score_command.add_parser(commands)
-    accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labelled pairs")
+    accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labeled pairs")
     score_command.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json")
@@ -69,14 +69,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from paco_reward.datasets import labelled_pairs
+    from paco_reward.datasets import labeled_pairs
     from paco_reward.export import export, largest_difference, synthetic_pairs
     from paco_reward.scorer import JudgeScorer, quiet
 
     if bool(args.dataset_dir) != bool(args.dataset):
         raise PacoRewardError("--dataset_dir and --dataset go together")
     quiet()
-    pairs = labelled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
+    pairs = labeled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
     output = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force)
     before, after = JudgeScorer.from_pretrained(args.base, args.adapter), JudgeScorer.from_pretrained(output)
     largest = largest_difference(before, after, pairs)
@@ -86,10 +86,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    from paco_reward.datasets import labelled_pairs
+    from paco_reward.datasets import labeled_pairs
     from paco_reward.metrics import measure
 
-    pairs, labels = labelled_pairs(args.dataset_dir, args.dataset, args.max_samples)
+    pairs, labels = labeled_pairs(args.dataset_dir, args.dataset, args.max_samples)
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(score_command.load_judge(args), pairs, labels)
     # JSON has no NaN: a number that could not be computed is null.

@@ -86,7 +86,7 @@ def _example(row: Any, place: str, messages: str, images: str, tags: dict[str, s
     return Example(place, prompt, answers[-1], paths)
 
 
-def labelled_pairs(dataset_dir: str | Path, dataset: str, limit: int | None = None) -> tuple[list[Pair], list[bool]]:
+def labeled_pairs(dataset_dir: str | Path, dataset: str, limit: int | None = None) -> tuple[list[Pair], list[bool]]:
     """Pairs of a local data set, and whether their answer begins with Yes.
 
     Raises:

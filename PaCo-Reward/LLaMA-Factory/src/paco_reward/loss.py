@@ -3,7 +3,7 @@
 The judge answers Yes or No first and then gives its reasons. The score comes from the first token, which therefore has
 a separate weight (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
 
-Notation: B rows, L positions, V vocabulary. An *answer* is a maximal run of labelled positions in a row: one per
+Notation: B rows, L positions, V vocabulary. An *answer* is a maximal run of labeled positions in a row: one per
 row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have cross-entropies l_0 .. l_{n-1}.
 """
 
@@ -22,8 +22,8 @@ class Answers:
     """Where the answers of a batch are.
 
     Attributes:
-        mask: (B, L-1) bool, True where position t predicts a labelled token t+1.
-        answer: (K,) int64, the answer each of the K labelled tokens belongs to, 0 .. A-1 in row-major order.
+        mask: (B, L-1) bool, True where position t predicts a labeled token t+1.
+        answer: (K,) int64, the answer each of the K labeled tokens belongs to, 0 .. A-1 in row-major order.
         first: (K,) bool, True at the first token of an answer.
         lengths: (A,) int64, tokens of each answer.
     """
@@ -51,7 +51,7 @@ def count_answers(labels: Tensor) -> Tensor:
 
 
 def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> Tensor:
-    """Weight of each labelled token, (K,) float32.
+    """Weight of each labeled token, (K,) float32.
 
     sequence: ``weight`` for the first token of an answer, (1 - weight)/(n - 1) for the others; 1 if n = 1.
     released: ``weight`` for the first, n(1 - weight)/(n - 1) for the others (the authors' trainer).
@@ -80,7 +80,7 @@ def first_token_loss(
     """Loss of one micro-batch, a () float32 tensor.
 
         sequence:  sum over answers of (weight * l_0 + (1 - weight) * mean(l_1 .. l_{n-1})) / num_items;  n = 1: l_0
-        released:  sum over tokens of (their weight * l) / labelled tokens of this micro-batch / num_items
+        released:  sum over tokens of (their weight * l) / labeled tokens of this micro-batch / num_items
 
     Args:
         logits: (B, L, V) float; position t predicts token t+1.

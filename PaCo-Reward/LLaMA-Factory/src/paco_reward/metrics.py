@@ -71,7 +71,7 @@ def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
 
 
 def measure(scorer: Scorer, pairs: list[Pair], labels: list[bool]) -> dict[str, Any]:
-    """``judge_report`` of a judge on labelled pairs; missing (pairs without score), mean_p_yes, seconds."""
+    """``judge_report`` of a judge on labeled pairs; missing (pairs without score), mean_p_yes, seconds."""
     started = time.monotonic()
     scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in scorer.score(pairs)])
     missing = np.isnan(scores)

@@ -17,7 +17,7 @@ from paco_reward import overlay
 from paco_reward.config import check_combinations, check_keys, load_config
 from paco_reward.errors import PacoRewardError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("paco_reward.worker")  # __name__ is __main__ under torchrun
 
 ERROR_FILE = "PACO_REWARD_ERROR_FILE"  # set by `paco-reward train`: where the first process writes its error
 

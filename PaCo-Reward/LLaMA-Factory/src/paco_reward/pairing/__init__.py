@@ -1,4 +1,4 @@
-"""`paco-reward build-dataset`: generated images become labelled pairs for training a judge (arXiv 2512.04784).
+"""`paco-reward build-dataset`: generated images become labeled pairs for training a judge (arXiv 2512.04784).
 
 command   the command and its summary       records   what the steps exchange
 options   declared and checked              select    candidate sets, labels, near-duplicates, splits, balance

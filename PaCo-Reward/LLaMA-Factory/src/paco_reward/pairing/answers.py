@@ -17,7 +17,7 @@ from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
 from paco_reward.pairing.outputs import copy
-from paco_reward.pairing.records import CandidateSet, EditRow, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import CandidateSet, EditRow, LabeledPair, PromptItem, Ranking
 from paco_reward.server import Progress, Server, ask_all
 
 _SETS_AT_ONCE, _EDITS_AT_ONCE = 16, 64
@@ -166,8 +166,8 @@ def _score_groups(
 
 def editing_pairs(
     edits: Sequence[EditRow], output: Path, server: Server | None, journal: Journal, min_gap: float, counts: Counter
-) -> list[LabelledPair]:
-    """A labelled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
+) -> list[LabeledPair]:
+    """A labeled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
 
     Missing labels come from a judge: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2. ``counts`` receives
     ``editing_unclear`` (in between) and ``editing_without_answer`` (no score; the next run asks again).
@@ -175,25 +175,25 @@ def editing_pairs(
     Raises:
         PacoRewardError: The server stopped answering, or gives no scores.
     """
-    pairs: list[LabelledPair] = []
-    unlabelled: list[tuple[str, LabelledPair]] = []
+    pairs: list[LabeledPair] = []
+    unlabeled: list[tuple[str, LabeledPair]] = []
     for edit in edits:
         first, second = (_store(file, output) for file in (edit.source, edit.edited))
         for name, (kind, question) in _EDIT_QUESTIONS.items():
-            pair = LabelledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
+            pair = LabeledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
             if name in edit.labels:
                 pairs.append(pair)
             elif server is not None:
-                unlabelled.append((json.dumps([server.model, first, second, pair.question]), pair))
-    if server is None or not unlabelled:
+                unlabeled.append((json.dumps([server.model, first, second, pair.question]), pair))
+    if server is None or not unlabeled:
         return pairs
 
-    def shown(pair: LabelledPair) -> list[Pair]:
+    def shown(pair: LabeledPair) -> list[Pair]:
         return [Pair(open_image(output / pair.first), open_image(output / pair.second), pair.question)]
 
-    groups = {key: partial(shown, pair) for key, pair in unlabelled if key not in journal}
+    groups = {key: partial(shown, pair) for key, pair in unlabeled if key not in journal}
     _score_groups(server, journal, groups, "editing labels", _EDITS_AT_ONCE)
-    for key, pair in unlabelled:
+    for key, pair in unlabeled:
         if key not in journal:
             counts["editing_without_answer"] += 1
         elif abs(journal[key] - 0.5) < min_gap / 2:
@@ -211,8 +211,8 @@ def _store(file: Path, output: Path) -> str:
 
 
 def write_reasons(
-    pairs: Sequence[LabelledPair], output: Path, server: Server, journal: Journal, counts: Counter, max_tokens: int
-) -> list[LabelledPair]:
+    pairs: Sequence[LabeledPair], output: Path, server: Server, journal: Journal, counts: Counter, max_tokens: int
+) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``).
 
     Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
@@ -227,7 +227,7 @@ def write_reasons(
         for pair in pairs
     }
 
-    def messages(pair: LabelledPair) -> list[dict]:
+    def messages(pair: LabeledPair) -> list[dict]:
         return _messages([output / pair.first, output / pair.second], _reason_request(pair.question, pair.verdict))
 
     questions = {key: partial(messages, pair) for pair, key in keys.items() if key not in journal}
@@ -237,8 +237,8 @@ def write_reasons(
 
 
 def given_reasons(
-    pairs: Sequence[LabelledPair], written: Mapping[PairKey, Written], counts: Counter
-) -> list[LabelledPair]:
+    pairs: Sequence[LabeledPair], written: Mapping[PairKey, Written], counts: Counter
+) -> list[LabeledPair]:
     """The pairs whose human-written reason agrees with their label, in its image order.
 
     Counted as by ``write_reasons``, and ``reasons_missing``: pairs without a written reason.
@@ -256,7 +256,7 @@ def given_reasons(
     return _agreeing(answered, counts)
 
 
-def _agreeing(answered: Sequence[tuple[LabelledPair, str]], counts: Counter) -> list[LabelledPair]:
+def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> list[LabeledPair]:
     kept = []
     for pair, answer in answered:
         read = read_reason(answer)

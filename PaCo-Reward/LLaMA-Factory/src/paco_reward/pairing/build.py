@@ -21,7 +21,7 @@ from typing import Any
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, outputs, select
 from paco_reward.pairing.options import check, server_of
-from paco_reward.pairing.records import TEST, TRAIN, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import TEST, TRAIN, LabeledPair, PromptItem, Ranking
 from paco_reward.preflight import check_images
 from paco_reward.server import Server
 
@@ -55,12 +55,12 @@ def build(options: Namespace) -> dict[str, Any]:
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
     counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
-    datasets: dict[str, list[LabelledPair]] = {}
+    datasets: dict[str, list[LabeledPair]] = {}
     if items:
         rankings = _rankings(options, by_folder, server, ranked, counts)
         if options.sets_only:
             return _finish(options, counts, datasets)
-        labelled = select.pairs_of_rankings(
+        labeled = select.pairs_of_rankings(
             rankings,
             by_folder,
             yes_ranks=options.yes_ranks,
@@ -70,11 +70,11 @@ def build(options: Namespace) -> dict[str, Any]:
             counts=counts,
         )
         decided = {item.group: item.split for item in items if item.split}
-        datasets |= _datasets(options, options.name, labelled, counts, reason_server, decided, written)
+        datasets |= _datasets(options, options.name, labeled, counts, reason_server, decided, written)
     if edits:
         journal = answers.Journal(options.output / "work" / "editing.jsonl")
-        labelled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
-        datasets |= _datasets(options, options.editing_name, labelled, counts, reason_server)
+        labeled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
+        datasets |= _datasets(options, options.editing_name, labeled, counts, reason_server)
     return _finish(options, counts, datasets)
 
 
@@ -161,23 +161,23 @@ def _rankings(
 def _datasets(
     options: Namespace,
     name: str,
-    labelled: Sequence[LabelledPair],
+    labeled: Sequence[LabeledPair],
     counts: Counter,
     reason_server: Server | None,
     decided: Mapping[str, str] = MappingProxyType({}),
     written: Mapping[inputs.PairKey, inputs.Written] | None = None,
-) -> dict[str, list[LabelledPair]]:
-    """Clean, split, balance and shuffle labelled pairs, and add reasons; by data set name.
+) -> dict[str, list[LabeledPair]]:
+    """Clean, split, balance and shuffle labeled pairs, and add reasons; by data set name.
 
     Args:
         reason_server: Writes reasons.
         decided: The split of the groups whose metadata states it.
         written: Reasons from a file.
     """
-    counts["pairs_labelled"] += len(labelled)
-    images = {image for pair in labelled for image in (pair.first, pair.second)}
+    counts["pairs_labelled"] += len(labeled)
+    images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
-    kept = select.without_duplicates(select.shuffled(labelled, options.seed), leader, counts)
+    kept = select.without_duplicates(select.shuffled(labeled, options.seed), leader, counts)
     if name == options.editing_name:
         kept = select.grouped_by_image(kept, leader)
     undecided = {pair.group for pair in kept} - set(decided)
@@ -198,8 +198,8 @@ def _datasets(
 
 
 def _split(
-    options: Namespace, pairs: Sequence[LabelledPair], testing: set[str], counts: Counter
-) -> dict[str, list[LabelledPair]]:
+    options: Namespace, pairs: Sequence[LabeledPair], testing: set[str], counts: Counter
+) -> dict[str, list[LabeledPair]]:
     """The pairs of both splits, balanced."""
     parts = {}
     for part in (TRAIN, TEST):
@@ -209,7 +209,7 @@ def _split(
     return parts
 
 
-def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabelledPair]]) -> dict[str, Any]:
+def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabeledPair]]) -> dict[str, Any]:
     stats = {
         "seed": options.seed,
         "counts": {name: value for name, value in counts.items() if value},
@@ -221,7 +221,7 @@ def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[Labell
             losses += ("unbalanced", "reasons_contradicting", "reasons_missing")
             lost = ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"
             raise PacoRewardError(
-                f"no balanced pairs are left of {counts['pairs_labelled']} labelled ones ({lost}); add images or "
+                f"no balanced pairs are left of {counts['pairs_labelled']} labeled ones ({lost}); add images or "
                 "rankings, or loosen --min_gap, --duplicate_bits or --yes_ranks and --no_ranks"
             )
         outputs.write_datasets(options.output, datasets)
@@ -230,7 +230,7 @@ def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[Labell
     return stats
 
 
-def _numbers(pairs: Sequence[LabelledPair]) -> dict[str, int]:
+def _numbers(pairs: Sequence[LabeledPair]) -> dict[str, int]:
     """Pairs, Yes, No, different images and groups (themes, or sources of edits) of one data set."""
     yes = sum(pair.label for pair in pairs)
     images = {name for pair in pairs for name in (pair.first, pair.second)}

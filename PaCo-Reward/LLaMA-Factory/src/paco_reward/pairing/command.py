@@ -48,7 +48,7 @@ SUMMARY = {
     "edits": "editing rows",
     "editing_unclear": "- editing questions with an unsure judge",
     "editing_without_answer": "- editing questions without an answer",
-    "pairs_labelled": "labelled pairs",
+    "pairs_labelled": "labeled pairs",
     "near_duplicate": "- two images that are near-duplicates",
     "repeated": "- near-duplicates of another pair",
     "repeated_disputed": "- near-duplicates with different labels",

@@ -14,7 +14,7 @@ from paco_judge.grid import split_image
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG
-from paco_reward.pairing.records import LabelledPair, PromptItem
+from paco_reward.pairing.records import LabeledPair, PromptItem
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     return count
 
 
-def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabelledPair]]) -> None:
+def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]]) -> None:
     """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json."""
     info = {}
     for name, pairs in datasets.items():
@@ -103,7 +103,7 @@ def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabelledPair]])
     write_json(output / "dataset_info.json", info)
 
 
-def write_samples(output: Path, datasets: Mapping[str, Sequence[LabelledPair]]) -> None:
+def write_samples(output: Path, datasets: Mapping[str, Sequence[LabeledPair]]) -> None:
     """samples.png: the first pairs of each label of each data set, with answer and question."""
     samples = [
         (name, pair)

@@ -85,7 +85,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class LabelledPair:
+class LabeledPair:
     """Two images (paths relative to the data set's folder), the question about them and its answer.
 
     ``kind``: ``theme``, ``editing_consistency`` or ``editing_instruction``. ``group``: the unit of the train/test

@@ -16,7 +16,7 @@ import numpy as np
 from paco_judge.questions import theme_question
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import connected
-from paco_reward.pairing.records import CandidateSet, LabelledPair, PromptItem, Ranking
+from paco_reward.pairing.records import CandidateSet, LabeledPair, PromptItem, Ranking
 
 THUMBNAIL = 16
 LARGEST_RMS = 6.0
@@ -81,17 +81,17 @@ def pairs_of_rankings(
     min_gap: float,
     seed: int,
     counts: Counter,
-) -> list[LabelledPair]:
-    """The labelled pairs of all rankings, each pair of images once, in an order of the two chosen by the seed.
+) -> list[LabeledPair]:
+    """The labeled pairs of all rankings, each pair of images once, in an order of the two chosen by the seed.
 
     Where rankings disagree on a pair the majority decides; a tie leaves it out. ``counts`` receives
     ``rankings_unclear`` (no labels), ``rankings_used``, ``pairs_merged`` (further votes) and ``pairs_disputed`` (ties).
     """
     votes: dict[tuple[str, str, str], list[bool]] = {}
     for ranking in rankings:
-        labelled = labels_of_ranking(ranking, yes_ranks, no_ranks, min_gap)
-        counts["rankings_unclear" if labelled is None else "rankings_used"] += 1
-        for name, label in labelled or []:
+        labeled = labels_of_ranking(ranking, yes_ranks, no_ranks, min_gap)
+        counts["rankings_unclear" if labeled is None else "rankings_used"] += 1
+        for name, label in labeled or []:
             first, second = sorted((ranking.ref_image, name))
             votes.setdefault((ranking.folder, first, second), []).append(label)
     pairs = []
@@ -105,7 +105,7 @@ def pairs_of_rankings(
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
         item = items[folder]
-        pairs.append(LabelledPair(*shown, theme_question(item.theme), yes > no, "theme", item.group))
+        pairs.append(LabeledPair(*shown, theme_question(item.theme), yes > no, "theme", item.group))
     return pairs
 
 
@@ -157,14 +157,14 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
     return found
 
 
-def without_duplicates(pairs: Sequence[LabelledPair], leader: dict[str, str], counts: Counter) -> list[LabelledPair]:
+def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], counts: Counter) -> list[LabeledPair]:
     """The pairs without near-duplicates; order is kept.
 
     A theme pair of two near-duplicates is left out (``near_duplicate``): a copy says nothing about consistency. An
     editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left out (``repeated``);
     with another label, both are (``repeated_disputed``). Theme pairs are compared regardless of image order and theme.
     """
-    groups: dict[tuple, list[LabelledPair]] = {}
+    groups: dict[tuple, list[LabeledPair]] = {}
     for pair in pairs:
         shown = (leader[pair.first], leader[pair.second])
         if pair.kind == "theme" and shown[0] == shown[1]:
@@ -182,7 +182,7 @@ def without_duplicates(pairs: Sequence[LabelledPair], leader: dict[str, str], co
     return kept
 
 
-def grouped_by_image(pairs: Sequence[LabelledPair], leader: dict[str, str]) -> list[LabelledPair]:
+def grouped_by_image(pairs: Sequence[LabeledPair], leader: dict[str, str]) -> list[LabeledPair]:
     """The pairs with new groups: those that share an image, or near-duplicates of one, directly or through others."""
     groups = connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
     return [replace(pair, group=pairs[group].first) for pair, group in zip(pairs, groups, strict=True)]
@@ -199,7 +199,7 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
     return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
 
 
-def balanced(pairs: Sequence[LabelledPair], seed: int) -> list[LabelledPair]:
+def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
     kept: set[int] = set()
     for kind in {pair.kind for pair in pairs}:
@@ -215,10 +215,10 @@ def balanced(pairs: Sequence[LabelledPair], seed: int) -> list[LabelledPair]:
     return [pair for index, pair in enumerate(pairs) if index in kept]
 
 
-def shuffled(pairs: Sequence[LabelledPair], seed: int) -> list[LabelledPair]:
+def shuffled(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """The pairs in an order chosen by the seed."""
     return sorted(pairs, key=lambda pair: _pair_key(pair, seed))
 
 
-def _pair_key(pair: LabelledPair, seed: int) -> bytes:
+def _pair_key(pair: LabeledPair, seed: int) -> bytes:
     return order_key(seed, pair.kind, pair.first, pair.second, pair.question)

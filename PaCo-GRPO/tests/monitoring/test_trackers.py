@@ -1,4 +1,4 @@
-"""Trackers: the real packages, offline, and the errors where one cannot be used."""
+"""The metrics file; trackers with their real packages, offline, and the error where one cannot be used."""
 
 import json
 import os
@@ -10,24 +10,34 @@ import pytest
 from PIL import Image
 from tiny_run import ROOT, overrides_for
 
-from paco_grpo.monitoring.trackers import TrackingError, build_tracker
+from paco_grpo.monitoring.trackers import MetricsFile, TrackingError, build_tracker
 
 
-def test_missing_tracker_package_is_an_error(tmp_path, monkeypatch):
+def test_metrics_continue_where_the_run_resumes(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for epoch in range(4):
+        metrics.write({"epoch": epoch, "phase": "eval" if epoch == 2 else "train"})
+    with metrics.path.open("a") as file:
+        file.write('{"epoch": 4, "pha')  # killed while writing
+    assert [row["epoch"] for row in metrics.rows("eval")] == [2] and len(metrics.rows()) == 4
+    metrics.keep_until(1)
+    assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(TrackingError, match="pip install swanlab"):
         build_tracker("swanlab", tmp_path, "p", "r", {})
 
 
-def test_tracker_that_does_not_start_is_an_error(tmp_path, monkeypatch):
+def test_tracker_that_does_not_start(tmp_path, monkeypatch):
     def init(**arguments):
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(
-        TrackingError, match="could not be started: No API key configured. Log in with `wandb login`, set WANDB_MODE"
-    ):
+    with pytest.raises(TrackingError, match="No API key configured..*WANDB_MODE") as caught:
         build_tracker("wandb", tmp_path, "p", "r", {})
+    assert "more" not in str(caught.value)
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):

@@ -1,27 +1,23 @@
-"""scripts/generate.py draws what the evaluation draws, with every generator, and refuses what cannot be."""
+"""scripts/generate.py makes the images of the evaluation, with every policy, and refuses wrong arguments."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
+from tiny_run import ROOT
 
 from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
+from scripts import load_script
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATIONS = {"flux": "toy_t2is", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
 
 @pytest.fixture(scope="module")
 def generate():
-    spec = importlib.util.spec_from_file_location("paco_grpo_generate", ROOT / "scripts" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("generate")
 
 
 def arguments(name, model, *more):
@@ -71,27 +67,28 @@ def test_a_file_of_edits(generate, tiny_folder, tmp_path):
         assert image.width > image.height
 
 
-def test_mistakes_are_one_clear_line(generate, tiny_folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "words", "named"),
+    [
+        ("flux_kontext", "--prompt x", "--image"),
+        ("flux", "--prompt x --image FOLDER/a.png", "--image"),
+        (
+            "flux_kontext",
+            "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",
+            "--image is given 2",
+        ),
+        ("flux_kontext", "--prompt x --image FOLDER/b.png", "b.png"),
+        ("flux", "", "nothing to generate"),
+        ("flux", "--prompt x --seeds 0,a", "--seeds 0,a"),
+        ("flux", "--prompts-file FOLDER/none.txt", "none.txt"),
+        ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(generate, tiny_folder, tmp_path, capsys, name, words, named):
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n')
-    image, prompt = ["--image", tmp_path / "a.png"], ["--prompt", "x"]
-    for name, more, said in (
-        ("flux_kontext", prompt, "edits images: give --image FILE (prompt 'x' has none)"),
-        ("flux", [*prompt, *image], "generates from text alone: leave out --image"),
-        ("flux_kontext", [*prompt * 3, *image * 2], "--image is given 2 times for 3 prompts"),
-        ("flux_kontext", [*prompt, "--image", tmp_path / "b.png"], "b.png"),
-        ("flux", [], "nothing to generate"),
-        ("flux", [*prompt, "--seeds", "0,a"], "--seeds 0,a is not a list such as 0,1,2"),
-        ("flux", ["--prompts-file", tmp_path / "none.txt"], "none.txt does not exist"),
-        (
-            "flux",
-            ["--prompts-file", tmp_path / "broken.jsonl"],
-            "broken.jsonl:1: field 'prompt' must be a text, got None",
-        ),
-    ):
-        model = tiny_folder(name)  # built at its first use, with progress on stderr
-        capsys.readouterr()
-        assert generate.main(arguments(name, model, *more, "--output", tmp_path / "out")) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and said in error
+    words = words.replace("FOLDER", str(tmp_path)).split()
+    assert generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and named in error
     assert not (tmp_path / "out").exists()

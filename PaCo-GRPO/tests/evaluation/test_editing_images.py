@@ -1,4 +1,4 @@
-"""An editing run keeps its reference images, and every picture for people shows them."""
+"""An editing run keeps its reference images; contact sheets, trackers and the report show them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_policies import build
 from tiny_run import tiny_edit_options, train
 
 from paco_grpo.evaluation.pictures import captioned, contact_sheet, side_by_side
@@ -15,19 +14,18 @@ from paco_grpo.report.data import read_run
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("editing")
-    model = build("flux_kontext", folder / "model")
-    config = tiny_edit_options("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
-    train(config)
-    return Path(config.save_dir) / config.run_name
+def run_dir(tiny_folder, tmp_path_factory):
+    model, folder = tiny_folder("flux_kontext"), tmp_path_factory.mktemp("editing")
+    options = tiny_edit_options("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
+    train(options)
+    return Path(options.save_dir) / options.run_name
 
 
 def pixels(image):
     return np.asarray(image.convert("RGB"), dtype=np.int16)
 
 
-def test_references_are_kept_next_to_the_images(run_dir):
+def test_references_are_kept_with_the_images(run_dir):
     folder = run_dir / "eval" / "epoch_0001"
     rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
     assert [row["reference"] for row in rows] == [f"references/{i:05d}.png" for i in range(5)]

@@ -1,4 +1,4 @@
-"""Signs of collapse: every rule on constructed statistics, the statistics against NumPy, and a run that breaks."""
+"""Signs of collapse: every limit on constructed statistics, the statistics against NumPy, and a run that collapses."""
 
 import dataclasses
 import logging
@@ -54,7 +54,7 @@ def test_each_limit(limit):
     assert judge_epoch(rows, dataclasses.replace(LIMITS, **{limit: wider}), 2) == []
 
 
-def test_limits_hold_both_ways_and_need_a_past():
+def test_limits_apply_in_both_directions_and_need_earlier_epochs():
     for name in ("pixel_std", "latent_std"):
         (finding,) = judge_epoch([WELL | {f"health/{name}_vs_first": 0.4}], LIMITS, 2)
         assert finding.sign == "max_contrast_change"
@@ -78,7 +78,7 @@ def evaluation(**means):
     return row
 
 
-def test_trained_rewards_next_to_evaluation_only_ones():
+def test_trained_rewards_against_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
@@ -88,7 +88,8 @@ def test_trained_rewards_next_to_evaluation_only_ones():
     assert judge_evaluation([first], ["judge"], LIMITS) == []
     wider = load("t2is", *{"health.max_reward_divergence": "8"}.items()).health
     assert judge_evaluation([first, hacked], ["judge"], wider) == []
-    assert changes_since_first([first, hacked], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
+    summary = changes_since_first([first, hacked], ["judge"])
+    assert "judge +0.4000" in summary and "oracle -0.3000" in summary
     assert changes_since_first([first], ["judge"]) == ""
 
 
@@ -138,12 +139,11 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     assert alone.measure()["health/kl_base"] == pytest.approx(kl, rel=1e-4)
 
 
-def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
-    """On random weights too: the probe reports it after the first update, and the state is saved."""
+def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplog):
     changes = {"train__learning_rate": 3.0, "num_epochs": 4, "save_freq": 0}
     with caplog.at_level(logging.WARNING):
         config = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
-        with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate is too high"):
+        with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate"):
             train(config)
     assert "config.health.max_velocity_change" in caplog.text
     assert (Path(config.save_dir) / "run" / "checkpoints" / ckpt.checkpoint_name(1) / "state").is_dir()
@@ -154,7 +154,7 @@ def test_a_learning_rate_far_too_high_is_seen(tiny_flux_dir, tmp_path, caplog):
 
 def test_evaluation_only_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
     weights = []
-    for name, watch in (("plain", False), ("watching", True)):
+    for name, watch in (("plain", False), ("monitored", True)):
         config = tiny_options(
             tiny_flux_dir, tmp_path, run_name=name, num_epochs=1, train__watch_test_rewards=watch,
             test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}", health__probe_images=0,

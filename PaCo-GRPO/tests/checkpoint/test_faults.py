@@ -1,0 +1,105 @@
+"""Runs that are killed, stopped, or out of disk: checkpoints are whole, and a resumed run ends with the same bits."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from forked_runs import (
+    FAILED,
+    STOPPED,
+    Fault,
+    checkpoints,
+    fill_disk,
+    images_scored,
+    lose_log_probs,
+    message,
+    rows,
+    run,
+    run_to_end,
+    state,
+    terminate,
+)
+
+IMAGES = 16  # an epoch; in batches of 4: 4 batches on one process, 2 on each of two
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_flux_dir, tmp_path_factory):
+    """Number of processes → folder of a run without faults."""
+    folders = {}
+
+    def of(processes):
+        if processes not in folders:
+            folders[processes] = tmp_path_factory.mktemp("uninterrupted")
+            run_to_end(tiny_flux_dir, folders[processes], processes)
+        return folders[processes]
+
+    return of
+
+
+def kills(processes: int) -> dict[str, Fault]:
+    """In the second epoch, in the middle of each phase."""
+    batches = IMAGES // 4 // processes
+    return {
+        "sampling": Fault("decode", batches + 2),
+        "reward": Fault("score", batches + 1, after=True),
+        "training": Fault("update", 4),
+        "saving": Fault("write", 7),
+        "committing": Fault("commit", 2),
+    }
+
+
+def assert_resumes(flux: Path, folder: Path, expected: Path, processes: int = 1) -> None:
+    """The resumed run ends with the bits of an uninterrupted one."""
+    run_to_end(flux, folder, processes, resume_from="latest")
+    assert state(folder, 3) == state(expected, 3)
+    assert rows(folder) == rows(expected)
+
+
+@pytest.mark.parametrize(
+    ("phase", "processes"),
+    [
+        pytest.param(phase, n, marks=pytest.mark.slow if (phase, n) == ("reward", 1) else pytest.mark.long)
+        for phase in kills(1)
+        for n in (1, 2)
+    ],
+)
+def test_killed_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_path, phase, processes):
+    killed = run(tiny_flux_dir, tmp_path, processes, kills(processes)[phase])
+    assert killed == [-signal.SIGKILL] * processes
+    assert [name for name in checkpoints(tmp_path) if not name.startswith(".")] == ["epoch_0001"]
+    assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(processes), processes)
+    assert checkpoints(tmp_path) == ["epoch_0001", "epoch_0002", "epoch_0003"]
+    # Only what was in flight at the kill is asked for again: at most a batch a process.
+    again = images_scored(tmp_path) - images_scored(uninterrupted(processes))
+    assert 0 <= again <= 4 * processes
+    if phase in ("training", "saving", "committing") or (phase, processes) == ("reward", 1):
+        assert again == 0
+
+
+@pytest.mark.slow
+def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted, tiny_flux_dir, tmp_path):
+    fault = Fault("decode", 3, terminate, rank=1)
+    assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0) == [STOPPED] * 2
+    assert "--config.run_name=run --config.resume_from=latest" in message(tmp_path, rank=1)
+    assert checkpoints(tmp_path) == ["epoch_0001"]
+    assert images_scored(tmp_path) <= IMAGES + 8  # the second epoch's first batches, not its last
+    assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
+
+
+@pytest.mark.slow
+def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_path):
+    """The system refuses writes beyond a size, in the middle of the second checkpoint."""
+    assert run(tiny_flux_dir, tmp_path, 1, Fault("begin", 2, fill_disk, after=True)) == [FAILED]
+    assert "epoch_0002" in message(tmp_path) and "epoch_0001 is intact" in message(tmp_path)
+    assert checkpoints(tmp_path) == ["epoch_0001"]
+    assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(1))
+
+
+@pytest.mark.slow
+def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_dir, tmp_path):
+    fault = Fault("backward", 2, lose_log_probs, rank=1)
+    assert run(tiny_flux_dir, tmp_path, 2, fault, num_epochs=1, train__batch_size=4) == [STOPPED] * 2
+    assert "another process, in epoch 1 before optimizer step 2" in message(tmp_path, rank=0)
+    assert "the loss is nan in the batch of samples [" in message(tmp_path, rank=1)
+    assert checkpoints(tmp_path) == ["stopped_epoch_0001"]

@@ -1,0 +1,201 @@
+"""However weights are spread over however many processes: the same advantages, losses and weights; and memory shared."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import DistributedType
+from forked_runs import (
+    COMPARABLE,
+    TOLERANCE,
+    assert_same_training,
+    images_scored,
+    observed,
+    rows,
+    run_to_end,
+    state,
+    weights,
+)
+from safetensors.torch import load_file
+from tiny_run import tiny_options
+
+from paco_grpo.distributed.launch import build_strategy
+from paco_grpo.options import ConfigError
+from paco_grpo.training.build import build_run
+
+PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
+NFT = {"train__loss_type": "nft", "train__max_grad_norm": 1e3}
+FULL = {"use_lora": False, "train__learning_rate": 1e-3}
+FSDP2 = {"train__sharding": "fsdp2"}
+
+
+def write_uneven_prompts(folder: Path) -> None:
+    """Items of two shapes, so that processes differ in their number of batches."""
+    folder.mkdir(parents=True)
+    for split, count in (("train", 5), ("test", 3)):
+        lines = [
+            {"prompt": f"{i}{split} 1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 64 if i % 3 else 16}
+            for i in range(count)
+        ]
+        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux_dir, tmp_path_factory):
+    """Folder of a finished run of so many processes; each is run once."""
+    done = {}
+
+    def of(processes: int, uneven: bool = False, **changes):
+        key = (processes, uneven, *sorted(changes.items()))
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("run")
+            options = COMPARABLE | changes
+            if uneven:
+                write_uneven_prompts(done[key] / "prompts")
+                options |= {"sample__unique_sample_num_per_epoch": 4, "without": "1train"}
+            run_to_end(tiny_flux_dir, done[key], processes, **options)
+        return done[key]
+
+    return of
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def launched(kind: DistributedType, **state):
+    """What ``build_strategy`` asks of accelerate."""
+    return SimpleNamespace(
+        distributed_type=kind, num_processes=2, device=torch.device("cpu"), state=SimpleNamespace(**state)
+    )
+
+
+def zero(stage, **options):
+    settings = {"zero_optimization": {"stage": stage, **options}}
+    return launched(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(deepspeed_config=settings))
+
+
+def fsdp(version):
+    settings = {"fsdp_version": version, "activation_checkpointing": False, "reshard_after_forward": True,
+                "cpu_offload": None, "transformer_cls_names_to_wrap": None}  # fmt: skip
+    return launched(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(**settings))
+
+
+CPUS = launched(DistributedType.MULTI_CPU)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "named"),
+    [
+        (CPUS, FSDP2 | {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
+        (CPUS, FSDP2 | {"sample__tail_weights": "int8"}, "config.sample.tail_weights='int8'"),
+        (CPUS, FSDP2 | {"speed__compile": True}, "config.speed.compile=True"),
+        (fsdp(2), {"pretrained__quantize": "nf4"}, "config.pretrained.quantize='nf4'"),
+        (fsdp(1), {}, "fsdp_version: 2"),
+        (zero(3), {}, "fsdp2.yaml"),
+        (zero(2, offload_optimizer={"device": "nvme"}), {}, "nvme"),
+        (zero(2), FSDP2, "config.train.sharding='fsdp2'"),
+        (zero(2), {"train__use_8bit_adam": True}, "config.train.use_8bit_adam=True"),
+        (launched(DistributedType.MEGATRON_LM), {}, "accelerate_configs"),
+    ],
+)
+def test_unsupported_combination_is_refused(tiny_flux_dir, tmp_path, accelerator, changes, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "name"),
+    [
+        (CPUS, {}, "replicated"),
+        (CPUS, FSDP2, "fsdp2"),
+        (fsdp(2), {}, "fsdp2"),
+        (zero(1), {}, "deepspeed-zero1"),
+        (zero(2, offload_optimizer={"device": "cpu"}), {}, "deepspeed-zero2"),
+    ],
+)
+def test_strategy_follows_the_launcher(tiny_flux_dir, tmp_path, accelerator, changes, name):
+    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
+
+
+def test_falling_back_to_replicas_is_logged(tiny_flux_dir, tmp_path, caplog, monkeypatch):
+    build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
+    assert "config.train.sharding='fsdp2', but there is only one process" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path), CPUS).name == "replicated"
+    assert "fsdp2.yaml" in caplog.text
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "processes", "strategy"),
+    [
+        pytest.param(
+            objective, n, strategy, id=f"{objective['train__loss_type']}-{n}-{strategy.get('train__sharding', 'ddp')}",
+            marks=pytest.mark.slow if objective is PPO and n == 2 else pytest.mark.long,
+        )
+        for objective in (PPO, NFT) for n in (2, 4) for strategy in ({}, FSDP2)
+    ],
+)  # fmt: skip
+def test_more_processes_change_nothing(trained, objective, processes, strategy):
+    assert_same_training(trained(1, **objective), trained(processes, **objective, **strategy))
+
+
+@pytest.mark.parametrize(
+    "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_each_process_holds_its_part_of_the_base_and_scores_its_own_images(trained, processes):
+    folder = trained(processes, **PPO, **FSDP2)
+    parts = [observed(folder, rank) for rank in range(processes)]
+    assert sum(part["base_here"] for part in parts) == parts[0]["base"]
+    assert all(part["sharded"] == [True] and part["lora_whole"] for part in parts)
+    # rows are not divisible in every matrix, so parts are equal up to a few rows
+    assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / processes
+    # Training: 16 images in each of two epochs; evaluation: 5 images, dealt out.
+    evaluated = [len(range(rank, 5, processes)) for rank in range(processes)]
+    assert [images_scored(folder, rank) for rank in range(processes)] == [2 * 16 // processes + n for n in evaluated]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
+def test_uneven_work_does_not_hang_and_changes_nothing(trained, processes):
+    """Two image sizes and a prompt without scores: processes differ in their batches of sampling, training and
+    evaluation; where a forward is a collective operation, those with fewer batches join the others'."""
+    changes = PPO | {"sample__merge_lora": True, "enable_gradient_checkpointing": True, "sample__batch_size": 2}
+    one = trained(1, uneven=True, **changes)
+    assert_same_training(one, trained(processes, uneven=True, **changes, **FSDP2))
+
+
+@pytest.mark.long
+def test_training_everything(trained):
+    """Without LoRA, parameters, gradients and optimizer are sharded too."""
+    one, two = trained(1, **FULL), trained(2, **FULL, **FSDP2)
+    assert_same_training(one, two)
+    assert observed(two)["optimizer_here"] < 0.6 * observed(one)["optimizer_here"]
+    alone, sharded = (folder / "runs" / "run" / "checkpoints" / "epoch_0002" / "transformer" for folder in (one, two))
+    assert (alone / "config.json").read_text() == (sharded / "config.json").read_text()
+    (name,) = (path.name for path in alone.glob("*.safetensors"))
+    torch.testing.assert_close(load_file(sharded / name), load_file(alone / name), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [PPO, FULL], ids=["lora", "full"])
+def test_resume_is_bit_identical(trained, tiny_flux_dir, changes):
+    options = changes | FSDP2 | {"save_freq": 1}
+    whole, half = trained(2, **options), trained(2, **options, num_epochs=1)
+    run_to_end(tiny_flux_dir, half, 2, **COMPARABLE | options, resume_from="latest")
+    assert state(whole, 2) == state(half, 2)
+
+
+@pytest.mark.long
+def test_bf16_base_with_float32_adapters(trained):
+    """Another micro-batch rounds differently in bfloat16, so only the size of the numbers is compared."""
+    one, two = (trained(n, **PPO, mixed_precision="bf16", **strategy) for n, strategy in ((1, {}), (2, FSDP2)))
+    assert observed(two)["dtypes"] == ["torch.bfloat16"] and observed(two)["sharded"] == [True]
+    assert rows(two)[0]["train/grad_norm"] == pytest.approx(rows(one)[0]["train/grad_norm"], rel=0.3)
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=5e-3)

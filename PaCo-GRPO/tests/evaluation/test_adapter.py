@@ -1,0 +1,160 @@
+"""Evaluations and adapters: plain diffusers reads them, scripts/evaluate.py repeats them, model cards describe them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import FluxPipeline
+from fakes import fake_judge
+from PIL import Image
+from tiny_run import rows_of, tiny_options, train
+
+from paco_grpo.evaluation.evaluate import evaluation_set, summarize
+from paco_grpo.options import options_to_yaml
+from paco_grpo.policies import load_policy
+from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.training.build import load_adapter
+from paco_grpo.types import Item
+from scripts import load_script
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux_dir, tmp_path_factory):
+    """A run's options, its last checkpoint, and that epoch's evaluation."""
+    options = tiny_options(
+        tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05, sample__merge_lora=False
+    )
+    train(options)
+    folder = Path(options.save_dir) / options.run_name
+    (folder / "saved.yaml").write_text(options_to_yaml(options))
+    return options, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
+
+
+def config_argument(options) -> list[str]:
+    return ["--config", str(Path(options.save_dir) / options.run_name / "saved.yaml")]
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image, np.int16)
+
+
+def data(folder):
+    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
+
+
+def test_evaluation_set_repeats_items_with_new_seeds():
+    items = [Item(i, str(i)) for i in range(3)]
+    chosen = evaluation_set(items, 7, seed=5)
+    assert [item.item_id for item, _ in chosen] == [0, 1, 2, 0, 1, 2, 0]
+    assert len({seed for _, seed in chosen}) == 7
+    assert evaluation_set(items, None, 5) == chosen[:3]
+    assert {s for _, s in evaluation_set(items, 7, 6)}.isdisjoint(s for _, s in chosen)
+
+
+def test_summary_against_numpy():
+    summary = summarize(np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]]), ["a", "b"])
+    assert summary["eval/a_mean"] == pytest.approx(4.0)
+    assert summary["eval/a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
+    assert (summary["eval/b_mean"], summary["eval/num_images"]) == (5.5, 3)
+    assert summary["eval/missing_share"] == pytest.approx(1 / 3)
+
+
+def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
+    options, checkpoint, evaluation = trained
+    policy = load_policy(options.pretrained.model, max_sequence_length=16)
+    pipe = FluxPipeline.from_pretrained(options.pretrained.model)
+    distances = []
+    for adapter in (None, checkpoint / "diffusers"):
+        if adapter:
+            pipe.load_lora_weights(str(adapter))
+        for row in data(evaluation)[:2]:
+            image = pipe(
+                row["prompt"], height=32, width=32, num_inference_steps=2, max_sequence_length=16,
+                guidance_scale=options.sample.guidance_scale, latents=policy.initial_latents([row["seed"]], 32, 32),
+            ).images[0]  # fmt: skip
+            distances.append(np.abs(np.asarray(image, np.int16) - pixels(evaluation / row["file"])).max())
+    assert min(distances[:2]) > 3 and max(distances[2:]) <= 1
+
+
+@pytest.mark.parametrize("place", ["", "adapter", "diffusers"])
+def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
+    options, checkpoint, evaluation = trained
+    metrics = load_script("evaluate").evaluate_adapter(options, str(checkpoint / place), tmp_path)
+    for one, two in zip(data(evaluation), data(tmp_path), strict=True):
+        assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
+        assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
+    row = rows_of(options, "eval")[-1]
+    for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
+        assert metrics[name] == pytest.approx(row[name], abs=0.1)
+
+
+def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
+    options, _, evaluation = trained
+    arguments = [*config_argument(options), "--output", str(tmp_path / "out"), "--config.test.batch_size=1"]
+    main = load_script("evaluate").main
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "| category | images | brightness |" in table and "| all | 5 |" in table
+    assert any(
+        np.abs(pixels(evaluation / row["file"]) - pixels(tmp_path / "out" / row["file"])).max() > 3
+        for row in data(evaluation)
+    )
+    assert "eval/brightness_mean" in json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert main([*arguments, "--adapter", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_categories_are_means_of_their_images(trained):
+    options, _, evaluation = trained
+    even = [row["rewards"]["brightness"] for row in data(evaluation) if row["category"] == "even"]
+    error = np.std(even, ddof=1) / np.sqrt(len(even))
+    table = (evaluation / "categories.md").read_text()
+    assert f"| even | {len(even)} | {np.mean(even):.4f} ± {error:.4f} |" in table
+    assert rows_of(options, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
+
+
+@pytest.mark.parametrize(("name", "library"), [("adapter", "peft"), ("diffusers", "diffusers")])
+def test_model_card(trained, name, library):
+    options, checkpoint, _ = trained
+    text = (checkpoint / name / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == options.pretrained.model
+    assert (head["library_name"], head["pipeline_tag"]) == (library, "text-to-image")
+    assert "| `tiny_run:brightness` | 1 |" in text and options.dataset in text
+    last = rows_of(options, "eval")[-1]  # of this very epoch, though the checkpoint was saved before it
+    assert f"After epoch 2, {last['eval/num_images']:.0f} images" in text
+    assert f"| `brightness` | {last['eval/brightness_mean']:.4f} ±" in text
+    assert options_to_yaml(options) in text
+
+
+def test_load_adapter(trained, tmp_path):
+    policy = load_policy(trained[0].pretrained.model)
+    (tmp_path / "transformer").mkdir()
+    with pytest.raises(PolicyLoadError, match="without LoRA"):
+        load_adapter(policy, str(tmp_path))
+    load_adapter(policy, str(trained[1]))
+    assert any(p.abs().sum() > 0 for n, p in policy.transformer.named_parameters() if ".lora_B." in n)
+    assert all(torch.isfinite(p).all() for p in policy.transformer.parameters())
+
+
+def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
+    options, checkpoint, _ = trained
+    arguments = [*config_argument(options), "--adapter", str(checkpoint), "--seeds", "0,1"]
+    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
+    arguments += ["--output", str(tmp_path / "out")]
+    main = load_script("generate").main
+    with fake_judge.FakeJudge() as judge:
+        assert main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B"]) == 0
+        assert len(judge.requests) == 4
+    rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["judge"]) for row in rows] == [
+        (f"{item:05d}_seed{seed}.png", pytest.approx(0.75)) for item in (0, 1) for seed in (0, 1)
+    ]
+    with Image.open(tmp_path / "out" / "sheet.png") as sheet:
+        assert sheet.height > sheet.width  # a line below each picture
+    assert main([*arguments, "--judge", judge.url]) == 2
+    assert judge.url in capsys.readouterr().err

@@ -1,0 +1,300 @@
+"""Tiny runs of one or more processes, observed from inside or hit by a fault: killed, out of disk, not finite.
+
+The processes are forked from a server that has everything imported, so a run costs little more than its own work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import brightness, overrides_for, tiny_options
+from torch.distributed.tensor import DTensor
+
+import paco_grpo.policies.flux  # imported in the server, not in each run
+from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.rewards.queue import JournaledReward
+from paco_grpo.training.build import build_run
+from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.update import Updater
+
+RUN = {
+    "num_epochs": 3, "save_freq": 1, "train__gradient_step_per_epoch": 2, "sample__num_images_per_prompt": 8,
+    "train__reward_fn": "{'forked_runs:counted': 1}",
+}  # fmt: skip
+# For comparing numbers of processes. Adam's epsilon is large, because with a tiny one the first step is the sign of the
+# gradient, and rounding of gradients near 0 then shows at full size. Weights move by about 1e-4 a step.
+COMPARABLE = {
+    "num_epochs": 2, "save_freq": 2, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2, "test__num_images": 5,
+    "train__max_missing_reward_fraction": 1,
+}  # fmt: skip
+TOLERANCE = 1e-6
+FAILED, STOPPED = 2, 3
+# So that the server finds this module.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+def counted(folder: str, without: str = ""):
+    """brightness, NaN for prompts that begin with ``without``; each process counts its images in ``folder``."""
+    score = brightness()
+
+    def count_then_score(images, items):
+        with (Path(folder) / f"scored_{os.environ.get('RANK', '0')}").open("a") as out:
+            out.write(f"{len(images)}\n")
+        scores = score(images, items)
+        if without:
+            scores[[item.prompt.startswith(without) for item in items]] = np.nan
+        return scores
+
+    return count_then_score
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def kill(*_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(*_) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill_disk(*_) -> None:
+    """From now on no file can grow beyond 4 KiB: the system refuses the write, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def lose_log_probs(updater, rollouts, *_) -> None:
+    for part in rollouts.parts:
+        for step in part.noise_steps:
+            step.log_prob.fill_(float("nan"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``action`` at call number ``at_call`` of a method, in process ``rank`` alone."""
+
+    method: str
+    at_call: int
+    action: Callable = kill
+    after: bool = False
+    rank: int = 0
+
+
+_METHODS = {
+    "decode": (paco_grpo.policies.flux.FluxPolicy, "decode"),
+    "score": (JournaledReward, "__call__"),
+    "backward": (Updater, "_backward"),
+    "update": (Updater, "_optimizer_step"),
+    "write": (ckpt, "save_tensors"),
+    "begin": (ckpt.CheckpointWriter, "begin"),
+    "commit": (ckpt.CheckpointWriter, "commit"),
+}
+
+
+def injected(fault: Fault):
+    """A context in which ``fault`` happens."""
+    owner, name = _METHODS[fault.method]
+    original, calls = getattr(owner, name), []
+
+    def method(*arguments, **keywords):
+        calls.append(1)
+        now = len(calls) == fault.at_call
+        if now and not fault.after:
+            fault.action(*arguments)
+        result = original(*arguments, **keywords)
+        if now and fault.after:
+            fault.action(*arguments)
+        return result
+
+    return mock.patch.object(owner, name, method)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _main(
+    rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, fault: Fault | None, before
+) -> None:
+    sys.stderr = (folder / f"stderr_{rank}").open("w")
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    if processes > 1:
+        os.environ |= {
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+    if before:
+        before()
+    try:
+        with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
+            trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
+            observe(trainer, folder)
+            trainer.fit()
+    except (TrainingStopped, ckpt.CheckpointError, OSError) as error:
+        (folder / f"message_{rank}").write_text(str(error))
+        sys.exit(STOPPED if isinstance(error, TrainingStopped) else FAILED)
+
+
+def run(
+    flux: Path,
+    folder: Path,
+    processes: int = 1,
+    fault: Fault | None = None,
+    before: Callable | None = None,
+    without: str = "",
+    **changes,
+) -> list[int]:
+    """Exit status of each process; when one is killed, so are the others, as by a launcher.
+
+    Args:
+        before: Called in each process before anything else.
+        without: Prompts that begin so get no score.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    overrides_for(flux, folder)  # writes the prompts
+    kwargs = {"forked_runs:counted": {"folder": str(folder), "without": without}}
+    changes = RUN | {"train__reward_fn_kwargs": repr(kwargs)} | changes
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forked_runs"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, fault, before))
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    multiprocessing.connection.wait([process.sentinel for process in started])
+    if any(process.exitcode == -signal.SIGKILL for process in started):
+        for process in started:
+            process.kill()
+    for process in started:
+        process.join(240)
+    return [process.exitcode for process in started]
+
+
+def run_to_end(flux: Path, folder: Path, processes: int = 1, **options) -> None:
+    """``run``, which must succeed."""
+    status = run(flux, folder, processes, **options)
+    assert status == [0] * processes, [
+        (folder / f"stderr_{rank}").read_text()[-2000:] for rank in range(processes)
+    ]  # fmt: skip
+
+
+def observe(trainer, folder: Path) -> None:
+    """Write down how much of the transformer this process holds, and the advantages of every epoch."""
+    updater, rank = trainer.run.updater, trainer.accelerator.process_index
+    named = list(trainer.state.policy.transformer.named_parameters())
+    base = [p for name, p in named if "lora_" not in name]
+    seen = {
+        "strategy": trainer.run.state.strategy.name,
+        "base": sum(p.numel() for p in base),
+        "base_here": sum(_local(p).numel() for p in base),
+        "sharded": sorted({isinstance(p, DTensor) for p in base}),
+        "lora_whole": not any(isinstance(p, DTensor) for name, p in named if "lora_" in name),
+        "dtypes": sorted({str(p.dtype) for p in base}),
+        "advantages": [],
+    }
+    original = updater.run
+
+    def update(rollouts, item_ids, advantages, kept, epoch):
+        seen["advantages"].append(np.where(kept, advantages, 0).tolist())
+        result = original(rollouts, item_ids, advantages, kept, epoch)
+        optimizer = getattr(updater.state.optimizer, "optimizer", updater.state.optimizer)  # DeepSpeed's holds another
+        seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in optimizer.state.values())
+        (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
+        return result
+
+    updater.run = update
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def observed(folder: Path, rank: int = 0) -> dict:
+    """What ``observe`` wrote."""
+    return json.loads((folder / f"observed_{rank}.json").read_text())
+
+
+def message(folder: Path, rank: int = 0) -> str:
+    """The error with which a process ended."""
+    return (folder / f"message_{rank}").read_text()
+
+
+def images_scored(folder: Path, rank: int | str = "*") -> int:
+    """Images that the reward was asked for, over all runs in ``folder``."""
+    return sum(int(line) for path in folder.glob(f"scored_{rank}") for line in path.read_text().splitlines())
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Everything in the folder of checkpoints."""
+    return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").iterdir())
+
+
+def _state_folder(folder: Path, epoch: int) -> Path:
+    return folder / "runs" / "run" / "checkpoints" / ckpt.checkpoint_name(epoch) / "state"
+
+
+def state(folder: Path, epoch: int) -> dict[str, bytes]:
+    """Every file of a checkpoint's state, except how long things took."""
+    files = _state_folder(folder, epoch).iterdir()
+    return {path.name: path.read_bytes() for path in files if path.name != "trainer.json"}
+
+
+def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, torch.Tensor]:
+    """Of a checkpoint; ``name`` may be "ema", too."""
+    return load_file(_state_folder(folder, epoch) / f"{name}.safetensors")
+
+
+def rows(folder: Path) -> list[dict]:
+    """metrics.jsonl without times."""
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in ("time", "train_time") and not k.startswith("time/")}
+        for line in lines
+    ]
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    """Advantages, numbers of every epoch and evaluation, and weights, which did change."""
+    # rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal
+    np.testing.assert_allclose(observed(one)["advantages"], observed(other)["advantages"], rtol=0, atol=5e-3)
+    for a, b in zip(rows(one), rows(other), strict=True):
+        assert [a[key] for key in ("phase", "epoch", "step")] == [b[key] for key in ("phase", "epoch", "step")]
+        for key, value in a.items():
+            if key.startswith(("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")):
+                assert b[key] == pytest.approx(value, rel=2e-3, abs=1e-6), key
+    evaluations = [folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl" for folder in (one, other)]
+    seeds = [[json.loads(line)["seed"] for line in path.read_text().splitlines()] for path in evaluations]
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 5
+    assert_same_weights(one, other)
+    pairs = zip(weights(one).values(), weights(one, "ema").values(), strict=True)
+    assert max(float((weight - average).abs().max()) for weight, average in pairs) > 10 * TOLERANCE
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Also the averaged ones; after the second epoch."""
+    for name in ("trainable", "ema"):
+        torch.testing.assert_close(weights(other, name), weights(one, name), rtol=0, atol=TOLERANCE)

@@ -1,0 +1,99 @@
+"""Training started by its scripts: exit status, error messages, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from forked_runs import weights
+from tiny_run import ROOT, overrides_for, write_edits
+
+from scripts import load_script
+
+SINGLE_NODE = ROOT / "scripts" / "single_node"
+
+
+def start(script: str, name: str, overrides: dict[str, str], processes: int = 1) -> subprocess.Popen:
+    options = [f"--config.{key}={value}" for key, value in overrides.items()]
+    environment = os.environ | {
+        "PYTHON": sys.executable, "NUM_PROCESSES": str(processes), "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
+    }  # fmt: skip
+    command = ["bash", str(SINGLE_NODE / script), name, *options]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution?"),
+        ({"pretrained__model": "/no/such/model"}, "/no/such/model"),
+        ({"dataset": "/no/such/prompts"}, "config.dataset"),
+        (
+            {
+                "train__reward_fn": "{'consistency_score': 1}",
+                "train__reward_fn_kwargs": "{'consistency_score': {'base_url': 'http://127.0.0.1:9'}}",
+            },
+            "vllm_server/launch.sh",
+        ),
+    ],
+    ids=["option", "model", "prompts", "judge"],
+)
+def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, named):
+    overrides = overrides_for(tiny_flux_dir, tmp_path, **changes)
+    options = [f"--config.{key}={value}" for key, value in overrides.items()]
+    assert load_script("train").main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and named in error
+
+
+@pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])
+def test_configuration_name_is_required(script):
+    result = subprocess.run(["bash", SINGLE_NODE / script], check=False, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
+
+
+@pytest.mark.slow
+def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
+    overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=10000, save_freq=0, eval_freq=0)
+    process = start("train_flux.sh", "toy_t2is", overrides)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.is_file() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=550)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "--config.run_name=run --config.resume_from=latest" in error and "Traceback" not in error
+    (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert checkpoint.name == f"epoch_{last['epoch']:04d}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "name", "policy"),
+    [
+        ("train_flux_kontext.sh", "toy_kontext", "flux_kontext"),
+        ("train_qwenimage_edit.sh", "toy_qwen_edit", "qwen_image_edit"),
+    ],
+)
+def test_editors_train_with_one_process_and_with_two(tiny_folder, tmp_path, script, name, policy):
+    """To the same weights, within rounding."""
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        changes = {"num_epochs": 1, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2}
+        overrides = overrides_for(tiny_folder(policy), folder, write_edits, **changes)
+        process = start(script, name, overrides, processes)
+        _, error = process.communicate(timeout=550)
+        assert process.returncode == 0, error
+        assert (folder / "runs" / "run" / "checkpoints" / "epoch_0001" / "diffusers").is_dir()
+        assert json.loads((folder / "runs" / "run" / "plan.json").read_text())["num_processes"] == processes
+    one, two = (weights(tmp_path / str(processes), epoch=1) for processes in (1, 2))
+    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 1e-4  # they start at 0
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
