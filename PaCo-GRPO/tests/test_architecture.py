@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "paco_grpo"
 LOOP = {"training", "evaluation", "checkpoint", "monitoring"}
-# Package → what it may import from paco_grpo besides itself and types.
+# Package → what it may import from paco_grpo besides itself, types and suggest.
 ALLOWED = {
     "options": set(),
     "data": {"options"},

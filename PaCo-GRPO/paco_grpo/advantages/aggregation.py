@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paco_grpo.options.suggest import did_you_mean
+from paco_grpo.suggest import did_you_mean
 
 GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paco_grpo.options.suggest import suggest
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
 from paco_grpo.sampling.sde import Transition
+from paco_grpo.suggest import suggest
 from paco_grpo.types import NoiseStep, Rollout
 
 

@@ -21,7 +21,7 @@ from paco_grpo.options.schema import (  # fmt: skip
     TestOptions,
     TrainOptions,
 )
-from paco_grpo.options.suggest import did_you_mean, suggest
+from paco_grpo.suggest import did_you_mean, suggest
 
 __all__ = [
     "OPTIONS", "ConfigError", "HealthOptions", "PretrainedOptions", "RunOptions", "SampleOptions", "SpeedOptions",

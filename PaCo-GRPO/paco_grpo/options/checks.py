@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from paco_grpo.options.schema import OPTIONS, Option, RunOptions
-from paco_grpo.options.suggest import did_you_mean
+from paco_grpo.suggest import did_you_mean
 
 
 class ConfigError(ValueError):

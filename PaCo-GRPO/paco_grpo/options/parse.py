@@ -22,7 +22,7 @@ from ml_collections.config_dict import placeholder
 
 from paco_grpo.options.checks import ConfigError
 from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
-from paco_grpo.options.suggest import suggestions
+from paco_grpo.suggest import suggestions
 
 _NONE = ("none", "null")
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import torch
 
-from paco_grpo.options.suggest import did_you_mean
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
 from paco_grpo.policies.performance.quantize import missing_library
+from paco_grpo.suggest import did_you_mean
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.options.suggest import did_you_mean
 from paco_grpo.rewards.errors import RewardError
+from paco_grpo.suggest import did_you_mean
 
 # A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
 if TYPE_CHECKING:

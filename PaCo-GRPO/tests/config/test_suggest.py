@@ -3,7 +3,7 @@
 import pytest
 
 from paco_grpo.options import OPTIONS, did_you_mean, suggest
-from paco_grpo.options.suggest import suggestions
+from paco_grpo.suggest import suggestions
 
 REWARDS = [
     "consistency_score", "consistency_for_editing", "subfig_clipT", "pickscore", "clipscore", "ocr", "pkg.mod:factory",

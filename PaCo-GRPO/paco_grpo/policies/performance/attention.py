@@ -9,9 +9,9 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 
-from paco_grpo.options.suggest import did_you_mean
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.performance import AccelerationError
+from paco_grpo.suggest import did_you_mean
 
 # The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the wrapper of a locally
 # built FlashAttention 3 (_flash_3) registers no gradient (the hub's does). *_hub names download a kernel.

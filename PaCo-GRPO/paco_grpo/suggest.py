@@ -1,4 +1,4 @@
-"""The name that a user probably meant."""
+"""The name that a user probably meant. Imports nothing, because reward services have only their own packages."""
 
 from __future__ import annotations
 
