@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from PIL import Image
 
 from paco_grpo.report.style import FAINT, GRID, INK, SERIES, new_figure, save_png, styled
 from paco_judge.grid import pairs, split_image
@@ -86,8 +86,6 @@ def _picture(axes, image: np.ndarray, x: float, y: float, side: float, edge: str
 
 def pairing() -> Figure:
     """Grids -> sub-figures -> pairs with answers."""
-    from PIL import Image
-
     with styled():
         figure, axes = _canvas(10.4, 3.9)
         grids, shown = _grids(2)
@@ -118,20 +116,16 @@ def pairing() -> Figure:
         return figure
 
 
-FIGURES = {"rl_loop": rl_loop, "pairing": pairing}
-
-
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Draw all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS)
-    out = parser.parse_args(argv).out
+    out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        save_png(draw(), out / f"{name}.png", dpi=170)
-        print(out / f"{name}.png")
-    return 0
+    for draw in (rl_loop, pairing):
+        save_png(draw(), out / f"{draw.__name__}.png", dpi=170)
+        print(out / f"{draw.__name__}.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

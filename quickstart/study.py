@@ -37,13 +37,8 @@ ASSETS = REPO / "assets"
 LABEL, PORT = "paco-study", "8077"
 ALIGNMENT = "paco_toy.oracle:oracle_alignment"
 MEASURES = (
-    "oracle_consistency",
-    "consistency_score",
-    "oracle_alignment",
-    "oracle_view",
-    "oracle_distinct",
-    "oracle_valid",
-)
+    "oracle_consistency", "consistency_score", "oracle_alignment", "oracle_view", "oracle_distinct", "oracle_valid",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,31 +74,24 @@ RUNS = (
 )
 
 
-def _command(run: StudyRun, minutes: float, every: int) -> list[str]:
+def _train(run: StudyRun, minutes: float, every: int) -> None:
+    path = OUT / f"{run.name}.log"
+    print(f"started {run.name}; log: {path}", flush=True)
     kwargs = f"{{'consistency_score': {{'base_url': 'http://127.0.0.1:{PORT}', 'model': '{SERVED_NAME}'}}}}"
     command = [
         "bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={run.seed}",
         f"--config.save_dir={os.path.relpath(OUT, GRPO)}", f"--config.run_name={run.name}", "--config.resume_from=latest",
         f"--config.train.resolution={run.resolution}", f"--config.max_train_minutes={minutes}", "--config.num_epochs=100000",
         f"--config.eval_freq={every}", f"--config.test.seed={1000 + run.seed}", "--config.num_threads=1",
-        f"--config.test.reward_fn_kwargs={kwargs}",
+        f"--config.test.reward_fn_kwargs={kwargs}", f"--config.train.reward_fn_kwargs={'{}' if run.reward else kwargs}",
     ]  # fmt: skip
-    if run.reward is None:
-        return [*command, f"--config.train.reward_fn_kwargs={kwargs}"]
-    return [*command, "--config.train.reward_fn={'" + run.reward + "': 1.0}", "--config.train.reward_fn_kwargs={}"]
-
-
-def _train(run: StudyRun, minutes: float, every: int) -> None:
-    path = OUT / f"{run.name}.log"
-    print(f"started {run.name}; log: {path}", flush=True)
+    if run.reward:
+        command.append("--config.train.reward_fn={'" + run.reward + "': 1.0}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
-    command = _command(run, minutes, every)
     with path.open("w") as log:
-        status = subprocess.run(
-            command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    if status != 0:
-        raise SystemExit(failure(run.name, status, path.read_text(errors="replace"), path))
+        done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise SystemExit(failure(run.name, done.returncode, path.read_text(errors="replace"), path))
     (run.folder / "study.done").touch()
     print(f"finished {run.name}", flush=True)
 
@@ -133,12 +121,11 @@ def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, fl
     """
     strata = []
     for level in (0.0, 0.25, 0.5, 0.75):
-        pair = [
-            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6]
-            for rows in (before, after)
-        ]
-        if all(pair):
-            strata.append((min(len(p) for p in pair), np.mean(pair[0]), np.mean(pair[1])))
+        first, second = (
+            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6] for rows in (before, after)
+        )
+        if first and second:
+            strata.append((min(len(first), len(second)), np.mean(first), np.mean(second)))
     if not strata:
         return float("nan"), float("nan")
     weights, first, second = np.array(strata).T
@@ -149,24 +136,16 @@ def summarize(run: StudyRun) -> dict:
     """First and last evaluation of a run, and the mean scores of the last five epochs' samples."""
     evaluations, epochs = run.rows("eval"), run.rows("train")[-5:]
     first, last = evaluations[0], evaluations[-1]
-    result: dict = {
-        "run": run.name,
-        "resolution": run.resolution,
-        "epochs": last["epoch"],
-        "minutes": last["train_time"] / 60,
-    }
+    result: dict = {"run": run.name, "resolution": run.resolution}
+    result |= {"epochs": last["epoch"], "minutes": last["train_time"] / 60}
     for name in MEASURES:
         key = f"eval/{name}_mean"
         if key in first:
             result[name] = {"before": first[key], "after": last[key], "stderr": last[f"eval/{name}_stderr"]}
-    keys = {name: f"reward/{name}_mean" for name in MEASURES}
-    result["last_samples"] = {
-        name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items() if key in epochs[-1]
-    }
-    images = [
-        [image["rewards"] for image in read_rows(run.folder / "eval" / f"epoch_{row['epoch']:04d}" / "eval_data.jsonl")]
-        for row in (first, last)
-    ]
+    keys = {name: f"reward/{name}_mean" for name in MEASURES if f"reward/{name}_mean" in epochs[-1]}
+    result["last_samples"] = {name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items()}
+    files = (run.folder / "eval" / f"epoch_{row['epoch']:04d}" / "eval_data.jsonl" for row in (first, last))
+    images = [[image["rewards"] for image in read_rows(file)] for file in files]
     result["at_equal_alignment"] = dict(zip(("before", "after"), at_equal_alignment(*images)))
     return result
 
@@ -179,16 +158,10 @@ def table(runs: tuple[StudyRun, ...]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in results:
         o = r["oracle_consistency"]
-        cells = [
-            r["run"],
-            f"{r['epochs']} ({r['minutes']:.0f})",
-            f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}",
-        ]
-        cells.append(f"{o['after'] - o['before']:+.3f}")
-        cells += [
-            f"{r[n]['before']:.2f} → {r[n]['after']:.2f}" if n in r else ""
-            for n in (*MEASURES[1:], "at_equal_alignment")
-        ]
+        cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})"]
+        cells += [f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}", f"{o['after'] - o['before']:+.3f}"]
+        for name in (*MEASURES[1:], "at_equal_alignment"):
+            cells.append(f"{r[name]['before']:.2f} → {r[name]['after']:.2f}" if name in r else "")
         lines.append(f"| {' | '.join(cells)} |")
     (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
     text = "\n".join(lines) + "\n"
@@ -233,9 +206,7 @@ def figures(runs: tuple[StudyRun, ...]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--minutes", type=float, default=14, help="training minutes of each run, evaluations not counted"
-    )
+    parser.add_argument("--minutes", type=float, default=14, help="training minutes of each run, without evaluations")
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")

@@ -60,15 +60,12 @@ def key_of(kind: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def read_stamp(env: Path) -> dict:
-    try:
-        return json.loads((env / STAMP).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def is_current(env: Path, kind: str) -> bool:
-    return (env / "bin/python").exists() and read_stamp(env).get("key") == key_of(kind)
+    """Whether ``finish`` wrote the stamp of the present requirements."""
+    try:
+        return (env / "bin/python").exists() and json.loads((env / STAMP).read_text()).get("key") == key_of(kind)
+    except (OSError, ValueError):
+        return False
 
 
 def vllm_package() -> str:
@@ -180,14 +177,13 @@ def check(train: Path, vllm: Path) -> int:
             note += f" -> {remedy}"
             complete &= kind == "vllm"
         lines.append(f"{state} {env.name}: {len(have)} packages, torch {have.get('torch', '-')}{note}")
-    lines.append(f"{'ok      ' if has_gpu() else 'none    '} NVIDIA GPU" + ("" if has_gpu() else " (a CPU is enough for the quickstart)"))
-    models = REPO / "quickstart/models"
-    there = all((models / m).is_dir() for m in ("judge", "flux"))
+    gpu, free = has_gpu(), shutil.disk_usage(REPO).free / GIB
+    lines.append("ok       NVIDIA GPU" if gpu else "none     NVIDIA GPU (a CPU is enough for the quickstart)")
+    there = all((REPO / "quickstart/models" / name).is_dir() for name in ("judge", "flux"))
     lines.append("ok       toy models in quickstart/models" if there else
                  "missing  toy models: bash quickstart/run.sh --rebuild builds them (about 90 minutes on 2 cores)")
-    lines.append(f"{'ok      ' if shutil.disk_usage(REPO).free > 2 * GIB else 'low     '} disk: "
-                 f"{shutil.disk_usage(REPO).free / GIB:.0f} GB free")
-    uv = [c for c in (shutil.which("uv"), str(train / "bin/uv")) if usable_uv(c)]
+    lines.append(f"{'ok      ' if free > 2 else 'low     '} disk: {free:.0f} GB free")
+    uv = [c for c in (shutil.which("uv") or "uv", str(train / "bin/uv")) if usable_uv(c)]
     lines.append(f"ok       uv ({uv[0]})" if uv else "none     uv (setup.sh brings its own)")
     print("\n".join(lines))
     return 0 if complete else 1
@@ -208,6 +204,7 @@ def pin() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Create or check the environments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="setup.sh", description="Create or check the environments of PaCo-RL.")
     parser.add_argument("--vllm", action="store_true", help="also create .venv-vllm: reward server, benchmarks with vLLM")
     parser.add_argument("--check", action="store_true", help="report what is installed and what is missing, change nothing")

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
+import importlib
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ TOOLS = Path(__file__).resolve().parent
 REPO = TOOLS.parent
 sys.path.insert(0, str(TOOLS))
 
-from golden_cases import CASES, QUICK, SAME, Command, command, judge_server, write_inputs
+from golden_cases import CASES, QUICK, SAME, Command, command, judge_answer, write_inputs
 from golden_compare import compare_folders
 
 CODE = ("PaCo-GRPO", "PaCo-Reward/judge", "PaCo-Reward/LLaMA-Factory/src", "PaCo-Reward/evaluation", "quickstart")
@@ -54,102 +55,67 @@ class Side:
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run what is missing on both sides, compare, and report; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="COMMIT", help="side A")
+    parser.add_argument("--against", metavar="COMMIT", required=True, help="side A; its results are cached")
     parser.add_argument("--head", metavar="COMMIT", help="side B; default: the present files")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these cases (a prefix is enough)")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--fresh", action="store_true", help="run side A again even if its results are cached")
-    parser.add_argument("--keep", action="store_true", help="keep side B's outputs even if they are equal")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"only these of {', '.join(CASES)} (or a prefix)")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default 2)")
     args = parser.parse_args()
-    if args.list:
-        print("\n".join(f"{name}{'  (quick)' if name in QUICK else ''}" for name in CASES))
-        return 0
-    if not args.against:
-        parser.error("--against COMMIT is needed")
     names = [n for n in CASES if (n in QUICK or not args.quick) and (not args.only or n.startswith(tuple(args.only)))]
     if not names:
-        parser.error(f"no case begins with {' or '.join(args.only)}; see --list")
+        parser.error(f"no case begins with {' or '.join(args.only)}; see --help")
     if os.environ.get("PYTHONHASHSEED") != "0":  # read at start-up only, so start again
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT)
-    try:
-        return run(args, names)
-    except subprocess.CalledProcessError as error:
-        print(f"error: {' '.join(map(str, error.cmd))}: {error.stderr.strip()}", file=sys.stderr)
-        return 2
-
-
-def run(args: argparse.Namespace, names: list[str]) -> int:
-    """Run what is missing on both sides, compare, and report."""
     started = time.monotonic()
     commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}")
     source = b"".join((TOOLS / name).read_bytes() for name in ("golden.py", "golden_cases.py"))
     key = hashlib.sha256(source + f"{commit} {sys.executable} {sys.version}".encode()).hexdigest()[:16]
-    CACHE.mkdir(exist_ok=True)
+    cached, inputs = CACHE / key, CACHE / f"{key}-inputs"
+    cached.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=CACHE))
+    todo = [name for name in names if not (cached / name).is_dir()]
+    print(f"side A: {commit[:10]}; {len(names) - len(todo)} of {len(names)} cases cached in {cached}", flush=True)
+    preload()
+    if not inputs.is_dir():
+        write_inputs(work / "inputs", REPO / "quickstart" / "models")
+        (work / "inputs").rename(inputs)
+    failed, differences, b = [], [], work / "b"
     with contextlib.ExitStack() as stack:
-        # Concurrent runs against the same commit wait here, and find its results in the cache.
-        lock = stack.enter_context(open(CACHE / f"{key}.lock", "w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        cached = CACHE / key
-        if args.fresh:
-            shutil.rmtree(cached, ignore_errors=True)
-        todo = [name for name in names if not (cached / name).is_dir()]
-        have = len(names) - len(todo)
-        print(f"side A: {args.against} = {commit[:10]}; {have} of {len(names)} cases cached in {cached}", flush=True)
-        inputs = CACHE / f"{key}-inputs"
         judge = stack.enter_context(start_judge())
-        preload()
-        if not inputs.is_dir():
-            write_inputs(work / "inputs", REPO / "quickstart" / "models")
-            (work / "inputs").rename(inputs)
-        print(f"imports and inputs: {time.monotonic() - started:.0f} s", flush=True)
-        failed = []
         if todo:
             side = Side("A", stack.enter_context(worktree(commit, work / "code_a")), work / "a")
             failed += run_cases(side, todo, inputs, judge, args.jobs)
-            cached.mkdir(exist_ok=True)
             for name in todo:
-                if f"A {name}" not in failed:
+                if f"A {name}" not in failed and not (cached / name).is_dir():
                     (side.out / name).rename(cached / name)
-        fcntl.flock(lock, fcntl.LOCK_UN)
         head = stack.enter_context(worktree(args.head, work / "code_b")) if args.head else REPO
-        side = Side("B", head, work / "b")
-        failed += run_cases(side, names, inputs, judge, args.jobs)
-        differences = compare_cases(names, failed, cached, side.out)
-    for line in differences:
-        print(line)
-    print(
-        f"{len(names)} cases, {len(failed)} failed, {len(differences)} differences, {time.monotonic() - started:.0f} s"
-    )
-    if differences or failed or args.keep:
-        print(f"A: {cached}\nB: {side.out}")
-    else:
-        shutil.rmtree(work)
-    return 1 if differences or failed else 0
-
-
-def compare_cases(names: list[str], failed: list[str], a: Path, b: Path) -> list[str]:
-    """The differences between the sides, and within a side between runs that must end in the same state."""
-    differences = []
+        failed += run_cases(Side("B", head, b), names, inputs, judge, args.jobs)
     for name in names:
         if not {f"A {name}", f"B {name}"} & set(failed):
-            differences += [f"{name}/{line}" for line in compare_folders(a / name, b / name)]
-    for one, two in SAME:
-        for side, out in (("A", a), ("B", b)):
+            differences += [f"{name}/{line}" for line in compare_folders(cached / name, b / name)]
+    for one, two in SAME:  # runs of one side that must end in the same state
+        for side, out in (("A", cached), ("B", b)):
             if (out / one).is_dir() and (out / two).is_dir():
                 lines = compare_folders(out / one, out / two)
                 differences += [f"side {side}, {one} against {two}: {line}" for line in lines]
-    return differences
+    print(*differences, sep="\n")
+    took = time.monotonic() - started
+    print(f"{len(names)} cases, {len(failed)} failed, {len(differences)} differences, {took:.0f} s")
+    if differences or failed:
+        print(f"A: {cached}\nB: {b}")
+        return 1
+    shutil.rmtree(work)
+    return 0
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command in this repository."""
-    command = ["git", "-C", str(REPO), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    """Output of a git command in this repository; a failure ends the program with status 2."""
+    done = subprocess.run(["git", "-C", str(REPO), *arguments], check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(2)
+    return done.stdout.strip()
 
 
 @contextlib.contextmanager
@@ -164,18 +130,12 @@ def worktree(commit: str, folder: Path):
 
 def preload() -> None:
     """Import the third-party packages that most cases use; they are the same on both sides."""
-    import accelerate  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import peft  # noqa: F401
+    pipelines = ("flux.pipeline_flux", "flux.pipeline_flux_kontext", "qwenimage.pipeline_qwenimage_edit")
+    for name in ("accelerate", "matplotlib.pyplot", "peft", "transformers.models.auto", "transformers.trainer"):
+        importlib.import_module(name)
+    for name in pipelines:
+        importlib.import_module(f"diffusers.pipelines.{name}")
     import torch
-    from diffusers import FluxKontextPipeline, FluxPipeline, QwenImageEditPipeline  # noqa: F401
-    from transformers import (  # noqa: F401
-        AutoProcessor,
-        CLIPTextModel,
-        Qwen2_5_VLForConditionalGeneration,
-        T5EncoderModel,
-        Trainer,
-    )
 
     torch.set_num_threads(1)
 
@@ -183,17 +143,21 @@ def preload() -> None:
 @contextlib.contextmanager
 def start_judge():
     """A judge over HTTP whose answers are computed from the pixels; yields its address."""
-    server = judge_server()
-    child = os.fork()  # a process, not a thread: the cases are forked from this one
-    if child == 0:
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
-        os._exit(0)
-    server.server_close()
+    reader, writer = os.pipe()
+
+    def serve() -> None:
+        sys.path.insert(0, str(REPO / "PaCo-Reward" / "judge" / "tests"))
+        from fake_judge import FakeJudge
+
+        answers = FakeJudge(lambda number, request: (200, judge_answer(request), {}), models=("judge",))
+        os.write(writer, answers.url.encode())
+        signal.pause()
+
+    child = fork(serve)  # a process, not a thread: the cases are forked from this one
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield os.read(reader, 1000).decode()
     finally:
-        os.kill(child, 15)
+        os.kill(child, signal.SIGTERM)
         os.waitpid(child, 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import http.server
 import io
 import json
 import math
@@ -277,33 +276,6 @@ def _rows(path: Path, rows: list[dict]) -> None:
 
 
 # --- a judge ----------------------------------------------------------------------------------------------------------
-
-
-def judge_server() -> http.server.ThreadingHTTPServer:
-    """An OpenAI-compatible server: every answer is a hash of the pixels and the text that were sent."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def log_message(self, *_):
-            pass
-
-        def do_GET(self):
-            self._reply({"data": [{"id": "judge", "object": "model"}]})
-
-        def do_POST(self):
-            self._reply(judge_answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-
-        def _reply(self, answer: dict) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 def judge_answer(request: dict) -> dict:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+from safetensors import safe_open
 
 # Files that hold prose, logs, times or pickled settings: only their presence is compared.
 OPAQUE = (".md", ".html", ".log", ".err", ".lock", ".svg", ".bin")
@@ -23,11 +28,10 @@ MOST_LINES = 8  # differences shown of one file
 
 def compare_folders(a: Path, b: Path) -> list[str]:
     """One line for each difference between the files of two folders; none if they are equal."""
-    files_a, files_b = (dict(_files(folder)) for folder in (a, b))
-    lines = [f"{name}: only in A" for name in files_a if name not in files_b]
-    lines += [f"{name}: only in B" for name in files_b if name not in files_a]
-    for name in sorted(files_a.keys() & files_b.keys()):
-        found = list(compare_files(files_a[name], files_b[name]))
+    files_a, files_b = _files(a), _files(b)
+    lines = [f"{name}: only in {'A' if name in files_a else 'B'}" for name in sorted(files_a ^ files_b)]
+    for name in sorted(files_a & files_b):
+        found = list(compare_files(a / name, b / name))
         lines += [f"{name}: {line}" for line in found[:MOST_LINES]]
         if len(found) > MOST_LINES:
             lines.append(f"{name}: and {len(found) - MOST_LINES} more")
@@ -40,37 +44,33 @@ def compare_files(a: Path, b: Path) -> Iterator[str]:
         return
     if a.suffix == ".safetensors":
         yield from _compare_tensors(a, b)
-    elif a.suffix in (".json", ".jsonl", ".yaml"):
-        yield from _compare_values(_flat(_read(a)), _flat(_read(b)))
+    elif a.suffix in (".json", ".jsonl", ".yaml", ".out", ".txt"):
+        yield from _compare_values(_read(a), _read(b))
     elif a.suffix in (".png", ".jpg", ".jpeg", ".webp"):
         yield _image_difference(a, b)
-    elif a.suffix in (".out", ".txt"):
-        yield from _compare_values(_numbers(a), _numbers(b))
     else:
         yield f"{a.stat().st_size} and {b.stat().st_size} bytes differ"
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        # Caches of libraries and events of TensorBoard hold times.
-        if path.is_file() and "cache.log" not in name.parts and not path.name.startswith("events.out"):
-            yield str(name), path
+def _files(folder: Path) -> set[str]:
+    """Names of the files; caches of libraries and events of TensorBoard hold times."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(n) for n in found if "cache.log" not in n.parts and not n.name.startswith("events.out")}
 
 
-def _read(path: Path) -> Any:
-    text = path.read_text()
-    if path.parent.name == "scores":
-        return _journal(text)
+def _read(path: Path) -> dict[str, Any]:
+    """{path of keys: leaf} of a structured file; the numbers of a text, whose words may change."""
+    text = path.read_text(errors="replace")
+    if path.suffix in (".out", ".txt"):
+        found = re.findall(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])", text)
+        return {f"number {i}": float(word) for i, word in enumerate(found)}
+    if path.parent.name == "scores" and path.suffix == ".jsonl":
+        return _flat(_journal(text))
     if path.suffix == ".jsonl":
         lines = [line for line in text.splitlines() if line.strip()]
         # Answers of a server are written down in the order in which they arrive.
-        return [json.loads(line) for line in (sorted(lines) if path.parent.name == "work" else lines)]
-    if path.suffix == ".yaml":
-        import yaml
-
-        return yaml.safe_load(text)
-    return json.loads(text)
+        return _flat([json.loads(line) for line in (sorted(lines) if path.parent.name == "work" else lines)])
+    return _flat(yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text))
 
 
 def _journal(text: str) -> dict[str, list]:
@@ -100,68 +100,38 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
     return flat
 
 
-def _numbers(path: Path) -> dict[str, Any]:
-    """The numbers of a text; its words may change."""
-    found = re.findall(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])", path.read_text(errors="replace"))
-    return {f"number {i}": float(text) for i, text in enumerate(found)}
-
-
 def _compare_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
     for key in [*a, *(key for key in b if key not in a)]:
         if key not in b or key not in a:
             yield f"{key}: only in {'A' if key in a else 'B'}"
-        elif not _same(a[key], b[key]):
-            yield f"{key}: {_show(a[key])} and {_show(b[key])}{_size(a[key], b[key])}"
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
-        return True
-    return type(a) is type(b) and a == b
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _size(a: Any, b: Any) -> str:
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
-        return f" (difference {abs(a - b):.3g}, relative {abs(a - b) / max(abs(a), abs(b), 1e-300):.3g})"
-    return ""
+            continue
+        x, y = a[key], b[key]
+        if repr(x) == repr(y):  # of the same type and value; NaN equals NaN
+            continue
+        size = ""
+        if isinstance(x, (int, float)) and isinstance(y, (int, float)) and not isinstance(x, bool):
+            size = f" (difference {abs(x - y):.3g}, relative {abs(x - y) / max(abs(x), abs(y), 1e-300):.3g})"
+        yield f"{key}: {repr(x)[:80]} and {repr(y)[:80]}{size}"
 
 
 def _compare_tensors(a: Path, b: Path) -> Iterator[str]:
-    import torch
-    from safetensors.torch import load_file
-
-    one, two = load_file(a), load_file(b)
-    for key in sorted(one.keys() ^ two.keys()):
-        yield f"tensor {key}: only in {'A' if key in one else 'B'}"
-    same = True
-    for key in sorted(one.keys() & two.keys()):
-        x, y = one[key], two[key]
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            yield f"tensor {key}: {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
-        elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
-            same = False
-            gap, largest = (x.double() - y.double()).abs().max().item(), x.double().abs().max().item()
-            yield f"tensor {key}: largest difference {gap:.3g}, relative to its largest value {gap / max(largest, 1e-300):.3g}"
-    if same and one.keys() == two.keys():
-        yield from _compare_values(_metadata(a), _metadata(b))
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return {f"metadata {key}": value for key, value in (file.metadata() or {}).items()}
+    with safe_open(a, "pt") as one, safe_open(b, "pt") as two:
+        keys_a, keys_b = set(one.keys()), set(two.keys())
+        for key in sorted(keys_a ^ keys_b):
+            yield f"tensor {key}: only in {'A' if key in keys_a else 'B'}"
+        for key in sorted(keys_a & keys_b):
+            x, y = one.get_tensor(key), two.get_tensor(key)
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                yield f"tensor {key}: {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
+            elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
+                gap, largest = (x.double() - y.double()).abs().max().item(), x.double().abs().max().item()
+                relative = gap / max(largest, 1e-300)
+                yield f"tensor {key}: largest difference {gap:.3g}, relative to its largest value {relative:.3g}"
+        metadata = [{f"metadata {k}": v for k, v in (f.metadata() or {}).items()} for f in (one, two)]
+        yield from _compare_values(*metadata)
 
 
 def _image_difference(a: Path, b: Path) -> str:
-    import numpy as np
-    from PIL import Image
-
     with Image.open(a) as one, Image.open(b) as two:
         x, y = np.asarray(one.convert("RGB"), dtype=int), np.asarray(two.convert("RGB"), dtype=int)
     if x.shape != y.shape:

@@ -52,11 +52,9 @@ def read_pins(path: Path) -> dict[str, str]:
 
 def has_gpu() -> bool:
     """True where NVIDIA's driver answers."""
-    if not shutil.which("nvidia-smi"):
-        return False
     try:
         return run(["nvidia-smi", "-L"], capture_output=True, timeout=30).returncode == 0
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return False
 
 
@@ -66,15 +64,11 @@ def registry_settings() -> dict[str, str]:
     for ours, theirs in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_CERT", "SSL_CERT_FILE")):
         if env.get(ours) and not env.get(theirs):
             env[theirs] = env[ours]
-    env.setdefault("UV_HTTP_TIMEOUT", "180")
-    env.setdefault("UV_NO_PROGRESS", "0" if sys.stderr.isatty() else "1")
-    return env
+    return {"UV_HTTP_TIMEOUT": "180", "UV_NO_PROGRESS": "0" if sys.stderr.isatty() else "1"} | env
 
 
-def usable_uv(path: str | None) -> bool:
+def usable_uv(path: str) -> bool:
     """Whether the uv at ``path`` runs and is recent enough."""
-    if not path:
-        return False
     try:
         answer = run([path, "--version"], capture_output=True, text=True, timeout=30)
     except OSError:
@@ -90,8 +84,8 @@ def make_venv(env: Path) -> str:
     (PEP 668): then the environment is created without pip, and the system's pip installs uv *into* it.
     """
     base = getattr(sys, "_base_executable", None) or sys.executable
-    uv = next((c for c in (shutil.which("uv"), str(env / "bin/uv"), str(REPO / ".venv/bin/uv")) if usable_uv(c)), None)
-    alive = (env / "bin/python").exists() and python_of(env) == sys.version_info[:2]
+    uv = next((c for c in (shutil.which("uv") or "uv", str(env / "bin/uv"), str(REPO / ".venv/bin/uv")) if usable_uv(c)), None)
+    alive = runs_this_version(env / "bin/python")
     if alive and uv:
         return uv
     if not alive:
@@ -105,14 +99,13 @@ def make_venv(env: Path) -> str:
     return str(env / "bin/uv")
 
 
-def python_of(env: Path) -> tuple[int, int] | None:
-    """Major and minor version of an environment's interpreter; None if it does not run."""
-    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+def runs_this_version(python: Path) -> bool:
+    """Whether an interpreter runs and has the version of this one."""
+    code = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
     try:
-        answer = run([env / "bin/python", "-c", code], capture_output=True, text=True, timeout=60)
-        return tuple(map(int, answer.stdout.split())) or None  # type: ignore[return-value]
-    except (OSError, ValueError):
-        return None
+        return run([python, "-c", code], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def bootstrap(base: str, env: Path, alive: bool = False) -> None:

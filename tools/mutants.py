@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +46,8 @@ COMPARISONS = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-}
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.FloorDiv: ast.Mult,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,26 +105,18 @@ def main() -> int:
                 tree, here = (base, mutant) if args.side == "base" else (head, there)
                 done[args.side] = try_mutant(tree, here, args)
                 args.results.write_text(json.dumps(results, indent=1))
-            print(f"{number:>3} {describe(done[args.side])}  {mutant.key}", flush=True)
-    print_table(results, [mutant.key for mutant, _ in chosen])
-    return 0
-
-
-def print_table(results: dict, keys: list[str]) -> None:
-    """Totals by side, and the mutants that only one side's tests find."""
+            found = done[args.side]
+            place = f"{found['file']}:{found['line']}"
+            print(f"{number:>3} {found['result']:<9} {found['seconds']:>4} s  {place}  {found['by']}  {mutant.key}", flush=True)
+    chosen_results = {mutant.key: results[mutant.key] for mutant, _ in chosen}
     for side in ("base", "head"):
-        found = [results[key][side]["result"] for key in keys if side in results.get(key, {})]
-        counts = ", ".join(f"{found.count(result)} {result}" for result in sorted(set(found)))
-        print(f"{side}: {len(found)} of {len(keys)} tried; {counts}")
-    for key in keys:
-        outcomes = [results[key].get(side, {}).get("result") for side in ("base", "head")]
-        if None not in outcomes and outcomes[0] != outcomes[1]:
-            print(f"base {outcomes[0]}, head {outcomes[1]}: {key}")
-
-
-def describe(outcome: dict) -> str:
-    """One line for a result."""
-    return f"{outcome['result']:<9} {outcome['seconds']:>4.0f} s  {outcome['file']}:{outcome['line']}  {outcome['by']}"
+        counts = Counter(done[side]["result"] for done in chosen_results.values() if side in done)
+        shown = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+        print(f"{side}: {counts.total()} of {len(chosen)} tried; {shown}")
+    for key, done in chosen_results.items():
+        if {"base", "head"} <= done.keys() and done["base"]["result"] != done["head"]["result"]:
+            print(f"base {done['base']['result']}, head {done['head']['result']}: {key}")
+    return 0
 
 
 # --- which mutants ----------------------------------------------------------------------------------------------------
@@ -140,28 +127,27 @@ def choose(base: Path, head: Path, count: int, seed: int, tried: list[str]) -> l
 
     First those already ``tried``, then a seeded order that takes one of each kind in turn.
     """
-    places = {mutant.key: mutant for mutant in all_mutants(head)}
-    sources: dict[str, list[Mutant]] = {}
+    places: dict[str, Mutant] = {}
+    sources: defaultdict[str, list[Mutant]] = defaultdict(list)
     for mutant in all_mutants(head):
-        sources.setdefault(mutant.source, []).append(mutant)
+        places[mutant.key] = mutant
+        sources[mutant.source].append(mutant)
 
     def there(mutant: Mutant) -> Mutant | None:
         """Where the mutant is in ``head``: in the function of its name, else at the only place of a long source."""
-        same = sources.get(mutant.source, [])
+        same = sources[mutant.source]
         renamed = same[0] if len(same) == 1 and len(mutant.old) >= 15 else None
         return places.get(mutant.key, renamed)
 
     here = list(all_mutants(base))
     repeated = Counter(mutant.key for mutant in here)
     here = [mutant for mutant in here if repeated[mutant.key] == 1]
-    kinds: dict[str, list[Mutant]] = {}
+    kinds: defaultdict[str, list[Mutant]] = defaultdict(list)
     for mutant in here:
-        kinds.setdefault(mutant.kind, []).append(mutant)
+        kinds[mutant.kind].append(mutant)
     for kind, mutants in kinds.items():
         random.Random(f"{seed} {kind}").shuffle(mutants)
-    in_turn = [
-        mutant for mutants in itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds))) for mutant in mutants
-    ]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds))))
     chosen: dict[tuple[str, str], tuple[Mutant, Mutant]] = {}
     for mutant in [*(mutant for mutant in here if mutant.key in tried), *filter(None, in_turn)]:
         if len(chosen) < count and (place := there(mutant)):
@@ -186,31 +172,26 @@ def mutants_of(source: bytes, file: str) -> Iterator[Mutant]:
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.name not in SKIPPED_FUNCTIONS:
             for node in _executed(function.body):
                 for kind, new in _changes(node):
-                    start, end = (
-                        starts[node.lineno - 1] + node.col_offset,
-                        starts[node.end_lineno - 1] + node.end_col_offset,
-                    )
+                    start = starts[node.lineno - 1] + node.col_offset
+                    end = starts[node.end_lineno - 1] + node.end_col_offset
                     yield Mutant(file, function.name, kind, ast.unparse(node), new, node.lineno, start, end)
 
 
 def _executed(nodes: list[ast.AST]) -> Iterator[ast.AST]:
     """Nodes that run and matter: no docstrings, messages, annotations or nested functions (those come by themselves)."""
+    skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Raise, ast.Assert, ast.JoinedStr)
     for node in nodes:
-        if isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Raise, ast.Assert, ast.JoinedStr)
-        ):
-            continue
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in MESSAGES:
+        if isinstance(node, skipped) or (isinstance(node, ast.Call) and _called(node) in MESSAGES):
             continue
         yield node
-        yield from _executed([child for name, child in _children(node) if name != "annotation"])
+        annotation = getattr(node, "annotation", None)
+        yield from _executed([child for child in ast.iter_child_nodes(node) if child is not annotation])
 
 
-def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield name, child
+def _called(node: ast.AST | None) -> str:
+    """The name of the function that a call calls."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -232,17 +213,12 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
         yield "return", "return None"
     elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        call = getattr(node, "value", None)
-        name = getattr(call, "func", None)
-        if getattr(name, "attr", getattr(name, "id", "")) not in MESSAGES:
-            yield "removal", "pass"
+        yield from [] if _called(node.value) in MESSAGES else [("removal", "pass")]
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    def text(side: ast.AST) -> bool:
-        return isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
-
-    return any(text(child) for child in ast.walk(node))
+    values = [child.value for child in ast.walk(node) if isinstance(child, ast.Constant)]
+    return any(isinstance(value, str) for value in values) or any(isinstance(n, ast.JoinedStr) for n in ast.walk(node))
 
 
 def plant(tree: Path, mutant: Mutant) -> bytes:
@@ -284,13 +260,12 @@ def try_mutant(tree: Path, mutant: Mutant, args: argparse.Namespace) -> dict:
     try:
         while True:
             failed, status = run_tests(tree, files, left_out, args.marks, args.minutes)
+            if not failed and status in (None, 0, 5):
+                result, by = "timeout" if status is None else "survived", f"{len(files)} files, {args.marks}"
+                break
             if not failed:
-                result = {None: "timeout", 0: "survived", 5: "survived"}.get(status, "killed")
-                by = (
-                    f"{len(files)} files, {args.marks}"
-                    if result != "killed"
-                    else f"pytest's exit status {status}: {log_tail()}"
-                )
+                log = Path(f"{report_file()}.log").read_text(errors="replace")
+                result, by = "killed", f"pytest's exit status {status}: {log[-500:]}"
                 break
             (tree / mutant.file).write_bytes(before)
             if not run_tests(tree, [failed], [], args.marks, args.minutes)[0]:
@@ -346,34 +321,23 @@ def report_file() -> Path:
     return Path(os.environ["PACO_MUTANTS_WORK"]) / "first_failure.txt"
 
 
-def log_tail() -> str:
-    """The end of what the last pytest printed."""
-    return Path(f"{report_file()}.log").read_text(errors="replace")[-500:]
-
-
 def _pytest(tree: Path, files: list[str], left_out: list[str], marks: str, seconds: int) -> None:
     import pytest
 
-    report = report_file()
+    first = report_file()
 
     class First:
-        """Writes the name of the first failure."""
+        """Writes the name of the first test or module that failed."""
 
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            self.note(report)
+        def pytest_runtest_logreport(self, report) -> None:
+            if report.failed and not first.read_text():
+                first.write_text(report.nodeid)
 
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            self.note(report)
-
-        @staticmethod
-        def note(outcome) -> None:
-            if outcome.failed and not report.read_text():
-                report.write_text(outcome.nodeid)
+        pytest_collectreport = pytest_runtest_logreport
 
     os.setsid()
-
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, -1))
-    output = os.open(f"{report}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    output = os.open(f"{first}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(tree)

@@ -13,16 +13,19 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
+
+import torch
 
 TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
@@ -44,26 +47,23 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repo", type=Path, default=REPO, help="a checkout of the repository; default: this one")
-    parser.add_argument("what", nargs="*", metavar="circles|trace|sizes")
+    parser.add_argument("what", nargs="*", choices=("circles", "trace", "sizes", []), metavar="circles|trace|sizes")
     args = parser.parse_args()
-    what = args.what or ["circles", "sizes", "trace"]
-    if unknown := set(what) - {"circles", "trace", "sizes"}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    repo = args.repo.resolve()
+    what, repo = args.what or ["circles", "sizes", "trace"], args.repo.resolve()
     if "circles" in what:
         circles = find_circles(import_graph(read_modules(repo)))
         print(f"import circles: {len(circles)}, over {sum(map(len, circles))} modules")
         for circle in circles:
             print("  " + ", ".join(circle))
     if "sizes" in what:
-        for line in sizes(repo):
-            print(line)
+        print_sizes(repo)
     if "trace" in what:
-        print_trace(repo)
+        os.environ |= ENVIRONMENT
+        with tempfile.TemporaryDirectory(prefix="paco-survey-") as folder:
+            write_inputs(Path(folder) / "inputs", REPO / "quickstart" / "models")
+            if os.waitpid(fork(trace, repo, Path(folder), os.fdopen(os.dup(1), "w")), 0)[1]:
+                print((Path(folder) / "log.0.err").read_text()[-3000:], file=sys.stderr)
     return 0
-
-
-# --- circles ----------------------------------------------------------------------------------------------------------
 
 
 def read_modules(repo: Path) -> dict[str, tuple[str, bool]]:
@@ -105,71 +105,44 @@ def _imports(node: ast.AST, package: str, known: Iterable[str]) -> Iterator[str]
 
 def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """The groups of modules that reach each other, largest first."""
-    reach = {name: _reachable(graph, name) for name in graph}
+    reach = {name: set(near) for name, near in graph.items()}
+    for middle in graph:  # Warshall's algorithm
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
     groups = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
     return sorted(map(list, groups), key=lambda group: (-len(group), group))
-
-
-def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    seen, waiting = set(), list(graph[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting.extend(graph[name])
-    return seen
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------
 
 
-def print_trace(repo: Path) -> None:
-    """Run, and print the files entered and those on the stack."""
-    os.environ |= ENVIRONMENT
-    with tempfile.TemporaryDirectory(prefix="paco-survey-") as folder:
-        work = Path(folder)
-        write_inputs(work / "inputs", REPO / "quickstart" / "models")
-        child = fork(_traced, repo, work)
-        os.waitpid(child, 0)
-        if not (work / "trace.json").is_file():
-            print(f"trace: no backward was reached\n{(work / 'log.0.err').read_text()[-3000:]}")
-            return
-        trace = json.loads((work / "trace.json").read_text())
-    print(f"files entered from scripts/train.py to the first backward: {len(trace['entered'])}")
-    for file, (functions, calls) in trace["entered"].items():
-        print(f"  {file:<60} {functions:>4} functions {calls:>7} calls")
-    print(f"files on the stack at the first backward: {len(set(trace['stack']))}\n  " + " > ".join(trace["stack"]))
-
-
-def _traced(repo: Path, work: Path) -> None:
-    import torch
-
-    prefix = str(repo) + os.sep
+def trace(repo: Path, work: Path, report: TextIO) -> None:
+    """Run in this process up to the first backward; write the files entered and those on the stack to ``report``."""
     calls: Counter = Counter()  # of code objects, in order of first entry
 
     def is_ours(file: str) -> bool:
         """Whether ``file`` is the repository's, and not of an environment or this tool inside it."""
-        inside = file.startswith(prefix) and not file.startswith(str(TOOLS) + os.sep)
-        return inside and f"{os.sep}site-packages{os.sep}" not in file
+        return file.startswith(f"{repo}/") and not file.startswith(f"{TOOLS}/") and "/site-packages/" not in file
 
     def profile(frame, event, argument) -> None:
-        code = frame.f_code
         # Bodies of modules and classes are not functions.
-        if event == "call" and is_ours(code.co_filename) and code.co_flags & inspect.CO_OPTIMIZED:
-            calls[code] += 1
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and is_ours(frame.f_code.co_filename):
+            calls[frame.f_code] += 1
 
     def backward(*arguments, **keywords) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
-        entered: dict[str, list[int]] = {}
-        for code, count in list(calls.items()):
-            numbers = entered.setdefault(code.co_filename.removeprefix(prefix), [0, 0])
-            numbers[0] += 1
-            numbers[1] += count
-        files = [frame.filename for frame in reversed(inspect.stack()) if is_ours(frame.filename)]
-        stack = [file.removeprefix(prefix) for file in files]
-        stack = [file for number, file in enumerate(stack) if number == 0 or file != stack[number - 1]]
-        (work / "trace.json").write_text(json.dumps({"entered": entered, "stack": stack}))
+        files = dict.fromkeys(code.co_filename for code in calls)
+        print(f"files entered from scripts/train.py to the first backward: {len(files)}", file=report)
+        for file in files:
+            counts = [count for code, count in calls.items() if code.co_filename == file]
+            name = os.path.relpath(file, repo)
+            print(f"  {name:<60} {len(counts):>4} functions {sum(counts):>7} calls", file=report)
+        frames = [frame.filename for frame in reversed(inspect.stack()) if is_ours(frame.filename)]
+        stack = [os.path.relpath(file, repo) for file, _ in itertools.groupby(frames)]
+        print(f"files on the stack at the first backward: {len(set(stack))}\n  {' > '.join(stack)}", file=report)
+        report.flush()
         os._exit(0)
 
     torch.Tensor.backward = backward
@@ -184,30 +157,23 @@ def _traced(repo: Path, work: Path) -> None:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def sizes(repo: Path) -> Iterator[str]:
-    """Lines of a table, by top folder, and the files in ``training/``."""
-    counts: dict[str, Counter] = {}
-    for name in tracked(repo):
-        path = repo / name
-        kind = kind_of(name)
-        if kind and path.is_file():
-            text = path.read_text()
-            top = name.split("/")[0] if "/" in name else "(root)"
-            for place in (top, "all"):
-                counts.setdefault(place, Counter())[kind] += len(text.split()) if kind == "words" else text.count("\n")
-    yield f"{'':<12} {'source':>8} {'tests':>8} {'Markdown words':>15}"
+def print_sizes(repo: Path) -> None:
+    """A table by top folder, and the files in ``training/``."""
+    listed = subprocess.run(["git", "-C", str(repo), "ls-files"], check=True, capture_output=True, text=True).stdout
+    names = [name for name in listed.splitlines() if (repo / name).is_file()]
+    counts: defaultdict[str, Counter] = defaultdict(Counter)
+    for name in names:
+        if kind := kind_of(name):
+            text = (repo / name).read_text()
+            for place in (name.split("/")[0] if "/" in name else "(root)", "all"):
+                counts[place][kind] += len(text.split()) if kind == "words" else text.count("\n")
+    print(f"{'':<12} {'source':>8} {'tests':>8} {'Markdown words':>15}")
     for place in sorted(counts, key=lambda name: (name == "all", name)):
         numbers = counts[place]
-        yield f"{place:<12} {numbers['source']:>8} {numbers['tests']:>8} {numbers['words']:>15}"
-    training = [n for n in tracked(repo) if n.startswith("PaCo-GRPO/paco_grpo/training/") and n.endswith(".py")]
-    lines = sum((repo / name).read_text().count("\n") for name in training)
-    yield f"paco_grpo/training: {len(training)} files, {lines} lines"
-
-
-def tracked(repo: Path) -> list[str]:
-    """The names of the files that git tracks."""
-    command = ["git", "-C", str(repo), "ls-files"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        print(f"{place:<12} {numbers['source']:>8} {numbers['tests']:>8} {numbers['words']:>15}")
+    training = [repo / n for n in names if n.startswith("PaCo-GRPO/paco_grpo/training/") and n.endswith(".py")]
+    lines = sum(path.read_text().count("\n") for path in training)
+    print(f"paco_grpo/training: {len(training)} files, {lines} lines")
 
 
 def kind_of(name: str) -> str | None:

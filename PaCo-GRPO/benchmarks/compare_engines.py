@@ -86,12 +86,7 @@ class Engine:
         command = [sys.executable]
         if self.accelerate:
             config = ROOT / "scripts" / "accelerate_configs" / self.accelerate
-            command += [
-                "-m",
-                "accelerate.commands.launch",
-                f"--config_file={config}",
-                f"--num_processes={self.processes}",
-            ]
+            command += ["-m", "accelerate.commands.launch", f"--config_file={config}", f"--num_processes={self.processes}"]
         elif self.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
         command += [str(ROOT / "scripts" / "train.py"), *options, *self.options, f"--config.save_dir={folder}"]

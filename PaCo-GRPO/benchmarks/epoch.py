@@ -18,6 +18,7 @@ decoder. It models the amount of work with our code; it is not the published cod
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import logging
 import os
@@ -42,13 +43,18 @@ def main(given: Sequence[str] | None = None) -> int:
     """Measure and write; returns the exit status: 0, 2 refused, 3 the accelerator's memory is too small."""
     arguments, overrides = parser().parse_known_args(given)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import diffusers
     import torch
+    import transformers
 
     from paco_grpo.options import ConfigError
 
     if not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    _quiet()
+    # Only errors: that prompts are cut at CLIP's 77 tokens is expected.
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr, format="%(message)s")
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
     try:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
             found = measure(arguments, overrides, Path(folder))
@@ -94,15 +100,19 @@ def measure(arguments: argparse.Namespace, overrides: list[str], folder: Path) -
         import yaml
 
         peak = max(peaks, key=lambda each: each["flops_per_second"])
-        counted = timing.flops_of(
-            epochs[-1], architecture, train.resolution, train.lora_rank, run.state.policy.size_multiple
-        )
-        result = {"label": arguments.label, "plan": run.plan.as_dict(), "size_multiple": run.state.policy.size_multiple}
+        sizes = train.resolution, train.lora_rank, run.state.policy.size_multiple
+        counted = timing.flops_of(epochs[-1], architecture, *sizes)
+        result = {"label": arguments.label, "plan": dataclasses.asdict(run.plan), "size_multiple": run.state.policy.size_multiple}
         result["config"] = yaml.safe_load((run.folder / "config.yaml").read_text())
         result |= timing.result_of(epochs, counted, peak["flops_per_second"])
+        parameters = {  # without LoRA
+            name: sum(p.numel() for key, p in part.named_parameters() if ".lora_" not in key)
+            for name, part in run.state.policy.pipeline.components.items()
+            if isinstance(part, torch.nn.Module)
+        }
         found = report.header("epoch", vars(work) | {"overrides": overrides}) | {
             "processes": run.accelerator.num_processes, "device": meter.device.type, "peak": peak,
-            "parameters": _parameters(run.state.policy.pipeline), "results": [result],
+            "parameters": parameters, "results": [result],
         }  # fmt: skip
     meter.close()
     if arguments.profile and found is not None and found["processes"] == 1:
@@ -166,27 +176,6 @@ def _epoch_with_images(meter, path: Path) -> list[dict[str, Any]]:
     return epoch
 
 
-def _parameters(pipeline) -> dict[str, int]:
-    """Number of weights of each part, without LoRA."""
-    import torch
-
-    return {
-        name: sum(p.numel() for key, p in part.named_parameters() if ".lora_" not in key)
-        for name, part in pipeline.components.items()
-        if isinstance(part, torch.nn.Module)
-    }
-
-
-def _quiet() -> None:
-    """Only errors; that prompts are cut at CLIP's 77 tokens is expected."""
-    import diffusers
-    import transformers
-
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr, format="%(message)s")
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,35 +195,31 @@ def tables(found: dict[str, Any]) -> str:
 
     def rates(r: dict[str, Any]) -> list[str]:
         rate, memory = r["rates"], r["memory"]
-        cells = [
-            number(rate["sampling_tokens_per_second"]),
-            flops(r["flops"]["sampling"]),
-            flops(r["flops"]["training"]),
-        ]
+        cells = [number(rate["sampling_tokens_per_second"])]
+        cells += [flops(r["flops"][phase]) for phase in ("sampling", "training")]
         cells += [share(rate[f"{phase}_mfu"]) for phase in ("denoising", "sampling", "training", "epoch")]
         return [*cells, share(rate["reward_hidden"]), number(memory.get("peak_gpu_mib", memory["peak_rss_mib"]) / 1024)]
 
     threads = f" on {peak['threads']} thread(s)" if peak["threads"] else ""
-    parts.append(
-        f"MFU: share of the measured {peak['dtype']} peak, {flops(peak['flops_per_second'])}FLOP/s{threads}.\n"
-    )
+    peak_flops = flops(peak["flops_per_second"])
+    parts.append(f"MFU: share of the measured {peak['dtype']} peak, {peak_flops}FLOP/s{threads}.\n")
     columns = ["", "image tokens/s", "sampling FLOPs", "training FLOPs", "denoising MFU", "sampling MFU", "training MFU",
                "epoch MFU", "reward hidden", "peak GiB"]  # fmt: skip
     parts.append(table(columns, rows(rates)))
     if found.get("profile"):
         parts.append(f"Operations of {found['profile']['total_ms']:.0f} ms: one batch, 3 steps.\n")
-        operations = found["profile"]["operations"][:12]
-        parts.append(table(["", "calls", "ms", "share"], [
-            [f"`{each['name'][:70]}`", str(each["calls"]), number(each["ms"]), share(each["share"])] for each in operations
-        ]))  # fmt: skip
+        operations = [
+            [f"`{each['name'][:70]}`", str(each["calls"]), number(each["ms"]), share(each["share"])]
+            for each in found["profile"]["operations"][:12]
+        ]
+        parts.append(table(["", "calls", "ms", "share"], operations))
     return "\n".join(parts)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, without the options of the configuration."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     presets = ("tiny", "toy", "narrow", "flux-small", "flux-dev", "kontext-dev", "qwen-edit")
     made.add_argument("--preset", choices=presets, default="toy", help="the generator")
     made.add_argument("--workload", choices=("counting", "config"), default="counting", help="see above")
@@ -256,9 +241,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lora-scale", type=float, default=0.0, help="add noise of this size to the LoRA, as if trained")
     made.add_argument("--images", type=Path, metavar="FILE.npz", help="write the images of the first epoch")
     made.add_argument("--label", default="as configured", help="name in tables")
-    made.add_argument(
-        "--profile", action="store_true", help="operations of a small epoch: table and trace, one process"
-    )
+    made.add_argument("--profile", action="store_true", help="operations of a small epoch, one process: table, trace")
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
     return made
 

@@ -33,7 +33,7 @@ from measuring import report
 from measuring.report import number, table
 from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError
 from paco_judge.grid import pairs, split_image
-from paco_judge.images import png_data_url
+from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
 
 # The toy judge knows themes of its own world only; other judges take any text.
@@ -72,15 +72,14 @@ def picture(rng: np.random.Generator, size: int) -> Image.Image:
 def request_bodies(model: str, count: int, size: int, theme: str, rng: np.random.Generator) -> list[bytes]:
     """``count`` requests about new pictures, in the form of the judge's client."""
 
-    def bodies():
-        while True:
-            urls = [png_data_url(cell) for cell in split_image(picture(rng, size), 2, 2)]
-            for a, b in pairs(4):
-                messages = build_messages(urls[a], urls[b], theme_question(theme))
-                yield json.dumps({"model": model, "messages": messages, "max_tokens": 1, "temperature": 0,
-                                  "logprobs": True, "top_logprobs": 20}).encode()  # fmt: skip
-
-    return list(itertools.islice(bodies(), count))
+    bodies = []
+    while len(bodies) < count:
+        urls = [data_url(cell) for cell in split_image(picture(rng, size), 2, 2)]
+        for a, b in pairs(4):
+            messages = build_messages(urls[a], urls[b], theme_question(theme))
+            body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
+            bodies.append(json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode())
+    return bodies[:count]
 
 
 async def ask(url: str, headers: dict, bodies: Sequence[bytes], concurrency: int, deadline_s: float) -> tuple:
@@ -114,13 +113,9 @@ def run(arguments: argparse.Namespace, targets: dict[str, str]) -> list[Round]:
     Raises:
         JudgeError: A server does not answer or does not have the model.
     """
-    clients = {
-        name: JudgeClient(url, model=arguments.model, api_key=arguments.api_key) for name, url in targets.items()
-    }
-    models = {name: client.check() for name, client in clients.items()}
-    headers = {"content-type": "application/json"}
-    if arguments.api_key:
-        headers["authorization"] = f"Bearer {arguments.api_key}"
+    key = arguments.api_key
+    models = {name: JudgeClient(url, model=arguments.model, api_key=key).check() for name, url in targets.items()}
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     rng = np.random.default_rng(arguments.seed)
     rounds: list[Round] = []
     for index in range(arguments.rounds + 1):
@@ -179,11 +174,7 @@ def tables(found: Mapping[str, Any]) -> str:
         return text
     names = (("throughput_ratio", ".3f"), ("p50_ratio", ".3f"), ("added_p50_ms", "+.1f"))
     rows = [
-        [
-            f"{row['target']} to {row['base']}",
-            str(row["concurrency"]),
-            *(number(row[name], form) for name, form in names),
-        ]
+        [f"{row['target']} to {row['base']}", str(row["concurrency"]), *(number(row[name], form) for name, form in names)]
         for row in found["compared"]
     ]
     return f"{text}\n{table(['compared', 'in flight', 'pairs/s, ratio', 'p50, ratio', 'p50 added, ms'], rows)}"
@@ -193,8 +184,17 @@ def main(given: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit status: 0, 2 where nothing can be measured."""
     arguments = parser().parse_args(given)
     try:
-        targets = _named_urls(arguments.target)
-        compare = _comparisons(arguments.compare, list(targets))
+        targets: dict[str, str] = {}
+        for text in arguments.target:
+            name, _, url = text.partition("=")
+            if not (name and url) or name in targets:
+                raise ValueError(f"--target {text!r} is not NAME=URL with a name that occurs once")
+            targets[name] = url.rstrip("/").removesuffix("/v1")
+        names = list(targets)
+        compare = [tuple(text.split("/")) for text in arguments.compare or (f"{name}/{names[0]}" for name in names[1:])]
+        for each in compare:
+            if len(each) != 2 or not set(each) <= set(names):
+                raise ValueError(f"--compare {'/'.join(each)!r} is not NAME/BASE of two targets; known: {', '.join(names)}")
         rounds = run(arguments, targets)
         if not any(each.latencies_ms for each in rounds):
             raise ValueError(f"no request was answered; first error: {rounds[0].first_error}")
@@ -202,7 +202,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")}
-    made = report.header("judge_load", settings) | summary(rounds, list(targets), compare)
+    made = report.header("judge_load", settings) | summary(rounds, names, compare)
     report.write(arguments.output, made | {"rounds": [asdict(each) for each in rounds]}, tables(made))
     from measuring import plots
 
@@ -211,35 +211,11 @@ def main(given: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _named_urls(given: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
-        name, separator, url = text.partition("=")
-        if not (separator and name and url) or name in found:
-            raise ValueError(f"--target {text!r} is not NAME=URL with a name that occurs once")
-        found[name] = url.rstrip("/").removesuffix("/v1")
-    return found
-
-
-def _comparisons(given: Sequence[str] | None, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(target, base) pairs; by default every further target against the first."""
-    if not given:
-        return [(name, names[0]) for name in names[1:]]
-    found = [tuple(text.split("/")) for text in given]
-    for each in found:
-        if len(each) != 2 or not set(each) <= set(names):
-            known = ", ".join(names)
-            raise ValueError(f"--compare {'/'.join(each)!r} is not NAME/BASE of two targets; known: {known}")
-    return found
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--target", action="append", required=True, metavar="NAME=URL", help="a server; may be repeated")
-    made.add_argument(
-        "--compare", action="append", metavar="NAME/BASE", help="ratios (default: each target to the first)"
-    )
+    made.add_argument("--compare", action="append", metavar="NAME/BASE", help="ratios (default: each to the first target)")
     made.add_argument("--model", default=DEFAULT_MODEL, help="served name, the same on every server")
     made.add_argument("--api-key", help="if the servers want one")
     made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64], help="questions in flight")

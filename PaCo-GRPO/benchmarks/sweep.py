@@ -39,37 +39,18 @@ EPOCH = Path(__file__).resolve().parent / "epoch.py"
 RATIOS = ("epoch", "sampling", "training", "cpu")
 
 
-class LaunchError(RuntimeError):
-    """epoch.py ended with ``status``."""
-
-    def __init__(self, label: str, status: int) -> None:
-        super().__init__(f"epoch.py with {label!r} ended with status {status}; its message is above")
-        self.status = status
-
-
 @dataclass
 class Variant:
-    """One of the things that are compared.
+    """One of the things that are compared."""
 
-    Attributes:
-        label: Its text; "as configured" for an empty one.
-        options: Additional arguments for epoch.py.
-        environment: Variables to set; an empty value removes one.
-        processes: Number of processes.
-    """
-
-    label: str
-    options: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    label: str  # its text; "as configured" for an empty one
+    options: list[str] = field(default_factory=list)  # additional arguments for epoch.py
+    environment: dict[str, str] = field(default_factory=dict)  # variables to set; an empty value removes one
     processes: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """A variant from its assignments.
-
-        Raises:
-            ValueError: A part that is not an assignment.
-        """
+        """A variant from its assignments; a ValueError names a part that is none."""
         found = cls(text or "as configured")
         for part in shlex.split(text):
             name, equals, value = part.partition("=")
@@ -88,20 +69,14 @@ class Variant:
         return found
 
     def launch(self, options: Sequence[str], output: Path) -> dict[str, Any]:
-        """Run epoch.py with ``options``; its report.
-
-        Raises:
-            LaunchError: It failed.
-        """
+        """Run epoch.py with ``options``; its report."""
         command = [sys.executable]
         if self.processes > 1:  # without the dashes torchrun reads --m itself
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}", "--"]
         command += [str(EPOCH), *options, *self.options, "--label", self.label, "--output", str(output)]
         environment = {**os.environ, **self.environment}
         environment = {name: value for name, value in environment.items() if self.environment.get(name) != ""}
-        status = subprocess.run(command, env=environment, check=False, stdout=subprocess.DEVNULL).returncode
-        if status:
-            raise LaunchError(self.label, status)
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
 
 
@@ -116,9 +91,9 @@ def main(given: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.status
+    except subprocess.CalledProcessError as error:
+        print(f"error: {shlex.join(error.cmd)}\nended with status {error.returncode}; see above", file=sys.stderr)
+        return error.returncode
     text = f"{comparison(found)}\n{tables(found)}"
     report.write(arguments.output, found, text)
     from measuring import plots
@@ -154,16 +129,14 @@ def _result(
 ) -> dict[str, Any]:
     from measuring.timing import result_of
 
-    def epochs(launches: Sequence[dict]) -> list[list[dict]]:
-        return [epoch for launch in launches for epoch in launch["results"][0]["epochs"]]
-
-    def seconds(launches: Sequence[dict], name: str) -> list[float]:
-        return [epoch[0]["seconds"][name] for epoch in epochs(launches)]
-
+    epochs, base_epochs = (
+        [epoch for launch in launches for epoch in launch["results"][0]["epochs"]] for launches in (made, base)
+    )
     peak = max(launch["peak"]["flops_per_second"] for launch in made)
     first = made[0]["results"][0]
-    found = first | result_of(epochs(made), first["flops"], peak) | {"processes": variant.processes}
-    found["ratio"] = {name: ratios(seconds(made, name), seconds(base, name)) for name in RATIOS}
+    found = first | result_of(epochs, first["flops"], peak) | {"processes": variant.processes}
+    seconds, base_seconds = ([epoch[0]["seconds"] for epoch in each] for each in (epochs, base_epochs))
+    found["ratio"] = {n: ratios([s[n] for s in seconds], [s[n] for s in base_seconds]) for n in RATIOS}
     found["efficiency"] = base[0]["processes"] / variant.processes / found["ratio"]["epoch"]["median"]
     if images is not None:
         found["ratio_deviation"] = float(images["ratio_deviation"])
@@ -181,8 +154,9 @@ def comparison(found: Mapping[str, Any]) -> str:
         for phase in ("sampling", "training"):
             each = [r["seconds"][phase]["median"] / r["plan"]["samples"] for r in results]
             columns.append((f"{phase}, s per image", [number(value) for value in each]))
-        columns.append(("text tokens", [number(max(f["text_tokens"] for f in _forwards(r))) for r in results]))
-        columns.append(("image tokens", [number(max(f["image_tokens"] for f in _forwards(r))) for r in results]))
+        for name in ("text_tokens", "image_tokens"):
+            most = [max(forward[name] for forward in r["epochs"][0][0]["forwards"]) for r in results]
+            columns.append((name.replace("_", " "), [number(value) for value in most]))
     if any(r["processes"] > 1 for r in results):
         columns.append(("efficiency", [share(r["efficiency"]) for r in results]))
         columns.append(("waiting for others", [share(r["rates"]["collectives_share"]) for r in results]))
@@ -193,10 +167,6 @@ def comparison(found: Mapping[str, Any]) -> str:
     rows = [[f"`{r['label']}`", *(cells[i] for _, cells in columns)] for i, r in enumerate(results)]
     text = f"Ratios to `{found['settings']['base']}` within a round (below 1: faster), median (quartiles).\n\n"
     return text + table(["", *(name for name, _ in columns)], rows)
-
-
-def _forwards(result: Mapping[str, Any]) -> list[dict]:
-    return result["epochs"][0][0]["forwards"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@ its default and meaning in ``docs/configuration.md``."""
 
 from ml_collections import ConfigDict
 
-from paco_grpo.options import config_dict, table
+from paco_grpo.options import config_dict
 
 
 def get_config() -> ConfigDict:
@@ -11,6 +11,4 @@ def get_config() -> ConfigDict:
     return config_dict()
 
 
-def open_dict(**entries) -> ConfigDict:
-    """A table with the user's keys, such as reward names; a plain dict does the same."""
-    return table(entries)
+open_dict = dict  # for configuration files of version 0.1: a table whose keys are the user's

@@ -10,13 +10,16 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
 from paco_grpo.data.files import DataError, json_lines
@@ -25,11 +28,15 @@ _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
 
 
-def t2is(source: Path, out: Path, test_share: float) -> None:
+def t2is(source: Path, out: Path, *, test_share: float, **_) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
-    A set in one file is divided by a hash of each item's theme, so that train and test share no theme.
+    A set in one file is divided by a hash of each item's theme, so that train and test share no theme. Files named by
+    split, as in the prompt folders of the published trainer, stay as they are.
     """
+    folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
+    if len(folders) > 1:
+        raise DataError(f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}")
     known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
     splits: dict[str, list[dict]] = {"train": [], "test": []}
     for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
@@ -40,7 +47,7 @@ def t2is(source: Path, out: Path, test_share: float) -> None:
         _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
-def gedit(source: Path, out: Path, language: str) -> None:
+def gedit(source: Path, out: Path, *, language: str, **_) -> None:
     """GEdit-Bench (``instruction``, ``input_image_raw``, ``task_type``, ``instruction_language``) → ``geneval_image``.
 
     It is a benchmark, so all of it is the test split.
@@ -63,32 +70,25 @@ def gedit(source: Path, out: Path, language: str) -> None:
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
-def sharegpt_4o_image(source: Path, out: Path, test_share: float, limit: int | None = None) -> None:
+def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int | None = None, **_) -> None:
     """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, at most ``limit`` items.
 
     Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives.
     """
-    import pyarrow as pa
-    import pyarrow.parquet
-
     image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     schema = pa.schema({"prompt": pa.string(), "image": image})
-    waiting: dict[str, list[dict]] = {"train": [], "test": []}  # written in pieces: a large set is never in memory
-    with ExitStack() as stack:
-        writers = {split: pyarrow.parquet.ParquetWriter(out / f"{split}.parquet", schema) for split in waiting}
-
-        def flush(split: str) -> None:
-            writers[split].write_table(pa.Table.from_pylist(waiting[split], schema=schema))
-            waiting[split].clear()
-
-        for split, writer in writers.items():
-            stack.callback(writer.close)
-            stack.callback(flush, split)
-        for name, prompt, data in _edits(source, limit):
-            split = "test" if _share_of(name) < test_share else "train"  # by image: no picture is in both
-            waiting[split].append({"prompt": prompt, "image": {"bytes": data, "path": None}})
-            if len(waiting[split]) == _PIECE:
-                flush(split)
+    edits = _edits(source, limit)
+    with (
+        pq.ParquetWriter(out / "train.parquet", schema) as train,
+        pq.ParquetWriter(out / "test.parquet", schema) as test,
+    ):
+        while piece := list(islice(edits, _PIECE)):  # a large set is never in memory
+            rows: dict[pq.ParquetWriter, list[dict]] = {train: [], test: []}
+            for name, prompt, data in piece:
+                writer = test if _share_of(name) < test_share else train  # by image: no picture is in both
+                rows[writer].append({"prompt": prompt, "image": {"bytes": data, "path": None}})
+            for writer in filter(rows.get, rows):
+                writer.write_table(pa.Table.from_pylist(rows[writer], schema=schema))
 
 
 def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
@@ -105,8 +105,15 @@ def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
             yield names[0], _column(row, "input_prompt", where), read(names[0], where)
 
 
-def pickscore(source: Path, out: Path, limit: int | None = None) -> None:
-    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split."""
+def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:
+    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split.
+
+    The lists of the published trainer (``{train,test}.txt``) stay as they are.
+    """
+    if (source / "train.txt").is_file():
+        for split in ("train", "test"):
+            shutil.copy(_files(source, f"{split}.txt")[0], out)
+        return
     seen: set[str] = set()
     files = _files(source, "*.parquet")
     for split in ("test", "train"):
@@ -120,7 +127,7 @@ def pickscore(source: Path, out: Path, limit: int | None = None) -> None:
         _write_lines(out / f"{split}.txt", captions)
 
 
-def ocr(source: Path, out: Path) -> None:
+def ocr(source: Path, out: Path, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         file = _files(source, f"{split}.txt")[0]
@@ -135,10 +142,8 @@ def _share_of(text: str) -> float:
 
 def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row, a piece of a file at a time."""
-    import pyarrow.parquet
-
     for file in files:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = pq.ParquetFile(file)
         absent = [column for column in columns or [] if column not in table.schema_arrow.names]
         if absent:
             raise DataError(f"{file}: column {absent[0]!r} is missing; it has {table.schema_arrow.names}")

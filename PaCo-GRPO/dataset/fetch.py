@@ -29,37 +29,25 @@ HERE = Path(__file__).resolve().parent
 class PublicSet:
     """Where a set is published and how it is converted."""
 
-    hub: str  # data set on the Hugging Face hub; empty: the files at ``urls``
-    patterns: tuple[str, ...]  # its files that are needed
     kind: str  # config.prompt_fn of the result
-    splits: tuple[str, ...]
-    convert: Callable[[Path, Path, argparse.Namespace], None]
+    convert: Callable[..., None]  # (source, out, test_share=, language=, limit=)
+    hub: str = ""  # data set on the Hugging Face hub; empty: the files at ``urls``
+    patterns: tuple[str, ...] = ()  # its files that are needed
     urls: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ("train", "test")
 
 
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/"
+_SHAREGPT = "FreedomIntelligence/ShareGPT-4o-Image"
 SETS = {
-    "t2is": PublicSet(
-        "ChengyouJia/T2IS-Bench", ("*.jsonl",), "geneval", ("train", "test"),
-        lambda source, out, o: converters.t2is(source, out, o.test_share),
-    ),
-    "gedit": PublicSet(
-        "stepfun-ai/GEdit-Bench", ("*.parquet",), "geneval_image", ("test",),
-        lambda source, out, o: converters.gedit(source, out, o.language),
-    ),
+    "t2is": PublicSet("geneval", converters.t2is, "ChengyouJia/T2IS-Bench", ("*.jsonl",)),
+    "gedit": PublicSet("geneval_image", converters.gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",), splits=("test",)),
     "sharegpt-4o-image": PublicSet(
-        "FreedomIntelligence/ShareGPT-4o-Image", ("text_and_image_to_image*",), "arrow_editing", ("train", "test"),
-        lambda source, out, o: converters.sharegpt_4o_image(source, out, o.test_share, o.limit),
+        "arrow_editing", converters.sharegpt_4o_image, _SHAREGPT, ("text_and_image_to_image*",)
     ),
-    "pickscore": PublicSet(
-        "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",), "general_ocr", ("train", "test"),
-        lambda source, out, o: converters.pickscore(source, out, o.limit),
-    ),
-    "ocr": PublicSet(
-        "", (), "general_ocr", ("train", "test"), lambda source, out, o: converters.ocr(source, out),
-        urls=tuple(_FLOW_GRPO + name for name in ("train.txt", "test.txt")),
-    ),
-}  # fmt: skip
+    "pickscore": PublicSet("general_ocr", converters.pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
+    "ocr": PublicSet("general_ocr", converters.ocr, urls=(f"{_FLOW_GRPO}train.txt", f"{_FLOW_GRPO}test.txt")),
+}
 
 
 class FetchError(RuntimeError):
@@ -106,7 +94,7 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        public.convert(source, scratch, options)
+        public.convert(source, scratch, test_share=options.test_share, language=options.language, limit=options.limit)
         counts = {split: len(load_prompts(scratch, split, public.kind)) for split in public.splits}
         if output.exists():
             output.rmdir()

@@ -6,7 +6,7 @@ Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -79,18 +79,18 @@ class Batched:
 
     def select(self, index: Index) -> Self:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
-
-        def rows(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[index if isinstance(index, slice) else torch.as_tensor(index, device=tensor.device)]
-
-        return self._map(rows, lambda part: part.select(index))
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
-        """Move every tensor of the batch to ``device``; floating-point tensors also to ``dtype`` if one is given."""
-        return self._map(
-            lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None),
-            lambda part: part.to(device, dtype),
-        )
+        changes: dict[str, Any] = {}
+        for name, value in self._values().items():
+            if self._is_shared(name):
+                continue
+            if isinstance(value, torch.Tensor):
+                rows = index if isinstance(index, slice) else torch.as_tensor(index, device=value.device)
+                changes[name] = value[rows]
+            elif isinstance(value, Batched):
+                changes[name] = value.select(index)
+            elif _is_list_of_batched(value):
+                changes[name] = [part.select(index) for part in value]
+        return dataclasses.replace(self, **changes)
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -125,19 +125,6 @@ class Batched:
                     f"cannot join {label}: {first} and {value} differ (group samples by size and schedule first)"
                 )
         return first
-
-    def _map(self, tensor: Callable[[torch.Tensor], torch.Tensor], part: Callable[[Batched], Batched]) -> Self:
-        changes: dict[str, Any] = {}
-        for name, value in self._values().items():
-            if self._is_shared(name):
-                continue
-            if isinstance(value, torch.Tensor):
-                changes[name] = tensor(value)
-            elif isinstance(value, Batched):
-                changes[name] = part(value)
-            elif _is_list_of_batched(value):
-                changes[name] = [part(entry) for entry in value]
-        return dataclasses.replace(self, **changes)
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -15,17 +15,12 @@ import sys
 from pathlib import Path
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and the rest, which is the configuration."""
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 0 done, 2 refused, 3 a reward failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter")
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
-    return parser.parse_known_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 refused, 3 a reward failed."""
-    own, rest = parse(arguments)
+    own, rest = parser.parse_known_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "torch.distributed"):
@@ -38,28 +33,22 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(options, own.adapter, own.output)
 
-
-def run(options, adapter: str | None, output: Path) -> int:
-    """Load, sample, score, and print; the heavy imports wait until the options are known to be readable."""
-    from paco_grpo.data.prompts import DataError
-    from paco_grpo.options import ConfigError
-    from paco_grpo.policies import PolicyLoadError
     from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.rewards.registry import RewardError
-    from paco_judge.client import JudgeError
+    from paco_grpo.training.build import REFUSALS
 
     try:
-        metrics = evaluate_adapter(options, adapter, output)
-    except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError) as error:
+        metrics = evaluate_adapter(options, own.adapter, own.output)
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
     if metrics is not None:
-        report(metrics, output)
+        (own.output / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+        print((own.output / "categories.md").read_text(encoding="utf-8"), end="")
+        print(f"{metrics['eval/num_images']:.0f} images, their scores and sheet.png in {own.output}")
     return 0
 
 
@@ -74,16 +63,15 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
         ScoringError: A reward failed.
     """
     from paco_grpo.data.prompts import load_prompts
-    from paco_grpo.distributed.launch import build_accelerator, build_strategy, set_threads
+    from paco_grpo.distributed.launch import start_processes
     from paco_grpo.evaluation.evaluate import evaluate
-    from paco_grpo.rewards.registry import build_rewards
+    from paco_grpo.rewards.registry import build_rewards, write_records
     from paco_grpo.training.build import apply_speed, load_adapter, load_generator, test_reward_kwargs
     from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
 
     check_run(options)
-    accelerator = build_accelerator()
-    strategy = build_strategy(options, accelerator)
-    set_threads(options.num_threads, accelerator.num_processes)
+    strategy = start_processes(options)
+    accelerator = strategy.accelerator
     check_writable(output)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_images(options, {"test": items})
@@ -95,6 +83,8 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():
         reward.check()
+    if accelerator.is_main_process:
+        write_records(rewards, output)
     policy = load_generator(options, strategy.loading_device)
     if adapter is None:
         logging.getLogger(__name__).info("no --adapter: evaluating the base model %s", options.pretrained.model)
@@ -107,13 +97,6 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
     is_main = accelerator.is_main_process
     accelerator.end_training()
     return metrics if is_main else None
-
-
-def report(metrics: dict, output: Path) -> None:
-    """Write the numbers and print the table."""
-    (output / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
-    print((output / "categories.md").read_text(encoding="utf-8"), end="")
-    print(f"{metrics['eval/num_images']:.0f} images, their scores and sheet.png in {output}")
 
 
 if __name__ == "__main__":

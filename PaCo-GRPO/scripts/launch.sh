@@ -7,17 +7,14 @@
 #   NNODES             machines (default 1). With more, start the same command on each of them with
 #   NODE_RANK          its number, 0 to NNODES-1, and the same
 #   MASTER_ADDR        name or address of machine 0, and MASTER_PORT (default 29500), where it can be reached
-#   PYTHON             interpreter (default: the repository's .venv, else python3)
+#   MAIN_PROCESS_PORT  another name of MASTER_PORT; on one machine, what two runs on different GPUs must not share
+#   PYTHON             interpreter (default: the activated environment, the repository's .venv, or python3)
 #   OMP_NUM_THREADS    CPU threads per process (default: cores / processes)
 set -euo pipefail
 
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-cd "$here/.."
-repo="$(cd .. && pwd)"
-if [[ -z "${PYTHON:-}" ]]; then
-  PYTHON="$repo/.venv/bin/python"
-  [[ -x "$PYTHON" ]] || PYTHON=python3
-fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ../tools/python.sh
+choose_python paco_grpo accelerate
 
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
@@ -60,15 +57,16 @@ fi
 ((gpus == 0)) || export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 echo "launch: $processes process(es) on $( ((gpus > 0)) && echo "$gpus GPU(s)" || echo "the CPU"), OMP_NUM_THREADS=$OMP_NUM_THREADS," \
-  "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-}" >&2
+  "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-}, with $PYTHON ($PYTHON_FROM)" >&2
 
 launch=("$PYTHON" -m accelerate.commands.launch)
+port="${MASTER_PORT:-${MAIN_PROCESS_PORT:-29500}}"
 if ((nodes > 1)); then
   # Every machine states the processes of all, so each must have as many.
   ((gpus > 0)) || export ACCELERATE_USE_CPU=true
   exec "${launch[@]}" --config_file "${ACCELERATE_CONFIG:-scripts/accelerate_configs/multi_node.yaml}" \
     --num_machines "$nodes" --machine_rank "$rank" --num_processes "$((processes * nodes))" \
-    --main_process_ip "$MASTER_ADDR" --main_process_port "${MASTER_PORT:-29500}" scripts/train.py "$@"
+    --main_process_ip "$MASTER_ADDR" --main_process_port "$port" scripts/train.py "$@"
 elif [[ -n "${ACCELERATE_CONFIG:-}" ]]; then
   arguments=(--config_file "$ACCELERATE_CONFIG")
   if [[ -n "${NUM_PROCESSES:-}" ]] || ! grep -q '^num_processes:' "$ACCELERATE_CONFIG"; then
@@ -81,7 +79,7 @@ elif ((processes == 1)); then
   exec "$PYTHON" scripts/train.py "$@"
 elif ((gpus > 0)); then
   exec "${launch[@]}" --config_file scripts/accelerate_configs/multi_gpu.yaml \
-    --num_processes "$processes" scripts/train.py "$@"
+    --num_processes "$processes" --main_process_port "$port" scripts/train.py "$@"
 else
   # accelerate launch wants MPI for several CPU processes; torchrun gives it gloo.
   export ACCELERATE_USE_CPU=true

@@ -6,7 +6,7 @@
 # arguments go to the service (python -m paco_grpo.rewards.remote.service --help). A run uses it with
 #   --config.train.reward_fn_kwargs.NAME.server=http://127.0.0.1:8101
 #
-#   PYTHON              interpreter of the environment (default: the repository's .venv, else python3)
+#   PYTHON              interpreter of the environment (default: the activated one, the repository's .venv, or python3)
 #   REWARD_SERVICE_KEY  required of every request; needed when --host opens the service to others
 set -euo pipefail
 
@@ -27,8 +27,8 @@ if [[ ! -f "$requirements" ]]; then
   exit 2
 fi
 
-python="${PYTHON:-$repo/.venv/bin/python}"
-[[ -x "$python" || -n "${PYTHON:-}" ]] || python=python3
+source "$repo/tools/python.sh"
+choose_python
 uv="$(command -v uv || echo "$repo/.venv/bin/uv")"
 if [[ ! -x "$uv" ]]; then
   echo "error: uv is needed to create the environment; run bash setup.sh in $repo" >&2
@@ -42,8 +42,8 @@ no_deps="$scripts/reward_environments/$name.no-deps.txt"  # packages whose depen
 [[ -f "$no_deps" ]] || no_deps=/dev/null
 stamp="$(cat "$requirements" "$no_deps" "$scripts/reward_environments/base.txt" | cksum)"
 if [[ "$(cat "$environment/.ready" 2>/dev/null || true)" != "$stamp" ]]; then
-  echo "creating $environment (once)" >&2
-  "$uv" venv --quiet --clear --python "$python" "$environment"
+  echo "creating $environment (once) with $PYTHON ($PYTHON_FROM)" >&2
+  "$uv" venv --quiet --clear --python "$PYTHON" "$environment"
   "$uv" pip install --quiet --python "$environment/bin/python" -r "$requirements"
   [[ "$no_deps" == /dev/null ]] || "$uv" pip install --quiet --no-deps --python "$environment/bin/python" -r "$no_deps"
   echo "$stamp" >"$environment/.ready"

@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     )
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of faster kernels wherever it is imported
 
     from paco_grpo.options import ConfigError, read_options
 
@@ -31,20 +32,13 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(options, name)
+    return train(options, name)
 
 
-def run(options, name: str) -> int:
+def train(options, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
-    from paco_grpo.checkpoint.files import CheckpointError
-    from paco_grpo.data.prompts import DataError
-    from paco_grpo.monitoring.trackers import TrackingError
-    from paco_grpo.options import ConfigError
-    from paco_grpo.policies import PolicyLoadError
-    from paco_grpo.rewards.registry import RewardError
-    from paco_grpo.training.build import build_run
+    from paco_grpo.training.build import REFUSALS, build_run
     from paco_grpo.training.trainer import Trainer, TrainingStopped
-    from paco_judge.client import JudgeError
 
     try:
         trainer = Trainer(build_run(options, name))
@@ -53,7 +47,7 @@ def run(options, name: str) -> int:
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
-    except (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError) as error:
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -130,7 +130,7 @@ def injected(fault: Fault):
 
 
 def _main(
-    rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, fault: Fault | None, before
+    rank: int, processes: int, port: int, zero: int | None, flux: Path, folder: Path, changes: dict, fault: Fault | None
 ) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
@@ -140,8 +140,15 @@ def _main(
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-    if before:
-        before()
+    if zero:  # what accelerate finds when launched with deepspeed_zero1.yaml or deepspeed_zero2.yaml, on a CPU
+        os.environ |= {
+            "ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(zero), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        }  # fmt: skip
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: the other wants compiling
     try:
         with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
@@ -157,14 +164,14 @@ def run(
     folder: Path,
     processes: int = 1,
     fault: Fault | None = None,
-    before: Callable | None = None,
+    zero: int | None = None,
     without: str = "",
     **changes,
 ) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher.
 
     Args:
-        before: Called in each process before anything else.
+        zero: Stage of DeepSpeed ZeRO.
         without: Prompts that begin so get no score.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +184,7 @@ def run(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
-        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, fault, before))
+        context.Process(target=_main, args=(rank, processes, port, zero, flux, folder, changes, fault))
         for rank in range(processes)
     ]
     for process in started:

@@ -8,7 +8,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "config"
 NAMES = (
     "t2is", "kontext_editing", "qwen_editing", "ocr", "ocr_128", "ocr_512", "pickscore", "toy_t2is", "toy_kontext",
     "toy_qwen_edit", "t2is_80gb", "t2is_48gb", "t2is_24gb", "kontext_editing_48gb", "kontext_editing_24gb",
-    "qwen_editing_48gb",
+    "qwen_editing_48gb", "qwen_editing_no_cfg",
 )  # fmt: skip
 
 

@@ -50,6 +50,21 @@ def test_an_adapter_loads(tiny_flux_dir, place):
     assert all(torch.equal(loaded[name].detach(), value) for name, value in average.items())
 
 
+def test_a_users_configuration_file(tmp_path):
+    """Its tables were made by ``open_dict``, and base.py was loaded by its path."""
+    shutil.copy(OLD.parents[1] / "config" / "base.py", tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import runpy, pathlib\n"
+        "base = runpy.run_path(str(pathlib.Path(__file__).with_name('base.py')))\n"
+        "def get_config(name=''):\n"
+        "    config = base['get_config']()\n"
+        "    config.train.reward_fn = base['open_dict'](ocr=1.0)\n"
+        "    config.train.reward_fn.ocr = 0.5\n"
+        "    return config\n"
+    )
+    assert load_options(f"{tmp_path / 'mine.py'}:x").train.reward_fn == {"ocr": 0.5}
+
+
 def test_a_users_reward_file(monkeypatch):
     from PIL import Image
 

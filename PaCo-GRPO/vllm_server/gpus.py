@@ -53,8 +53,11 @@ def tensor_parallel_size(gpus: int, config: Mapping) -> int:
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
-    """Whether ``size`` GPUs can share the attention heads evenly, and share or copy the key/value heads evenly."""
-    heads = int(config.get("num_attention_heads", 1))
+    """Whether ``size`` GPUs can share the attention heads evenly, and share or copy the key/value heads evenly.
+
+    True where ``config`` does not state them: vLLM decides.
+    """
+    heads = int(config.get("num_attention_heads", size))
     key_value_heads = int(config.get("num_key_value_heads", heads))
     return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
 

@@ -10,10 +10,12 @@ What and where:
   VLLM_LABEL            default; several launches need different labels and ports
   VLLM_API_KEY          then needed on every route except /health
 Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per model):
-  VLLM_ENGINE           auto | vllm | transformers; VLLM_PYTHON: vLLM's interpreter
+  VLLM_ENGINE           auto | vllm | transformers
+  VLLM_PYTHON           interpreter with vLLM; default: the activated environment's, that of `vllm` on the PATH, .venv-vllm
   VLLM_TP               GPUs that share one copy of a model; default: as many as its heads allow
   VLLM_REPLICAS         1; copies of each model over the remaining GPUs
   GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
+  VLLM_MAX_IMAGES       16; images in one request
   VLLM_EXTRA_ARGS       more arguments for the engine
   VLLM_START_TIMEOUT    1800 seconds
 Gateway:
@@ -50,10 +52,12 @@ class Interrupts:
         self._holding, self._received = False, None
 
     def install(self) -> None:
+        """Handles the signals from here on."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def hold(self) -> None:
+        """Postpones signals until ``release``."""
         self._holding = True
 
     def release(self) -> None:
@@ -73,7 +77,13 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
     settings = LaunchSettings.from_environment(environment)
     folder = LabelFolder(runtime_root(environment), settings.label)
     with folder.locked():
-        _check_not_running(folder)
+        group = folder.read()
+        for server in group.servers if group else ():
+            if server.leader.alive():
+                raise LaunchError(
+                    f"label {folder.label!r} is in use: {server.title} on port {server.port}. End it with "
+                    f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
+                )
         plan = make_plan(settings, environment)
         _print_plan(settings, plan)
         processes = plan.processes  # the gateway first: it occupies the public port while models load
@@ -111,19 +121,11 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
     return _stay(folder, processes, interrupts) if foreground else 0
 
 
-def _check_not_running(folder: LabelFolder) -> None:
-    group = folder.read()
-    for server in group.servers if group else ():
-        if server.leader.alive():
-            raise LaunchError(
-                f"label {folder.label!r} is in use: {server.title} on port {server.port}. End it with "
-                f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
-            )
-
-
 def _print_plan(settings: LaunchSettings, plan: LaunchPlan) -> None:
     gpus, engine = len(plan.gpus), plan.engine
-    print(f"Engine: {engine.name} {engine.version} ({engine.python}), {gpus or 'no'} GPU{'' if gpus == 1 else 's'}")
+    where = f"{engine.python}, {engine.note}" if engine.name == "vllm" else engine.python
+    why = "" if engine.name == "vllm" else f"; {engine.note}"
+    print(f"Engine: {engine.name} {engine.version} ({where}), {gpus or 'no'} GPU{'' if gpus == 1 else 's'}{why}")
     folders = {adapter.name: adapter.path for adapter in settings.adapters}
     for server in (process.server for process in plan.processes if process.server.model):
         place = f", GPU {','.join(server.gpus)}" if server.gpus else ""
@@ -134,8 +136,9 @@ def _print_plan(settings: LaunchSettings, plan: LaunchPlan) -> None:
         print(f"Model:  {server.title} from {server.model}{place}")
         for name in server.names[1:]:
             print(f"        {name} (LoRA) from {folders[name]}")
-    if plan.unused_gpus:
-        print(f"GPUs {','.join(plan.unused_gpus)} stay unused: VLLM_REPLICAS gives them copies of a model")
+    used = {gpu for process in plan.processes for gpu in process.server.gpus}
+    if unused := [gpu for gpu in plan.gpus if gpu not in used]:
+        print(f"GPUs {','.join(unused)} stay unused: VLLM_REPLICAS gives them copies of a model")
     if plan.gateway:
         workers = settings.gateway_workers
         print(f"Gateway in front, {workers} worker{'' if workers == 1 else 's'}")

@@ -25,32 +25,26 @@ class Model:
 
 def read_models(settings: LaunchSettings) -> list[Model]:
     """Checks models and adapters. Raises LaunchError."""
-    configs = [_model_config(model.path) for model in settings.models]
-    ranks: dict[Weights, list[tuple[Weights, int]]] = {model: [] for model in settings.models}
-    for adapter in settings.adapters:
-        config = _adapter_config(adapter)
-        ranks[_base_of(adapter, config, settings.models)].append((adapter, config["r"]))
-    return [
-        Model(
-            model.path,
-            model.name,
-            config.get("text_config") or config,
-            tuple(adapter for adapter, _ in ranks[model]),
-            max((rank for _, rank in ranks[model]), default=0),
-        )
-        for model, config in zip(settings.models, configs, strict=True)
-    ]
+    adapters = [(adapter, _adapter_config(adapter)) for adapter in settings.adapters]
+    bases = [_base_of(adapter, config, settings.models) for adapter, config in adapters]
+    models = []
+    for weights in settings.models:
+        config = _model_config(weights.path)
+        own = [pair for pair, base in zip(adapters, bases, strict=True) if base == weights]
+        rank = max((adapter_config["r"] for _, adapter_config in own), default=0)
+        text_config = config.get("text_config") or config
+        models.append(Model(weights.path, weights.name, text_config, tuple(adapter for adapter, _ in own), rank))
+    return models
 
 
 def changes_vision(adapter: Weights) -> bool:
     """Whether an adapter changes the vision tower too. Raises LaunchError."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(adapter.path) / "adapter_model.safetensors"
     try:
-        with safe_open(path, framework="numpy") as weights:
-            return any(".visual." in name for name in weights.keys())  # noqa: SIM118 (safe_open is no mapping)
-    except SafetensorError as error:
+        with open(path, "rb") as weights:  # the length of a JSON header, the header
+            names = json.loads(weights.read(int.from_bytes(weights.read(8), "little")))
+            return any(".visual." in name for name in names)
+    except (ValueError, OverflowError, MemoryError) as error:
         raise LaunchError(f"{path} cannot be read: {error}") from error
 
 
@@ -62,6 +56,8 @@ def _model_config(path: str) -> dict:
         if not HUB_NAME.fullmatch(path):
             raise LaunchError(f"model folder {folder} does not exist: correct VLLM_MODEL_PATHS")
         config = _from_hub(path)
+        if config is None:
+            return {}
     elif not config.is_file():
         adapter = (folder / "adapter_config.json").is_file()
         hint = "it is a LoRA adapter: export merged weights first" if adapter else "is it the right folder?"
@@ -71,13 +67,13 @@ def _model_config(path: str) -> dict:
     return _read_json(config)
 
 
-def _from_hub(name: str) -> Path:
-    """config.json of a hub model, from the cache or the hub."""
+def _from_hub(name: str) -> Path | None:
+    """config.json of a hub model, from the cache or the hub; None where only the engine can look it up."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise LaunchError(f"there is no folder {name!r}, and huggingface_hub is not installed to look it up") from error
+    except ImportError:
+        return None
     try:
         return Path(hf_hub_download(name, "config.json", etag_timeout=10))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

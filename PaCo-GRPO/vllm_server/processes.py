@@ -3,6 +3,7 @@
 Linux only (/proc). A pid alone is not enough: it may belong to another process by now.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -27,6 +28,7 @@ class Process:
         return cls(pid, started) if state not in "ZX" else None
 
     def alive(self) -> bool:
+        """Whether it still runs: its pid may belong to another process by now."""
         return Process.of(self.pid) == self
 
 
@@ -94,18 +96,9 @@ def end_processes(processes: Iterable[Process], leaders: Iterable[Process], gent
 
 def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
     for process in processes:
-        try:
-            # The descriptor pins the process: the pid cannot be reused between the check and the signal.
-            descriptor = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            continue
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended in between
             if process.alive():
-                signal.pidfd_send_signal(descriptor, number)
-        except ProcessLookupError:
-            pass  # it ended in between
-        finally:
-            os.close(descriptor)
+                os.kill(process.pid, number)
 
 
 def _wait(left, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from vllm_server.processes import Process, exit_status
 from vllm_server.settings import LaunchError
 from vllm_server.state import GATEWAY
 
-_POLL_S, _PROGRESS_S, _QUIET_S, _LOG_LINES = 0.25, 3.0, 20.0, 40
+_POLL_S, _PROGRESS_S, _LOG_LINES = 0.25, 10.0, 40
 
 
 def start(process: PlannedProcess, folder: Path, log: Path | None) -> None:
@@ -48,7 +48,7 @@ def wait_until_ready(processes: Sequence[PlannedProcess], api_key: str | None) -
         LaunchError: For a process that ended or did not answer in time, with the end of its log.
     """
     began = time.monotonic()
-    printed = {process.server.title: (began, "") for process in processes}  # time and log line of the last progress
+    printed = {process.server.title: began for process in processes}  # time of the last progress line
     while not all(process.ready for process in processes):
         for process in processes:
             status = exit_status(process.child.pid)
@@ -65,11 +65,9 @@ def wait_until_ready(processes: Sequence[PlannedProcess], api_key: str | None) -
                     f"the server of {server.title} did not answer within {process.timeout_s:g} s "
                     f"(VLLM_START_TIMEOUT).\n{_log_tail(process)}"
                 )
-            elif server.engine != GATEWAY:
-                line, (last, last_line) = _last_line(server.log), printed[server.title]
-                if now - last > (_QUIET_S if line == last_line else _PROGRESS_S):
-                    print(f"  {server.title} loading, {now - began:.0f} s: {line}", flush=True)
-                    printed[server.title] = now, line
+            elif server.engine != GATEWAY and now - printed[server.title] > _PROGRESS_S:
+                print(f"  {server.title} loading, {now - began:.0f} s: {_last_line(server.log)}", flush=True)
+                printed[server.title] = now
         time.sleep(_POLL_S)
 
 

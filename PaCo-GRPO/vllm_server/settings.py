@@ -143,6 +143,8 @@ class LaunchSettings:
     start_timeout_s: tuple[float, ...] = _number("VLLM_START_TIMEOUT", 1800.0, 1, 86400, float, per_model=True)
     gpu_memory_utilization: float = _number("GPU_MEMORY_UTILIZATION", 0.85, 0.01, 1.0, float)
     max_model_len: int = _number("MAX_MODEL_LEN", 8192, 16, 1 << 24)
+    # In one request. build-dataset ranks 5 by default: a reference and --candidates.
+    max_images: int = _number("VLLM_MAX_IMAGES", 16, 1, 1024)
     extra_args: tuple[str, ...] = _read(_extra_args)
     gateway: str = _choice("VLLM_GATEWAY", "auto", "always")
     gateway_workers: int = _number("VLLM_GATEWAY_WORKERS", 1, 1, 256)

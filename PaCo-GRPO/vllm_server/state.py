@@ -147,6 +147,7 @@ class LabelFolder:
             self.remove()
 
     def log(self, name: str) -> Path:
+        """The log file of a server."""
         safe = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
         return self.path / f"{safe}.log"
 

@@ -33,6 +33,7 @@ def status(environment: Mapping[str, str]) -> list[dict]:
 
 
 def main() -> int:
+    """Command line; the exit status."""
     parser = argparse.ArgumentParser(prog="status.sh", description=__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     arguments = parser.parse_args()

@@ -26,6 +26,7 @@ def stop(environment: Mapping[str, str]) -> None:
 
 
 def main() -> int:
+    """Command line; the exit status."""
     argparse.ArgumentParser(prog="stop.sh", description=__doc__).parse_args()
     try:
         stop(os.environ)

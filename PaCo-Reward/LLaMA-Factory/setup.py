@@ -21,7 +21,9 @@ setup(
         "httpx>=0.27",
         "huggingface_hub>=1.0",
         "pillow>=10",
+        "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
+        "scipy>=1.11",
         "transformers>=5.2,<6",
     ]
 )

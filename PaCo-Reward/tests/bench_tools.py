@@ -1,6 +1,5 @@
 """Small versions of the two benchmarks, a judge that compares brightness, and the commands as users type them."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 from PIL import ImageStat
 
 from paco_judge.client import Pair
-from paco_judge.questions import EDIT_DIMENSIONS, editing_questions
+from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_questions
 from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
@@ -164,7 +163,8 @@ def answering_judge(tmp_path_factory, tiny):
     judge = JudgeScorer.from_pretrained(TOY_JUDGE)
     states = []
     hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
-    judge.score([Pair(tiny.picture(i), tiny.picture(i + 1), editing_questions("make it red")[i % 2]) for i in range(8)])
+    texts = list(editing_texts(load_editing_questions(), "make it red").values())
+    judge.score([Pair(tiny.picture(i), tiny.picture(i + 1), texts[(i + 1) % 2]) for i in range(8)])
     hook.remove()
     states = torch.cat(states)
     towards = states.mean(0)
@@ -197,13 +197,3 @@ def outcome(process, timeout=280):
     finally:
         process.kill()
     return process.returncode, output
-
-
-@pytest.fixture(scope="session")
-def fake_judge():
-    """The HTTP judge of the judge package's tests, as a module."""
-    file = HERE.parent / "judge" / "tests" / "fake_judge.py"
-    spec = importlib.util.spec_from_file_location("bench_fake_judge", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

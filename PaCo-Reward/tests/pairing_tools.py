@@ -3,12 +3,12 @@
 import argparse
 import base64
 import hashlib
-import importlib.util
 import io
 import json
 from pathlib import Path
 
 import numpy as np
+import paco_reward_fake_judge as fake_judge  # registered by conftest.py
 import pytest
 from PIL import Image
 
@@ -16,14 +16,6 @@ from paco_reward.datasets import Example, load_examples
 from paco_reward.pairing.options import add_options
 from paco_reward.preflight import check_images
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
-
-HERE = Path(__file__).parent
-REAL_PROMPTS = HERE.parents[2] / "shared" / "data" / "t2is_sample.jsonl"
-_spec = importlib.util.spec_from_file_location(
-    "paco_reward_fake_judge", HERE.parent / "judge" / "tests" / "fake_judge.py"
-)
-fake_judge = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_judge)
 
 GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
 

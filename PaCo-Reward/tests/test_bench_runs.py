@@ -10,10 +10,10 @@ from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge, outcome, star
 from PIL import Image
 
 from paco_eval.engines import ask_once, make_engine, server_engine
-from paco_eval.errors import BenchError, ItemError
-from paco_eval.results import ResultsFile
+from paco_eval.results import BenchError, ItemError, ResultsFile
 from paco_eval.runner import GIVE_UP_AFTER, Progress, score_items
 from paco_judge.client import Pair
+from paco_judge.questions import RequestForm
 from paco_judge.verdict import Verdict
 
 COMMANDS = pytest.mark.parametrize("name", ["rank", "edits"])
@@ -206,6 +206,7 @@ def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_j
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
     for model, judge in ((judge_dir, scorer), (answering_judge, JudgeScorer.from_pretrained(answering_judge))):
         args = Namespace(engine="transformers", server=None, adapter=None, model=str(model), batch_size=2)
+        args.image_labels = args.image_format = args.answer_tokens = None
         name, engine = make_engine(args)
         found, expected = engine(pairs), judge.score(pairs, top=20)
         assert name == "transformers" and [verdict.ok for verdict in found] == [verdict.ok for verdict in expected]
@@ -218,7 +219,7 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
     judge = fake_judge.FakeJudge(models=["PaCo-Reward-7B"])
     with judge:
         assert edits.main("--server", judge.url) == 0
-        engine = server_engine(judge.url, "PaCo-Reward-7B", deadline_s=0.5)
+        engine = server_engine(judge.url, "PaCo-Reward-7B", RequestForm(), deadline_s=0.5)
     edits.file = edits.file.with_name("PaCo-Reward-7B.jsonl")
     rows = edits.rows
     assert len(rows) == 20 and {row["engine"] for row in rows} == {"server"}

@@ -10,12 +10,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pairing_tools import (
     GENERATIONS,
     PROMPTS,
-    REAL_PROMPTS,
     SETS,
     accepted,
     all_bytes,
@@ -33,8 +31,9 @@ from pairing_tools import (
 from PIL import Image
 
 from paco_judge.grid import split_prompt
-from paco_judge.questions import theme_question
+from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
+from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.build import build
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
@@ -61,6 +60,33 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
     assert {prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]} == known
     assert Image.open(tmp_path / "out" / "samples.png").size[0] > 600
     assert json.loads((tmp_path / "out" / "stats.json").read_text()) == stats
+
+
+def test_a_users_question_is_asked_and_learned(world, tmp_path):
+    """Training data, their accuracy and the server's answers share wording and labels; a change asks again."""
+    (tmp_path / "mine.txt").write_text("Same {theme}?")
+    setting = {"question": str(tmp_path / "mine.txt"), "image_labels": "<img{n}>: "}
+    with fake_judge.FakeJudge(colour_model) as server:
+        build(options(world, tmp_path / "out", server=server.url))
+        before = len(server.requests)
+        stats = build(options(world, tmp_path / "out", server=server.url, **setting))
+        asked = server.requests[before]["messages"][0]["content"]
+        assert len(server.requests) == 2 * before
+    assert [part.get("text", "")[:8] for part in asked] == ["<img1>: ", "", "<img2>: ", "", "Same 2x2"]
+    assert (
+        stats["asked"]["questions"][0]["template"] == "Same {theme}?" and stats["asked"]["image_labels"] == "<img{n}>: "
+    )
+    name = "consistency_reward_train"
+    prompts = {row["messages"][0]["content"] for row in rows(tmp_path / "out", name)}
+    assert all(prompt.startswith("<img1>: <image><img2>: <image>Same 2x2") for prompt in prompts)
+    pairs, _ = labeled_pairs(tmp_path / "out", name, form=RequestForm("<img{n}>: "))
+    assert {pair.question for pair in pairs} == {
+        prompt.removeprefix("<img1>: <image><img2>: <image>") for prompt in prompts
+    }
+    with pytest.raises(PacoRewardError, match="--image_labels"):
+        labeled_pairs(tmp_path / "out", name)
+    with pytest.raises(PacoRewardError, match="--question.*{criterion_sentence}"):
+        build(options(world, tmp_path / "other", question="criteria", sets_only=True))
 
 
 def test_orders_and_reasons_are_determined_by_the_seed(world, tmp_path):
@@ -183,30 +209,6 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
         assert build(options(None, tmp_path, **setting)) == stats and len(server.requests) == 24
     assert stats["counts"]["editing_unclear"] == 2
     assert stats["datasets"]["sharegpt_editing_train"]["yes"] == stats["datasets"]["sharegpt_editing_train"]["no"] == 10
-
-
-def test_real_prompts_are_cut_by_their_layouts(tmp_path):
-    if not REAL_PROMPTS.is_file():
-        pytest.skip("shared/data absent")
-    items = read_lines(REAL_PROMPTS)
-    (tmp_path / "grids").mkdir()
-    rng = np.random.default_rng(0)
-    for item in items:
-        rows_, cols = map(int, item["layout"].split("x"))
-        for generation in range(2):
-            pixels = rng.integers(0, 256, (rows_ * 4, cols * 4, 3), dtype=np.uint8)
-            image = Image.fromarray(pixels).resize((cols * 16, rows_ * 16), Image.Resampling.NEAREST)
-            image.save(tmp_path / "grids" / f"{item['idx']}-{generation}.png")
-    setting = {"grids": tmp_path / "grids", "metadata": REAL_PROMPTS, "candidates": 2}
-    build(options(None, tmp_path / "out", sets_only=True, **setting))
-    setting |= {"rankings": rank_like_people(tmp_path / "out"), "test_share": 0.1}
-    stats = build(options(None, tmp_path / "out", **setting))
-    panels = sum(int(item["layout"][0]) * int(item["layout"][2]) for item in items)
-    assert stats["counts"]["sub_figures"] == 2 * panels
-    assert sum(numbers["groups"] for numbers in stats["datasets"].values()) == len(items)
-    for name, numbers in stats["datasets"].items():
-        assert numbers["yes"] == numbers["no"] > 0
-        assert all("Given two subfigures" in example.prompt for example in accepted(tmp_path / "out", name))
 
 
 _RUN = "import sys; from paco_reward.cli import main; sys.exit(main(sys.argv[1:]))"

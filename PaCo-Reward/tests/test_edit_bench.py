@@ -8,15 +8,18 @@ import calculate_statistics
 import numpy as np
 import pytest
 from bench_tools import TASKS, BrightnessJudge, edit_lines, save_jsonl
-from calculate_statistics import GROUPS, group_of, group_table, pairwise_accuracy, task_table
+from calculate_statistics import GROUPS, group_of, group_table, task_table
 from edit_reward_bench import load_bench
 from evaluation import parse
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from paco_eval.errors import BenchError, ItemError
+from paco_eval.results import BenchError, ItemError
 from paco_judge.client import Pair
-from paco_judge.questions import EDIT_DIMENSIONS, editing_consistency_question, editing_instruction_question
+from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_questions
+
+QUESTIONS = load_editing_questions()
 
 
 def share(rows, lenient):
@@ -78,8 +81,6 @@ def test_groups_are_the_published_ones():
     assert [group_of(task) for task in ("subject-add", "tone_transfer", "extract", "compose", "new")] == [
         *("object", "appearance", "scene", "advanced", "other")
     ]
-    with pytest.raises(ValueError):
-        pairwise_accuracy([])
 
 
 def test_table_files(edits, tmp_path, capsys):
@@ -122,10 +123,8 @@ def test_scores_are_the_judges_answers(edits, examples):
     for row, example in zip(rows, examples):
         assert row["key"] == example["key"] and row["task_type"] == example["task_type"]
         for edit, answers, score in zip(example["output_images"], row["answers"], row["scores"], strict=True):
-            follows, stays = (
-                judge.score(Pair(example["input_image"], edit, question(example["instruction"])))
-                for question in (editing_instruction_question, editing_consistency_question)
-            )
+            texts = editing_texts(QUESTIONS, example["instruction"]).values()
+            follows, stays = (judge.score(Pair(example["input_image"], edit, text)) for text in texts)
             expected = {"prompt_following": follows, "consistency": stays}
             asked = expected if row["dimension"] == "overall" else {row["dimension"]: expected[row["dimension"]]}
             assert answers == pytest.approx(asked)
@@ -133,6 +132,23 @@ def test_scores_are_the_judges_answers(edits, examples):
             assert score == pytest.approx(expected[row["dimension"]])
     # 20 rows are about 7 times two edits, each asked two questions once (overall repeats what the other two ask).
     assert sum(judge.batches) == 7 * 2 * 2
+
+
+@pytest.mark.parametrize("resized", [False, True])
+def test_one_question_decides_every_dimension(edits, examples, resized):
+    class SizeJudge(BrightnessJudge):
+        def score(self, pair):
+            return 1.0 if pair.image_a.size == pair.image_b.size else 0.0
+
+    image = edits.data.parent / "images" / "4_b.png"
+    Image.open(image).resize((7, 9)).save(image)
+    judge = SizeJudge()
+    assert edits(judge, "--question", "editing_consistency", *["--resize_edits"] * resized) == 0
+    assert {text.partition(" Does ")[2][:10] for text in judge.questions} == {"everything"}
+    edits.file = edits.file.with_name("judge-vediting_consistency.jsonl")
+    assert edits.rows[4]["scores"] == [1.0, float(resized)] and edits.rows[4]["asked"]["resize_edits"] == resized
+    assert all(row["scores"] == [1.0, 1.0] for row in edits.rows if row["index"] != 4)
+    assert {row["dimension"] for row in edits.rows} == set(EDIT_DIMENSIONS)
 
 
 def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys):
@@ -148,7 +164,6 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
             9: lambda row: {**row, "output_images": row["output_images"][:1]},
             10: lambda row: {**row, "instruction": "  "},
             11: lambda row: {name: value for name, value in row.items() if name != "task_type"},
-            12: '{"key": ["edit40a"',
             13: lambda row: {**row, "key": "edit40a"},
             14: lambda row: {**row, "input_image": None},
             15: "[]",
@@ -167,7 +182,6 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
         ("row 9 [edit30a, edit30b] prompt_following: ", "output_images"),
         ("row 10 [edit30a, edit30b] consistency: ", "instruction"),
         ("row 11 [edit30a, edit30b] overall: ", "task_type"),
-        ("row 12: ", "broken row"),
         ("row 13 edit40a consistency: ", "key"),
         ("row 14 [edit40a, edit40b] overall: ", "input_image"),
         ("row 15: ", "broken row"),
@@ -176,7 +190,7 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
         ("row 18 [edit60a, edit60b] prompt_following: ", "output_images"),
     ):
         assert any(line.startswith(start) and named in line for line in lines), start
-    good = [0, 1, 2, 3, 7, 19]
+    good = [0, 1, 2, 3, 7, 12, 19]
     assert [row["index"] for row in edits.rows] == good and (tmp_path / "summary.txt").exists()
 
     (images / "6_b.png").write_bytes(whole)  # repaired: the same command adds it
@@ -215,7 +229,7 @@ def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache)
     import datasets
 
     place = tmp_path / "copy"
-    expected = load_bench(str(edits.data))
+    expected = load_bench(str(edits.data), QUESTIONS)
     if kind == "saved":
         hugging_face(examples).save_to_disk(place)
     elif kind == "splits":
@@ -230,16 +244,16 @@ def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache)
             hugging_face(examples[10 * part : 10 * part + 10]).to_parquet(file)
         if kind == "parquet file":
             place, expected.items = file, expected.items[10:]
-    bench = load_bench(str(place))
+    bench = load_bench(str(place), QUESTIONS)
     assert not bench.broken and [row.edits for row in bench.items] == [row.edits for row in expected.items]
     assert contents(bench) == contents(expected)
     if kind == "splits":
-        assert len(load_bench(str(place), "other").items) == 2
+        assert len(load_bench(str(place), QUESTIONS, "other").items) == 2
         with pytest.raises(BenchError, match="--split"):
-            load_bench(str(place), "test")
+            load_bench(str(place), QUESTIONS, "test")
         datasets.DatasetDict({"a": hugging_face(examples), "b": hugging_face(examples)}).save_to_disk(tmp_path / "two")
         with pytest.raises(BenchError, match="--split"):
-            load_bench(str(tmp_path / "two"))
+            load_bench(str(tmp_path / "two"), QUESTIONS)
 
 
 def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
@@ -248,7 +262,7 @@ def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
     rows = [dict(row) for row in examples[:3]]
     rows[1]["output_images"] = [{"bytes": b"no picture", "path": None}, {"bytes": buffer.getvalue(), "path": None}]
     hugging_face(rows).save_to_disk(tmp_path / "saved")
-    bench = load_bench(str(tmp_path / "saved"))
+    bench = load_bench(str(tmp_path / "saved"), QUESTIONS)
     assert len(bench.items) == 3
     bench.prepare(bench.items[0])
     with pytest.raises(ItemError, match=r"output_images\[0\]"):
@@ -257,7 +271,9 @@ def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
 
 def test_line_separators_inside_a_text_do_not_end_a_json_line(examples, tmp_path):
     text = "one\u2028two\x85three\x0bfour"
-    bench = load_bench(str(save_jsonl([{**examples[0], "instruction": text}, examples[1]], tmp_path / "odd")))
+    bench = load_bench(
+        str(save_jsonl([{**examples[0], "instruction": text}, examples[1]], tmp_path / "odd")), QUESTIONS
+    )
     assert not bench.broken and text in bench.items[0].questions["prompt_following"]
 
 
@@ -266,7 +282,7 @@ def test_the_default_data_set(edits, tmp_path, monkeypatch):
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     edits.data.parent.rename(tmp_path / "EditReward-Bench")
-    assert len(load_bench(None).items) == 20
+    assert len(load_bench(None, QUESTIONS).items) == 20
 
 
 def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
@@ -274,6 +290,7 @@ def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
     edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
     hugging_face(examples[:2]).remove_columns(["key"]).save_to_disk(tmp_path / "saved")
     (tmp_path / "none.jsonl").write_text("\n")
+    (tmp_path / "cut.jsonl").write_text('{}\n\n{"key": ["edit40a"')
     (tmp_path / "bad.parquet").write_bytes(b"PAR0")
     (tmp_path / "text.csv").write_text("a,b")
     for dataset, named in (
@@ -283,6 +300,7 @@ def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
         (edits.data, "task_type, dimension, input_image"),
         (tmp_path / "saved", "key"),
         (tmp_path / "none.jsonl", "none.jsonl"),
+        (tmp_path / "cut.jsonl", "cut.jsonl line 3"),
         (tmp_path / "bad.parquet", "bad.parquet"),
         (tmp_path / "text.csv", "text.csv"),
         ("EditScore/EditReward-Bench", "HF_ENDPOINT"),

@@ -1,9 +1,12 @@
 """Merging: the same scores, every file a server needs, and no incomplete exports."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from paco_reward.cli import main
 from paco_reward.errors import PacoRewardError
@@ -55,4 +58,17 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, tmp_path, caps
 def test_missing_adapter_leaves_nothing(judge_dir, tmp_path):
     with pytest.raises(PacoRewardError, match="adapter folder"):
         export(str(judge_dir), str(tmp_path / "no"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_one_of_its_tensors(judge_dir, adapter_dir, tmp_path):
+    """It would be filled with random values: neither scored nor exported."""
+    base = shutil.copytree(judge_dir, tmp_path / "judge")
+    weights = load_file(base / "model.safetensors")
+    removed = next(name for name in weights if "mlp" in name)
+    del weights[removed]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    for use in (lambda: scores(base), lambda: export(str(base), str(adapter_dir), tmp_path / "out")):
+        with pytest.raises(PacoRewardError, match=removed.rsplit(".layers.")[-1]):
+            use()
     assert not (tmp_path / "out").exists()

@@ -65,6 +65,7 @@ def test_arguments(installed):
     arguments = next(cls for cls in overlay.train_arguments() if cls.__name__ == "FinetuningArguments")
     assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
     assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
+    assert arguments(first_token_accuracy=True).compute_accuracy and not arguments().compute_accuracy
     for bad, message in [
         ({"first_token_weight": 1.5}, "first_token_weight"),
         ({"first_token_weight": 0.1, "first_token_scheme": "mean"}, "first_token_scheme"),
@@ -209,13 +210,14 @@ def test_train_command(judge_dir, data_dir, tmp_path):
     root = Path(__file__).parent.parent
     command = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"model_name_or_path={judge_dir}"]
     command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
-    command += ["per_device_train_batch_size=4", "logging_steps=1"]
+    command += ["per_device_train_batch_size=4", "global_batch_size=9", "logging_steps=1"]
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
     done = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "step 2/2  loss" in done.stdout + done.stderr
+    log = done.stdout + done.stderr
+    assert "step 2/2  loss" in log and "8 sequences instead of global_batch_size: 9" in log
     layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.") for name in adapter(tmp_path / "out")}
     assert {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "model.visual.blocks.2.attn.qkv"} <= layers
     assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38

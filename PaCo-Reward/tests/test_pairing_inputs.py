@@ -68,7 +68,6 @@ def test_missing_folders_and_files_are_named(world, tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rank_images": None}, "rank_images"),
         ({"rank_images": "00/1.png"}, "rank_images"),
         ({"folder": "p77"}, "p77"),
         ({"rank_images": ["00/1.png", "09/1.png"]}, "'09/1.png'"),
@@ -79,7 +78,7 @@ def test_missing_folders_and_files_are_named(world, tmp_path):
 )
 def test_problems_of_a_ranking(world, tmp_path, change, named):
     row = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "01/1.png"]} | change
-    file = write_lines(tmp_path / "bad.jsonl", [{key: value for key, value in row.items() if value is not None}])
+    file = write_lines(tmp_path / "bad.jsonl", [row])
     message = problem(options(world, tmp_path / "out", rankings=file))
     assert "bad.jsonl line 1" in message and named in message
 
@@ -144,7 +143,7 @@ def test_generations_on_several_lines(world, tmp_path, lines):
     first = lines[0] | {"idx": None, "note": "a line\u2028separator"}  # not a line break in jsonl
     file = write_lines(tmp_path / "lines.jsonl", [first | {"file": f"p0_{g}.png", "seed": g} for g in range(3)])
     (item,) = read_prompts(file, world / "grids", True)
-    assert item.folder == "0000" and len(item.generations) == 3 and item.generations[2].names[3] == "02/3.png"
+    assert item.folder == "0000" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
 
 
 def test_the_metadata_may_state_the_split(world, tmp_path, lines):

@@ -1,8 +1,9 @@
 """build-dataset: labels, splits, balance, near-duplicates, reading of answers and the journal, as properties."""
 
 from collections import Counter
-from pathlib import Path
+from itertools import combinations
 
+import networkx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 from pairing_tools import of_colour
 from PIL import Image
 
+from paco_judge.questions import load_question
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import Journal, read_order, read_reason
 from paco_reward.pairing.inputs import connected
-from paco_reward.pairing.records import Generation, LabeledPair, PromptItem, Ranking
+from paco_reward.pairing.records import LabeledPair, PromptItem, Ranking
 from paco_reward.pairing.select import candidate_sets, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
@@ -50,7 +52,16 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     item = PromptItem("f", "p", "theme", 1, 1, "here", "g")
     rankings = [Ranking("f", f"{ref}.png", tuple(f"{i}.png" for i in order)) for ref, order in orders]
     counts = Counter()
-    made = pairs_of_rankings(rankings, {"f": item}, yes_ranks=1, no_ranks=2, min_gap=0, seed=seed, counts=counts)
+    made = pairs_of_rankings(
+        rankings,
+        {"f": item},
+        yes_ranks=1,
+        no_ranks=2,
+        min_gap=0,
+        seed=seed,
+        counts=counts,
+        question=load_question("theme"),
+    )
     votes = {}
     for ref, order in orders:
         for other, vote in ((order[0], 1), (order[-1], -1), (order[-2], -1)):
@@ -65,11 +76,8 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.integers(1, 40), st.integers(0, 9)
 )
 def test_sets_compare_one_panel_of_different_generations(generations, rows_, cols, candidates, wanted, seed):
-    made = tuple(
-        Generation((Path("x"),), tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)), True)
-        for g in range(generations)
-    )
-    item = PromptItem("f", "p", "t", rows_, cols, "here", "g", made)
+    made = tuple(tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)) for g in range(generations))
+    item = PromptItem("f", "p", "t", rows_, cols, "here", "g", generations=made)
     formed = candidate_sets(item, candidates, wanted, seed)
     panels = rows_ * cols
     expected = min(wanted, generations * panels * (panels - 1)) if generations > 1 else 0
@@ -118,20 +126,10 @@ def test_the_split_has_its_share_and_no_empty_side(groups, share, seed):
 
 @given(st.lists(st.sets(st.integers(0, 15), min_size=1, max_size=3), max_size=25))
 def test_groups_are_connected_components(keys):
+    graph = networkx.Graph((("entry", i), key) for i, own in enumerate(keys) for key in own)
     groups = connected([sorted(own) for own in keys])
-    for i, own in enumerate(keys):
-        for j, other in enumerate(keys):
-            if own & other:
-                assert groups[i] == groups[j]
-    for group in set(groups):  # each group is connected
-        members = [i for i, g in enumerate(groups) if g == group]
-        reached = {members[0]}
-        while True:
-            grown = {i for i in members if any(keys[i] & keys[j] for j in reached)} | reached
-            if grown == reached:
-                break
-            reached = grown
-        assert reached == set(members)
+    for i, j in combinations(range(len(keys)), 2):
+        assert (groups[i] == groups[j]) == networkx.has_path(graph, ("entry", i), ("entry", j))
 
 
 def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):

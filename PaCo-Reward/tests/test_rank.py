@@ -1,8 +1,11 @@
 """ConsistencyRank: metrics against loops, questions, broken items, tables."""
 
+import hashlib
 import json
 import re
+import shutil
 from itertools import combinations
+from zipfile import ZipFile
 
 import numpy as np
 import print_eval_table
@@ -12,8 +15,8 @@ from consistency_rank import METRICS, find_bench, predicted_order, rank_metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_eval.errors import BenchError
-from paco_eval.results import as_latex
+from paco_eval.results import BenchError, as_latex
+from paco_judge.questions import theme_question
 
 
 def tau_b(first, second):
@@ -131,6 +134,51 @@ def test_templates_two_and_three(rank):
     assert short.questions[0].endswith('Answer only "Yes" or "No".')
     assert long.questions[0].endswith('Answer "Yes" and "No" first, and then provide detailed reasons.')
     assert rank.file.with_name("judge-v2.jsonl").exists() and rank.file.exists()
+
+
+def test_a_question_by_name_or_file(rank, tmp_path, capsys):
+    """A run records what it asks and in which form, and does not continue results of another question."""
+    theme, file = BrightnessJudge(), tmp_path / "mine.txt"
+    prompt = "A 1x2 grid layout of one cat. [LEFT]: a. [RIGHT]: b."
+    edit_lines(rank.data / "prompt_data.jsonl", dict.fromkeys(range(4), lambda row: {**row, "prompt": prompt}))
+    edit_lines(rank.data / "prompt_data.jsonl", {4: lambda row: {"idx": 4}})
+    assert rank(theme, "--question", "theme") == 1  # item 0004 has neither prompt nor criteria
+    file.write_text("{theme} {criterion}")
+    judge = BrightnessJudge()
+    assert rank(judge, "--question", file, "--image_labels", "<{n}>", "--answer_tokens", "variants") == 1
+    asked = {f"A 1x2 grid layout of one cat. Same {end}" for end in ("colours.", "shape.", "size?")}
+    assert set(theme.questions) == {theme_question("A 1x2 grid layout of one cat.")} and set(judge.questions) == asked
+    rank.file = rank.file.with_name("judge-vmine.jsonl")
+    form = {"image_labels": "<{n}>", "image_format": "png", "answer_tokens": "variants"}
+    digest = hashlib.sha256(b"{theme} {criterion}").hexdigest()
+    recorded = {"questions": [{"name": "mine", "template": "{theme} {criterion}", "sha256": digest}], **form}
+    assert [row["asked"] for row in rank.rows] == [recorded] * 4
+    capsys.readouterr()
+    assert rank(judge, "--question", file) == 2 and "mine.jsonl line 1" in capsys.readouterr().err
+    file.write_text("{instruction}")
+    for wrong in (file, "themes"):
+        assert rank(judge, "--question", wrong) == 2 and str(wrong) in capsys.readouterr().err
+
+
+def test_images_are_unpacked_once(rank, capsys):
+    """As the data set is published; with a hostile name in it."""
+    images, archive = rank.data / "images", rank.data / "images.zip"
+    for inner in ("images/", ""):
+        with ZipFile(archive, "w") as packed:
+            for file in images.rglob("*.png"):
+                packed.write(file, f"{inner}{file.relative_to(images)}")
+            packed.writestr("../../evil.png", b"")
+        shutil.rmtree(images)
+        assert rank(BrightnessJudge()) == 0 and len(list(images.glob("*/*.png"))) == 20
+        assert all(rank.data in file.parents for file in rank.out.rglob("evil.png"))
+        rank.file.unlink()
+    archive.write_bytes(b"no archive")
+    assert rank(BrightnessJudge()) == 0  # unpacked already
+    shutil.rmtree(images)
+    assert rank(BrightnessJudge()) == 2 and str(archive) in capsys.readouterr().err
+    archive.unlink()
+    assert rank(BrightnessJudge()) == 2 and "hf download" in capsys.readouterr().err
+    assert not any(rank.data.glob("images*"))
 
 
 def test_finding_the_benchmark(bench, monkeypatch, tmp_path):

@@ -13,7 +13,6 @@ import torch
 import yaml
 from training_tools import TIMEOUT, adapter, losses, train_config
 
-from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_reward.scorer import JudgeScorer
 
@@ -86,18 +85,44 @@ def test_the_loss_curve_is_written(whole, folder):
 
 
 @pytest.mark.slow
-def test_the_adapter_loads_with_peft_alone(whole, judge_dir, scorer, tiny):
+def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, tiny, tmp_path):
+    """Its calls, with folders and files for hub names and URLs: the same score as ours, from an adapter that matters."""
     from peft import PeftModel
+    from qwen_vl_utils import process_vision_info
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(judge_dir, dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, str(whole))
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 9), theme_question("a paper boat")) for i in range(3)]
-    inputs = scorer.inputs(pairs)
-    with torch.no_grad():
-        logits = model.eval()(**inputs).logits[:, -1]
-    yes, no = (AutoProcessor.from_pretrained(judge_dir).tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No"))
-    found = torch.softmax(logits[:, [yes, no]], -1)[:, 0].tolist()
-    ours = [verdict.p_yes for verdict in JudgeScorer.from_pretrained(judge_dir, whole).score(pairs)]
-    assert found == pytest.approx(ours, abs=1e-6)
-    assert np.abs(np.subtract(found, [verdict.p_yes for verdict in scorer.score(pairs)])).max() > 1e-4
+    files = [tmp_path / "image_1.png", tmp_path / "image_2.png"]
+    for number, file in enumerate(files):
+        tiny.picture(number, size=56).save(file)
+    base_model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        str(judge_dir), torch_dtype=torch.bfloat16, device_map="auto"
+    )
+    processor = AutoProcessor.from_pretrained(str(judge_dir))
+    model = PeftModel.from_pretrained(base_model, str(whole))
+    content = [{"type": "image", "image": str(file)} for file in files]
+    content.append({"type": "text", "text": theme_question("a paper boat")})
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    image_inputs, video_inputs = process_vision_info(messages)
+    inputs = processor(text=[text], images=image_inputs, videos=video_inputs, padding=True, return_tensors="pt")
+    inputs = inputs.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def score() -> float:
+        with torch.no_grad():
+            first_token_logits = model(**inputs).logits[0, -1, :]
+        ids = [processor.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")]
+        yes, no = torch.exp(first_token_logits[ids])
+        return (yes / (yes + no)).item()
+
+    def ours(*judge: Path) -> float:
+        scorer = JudgeScorer.from_pretrained(*judge, dtype=torch.bfloat16)
+        return scorer.score(scorer.image_pairs(files, "a paper boat"))[0].p_yes
+
+    assert score() == pytest.approx(ours(judge_dir, whole), abs=5e-3)  # bfloat16
+    with model.disable_adapter():
+        assert score() == pytest.approx(ours(judge_dir), abs=5e-3)
+    assert abs(ours(judge_dir, whole) - ours(judge_dir)) > 0.02
+    generated_ids = model.generate(**inputs, max_new_tokens=4)
+    trimmed = [out_ids[len(in_ids) :] for in_ids, out_ids in zip(inputs.input_ids, generated_ids)]
+    (answer,) = processor.batch_decode(trimmed, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(answer, str)

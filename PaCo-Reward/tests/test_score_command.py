@@ -2,15 +2,19 @@
 
 import functools
 import http.server
+import io
 import math
 import threading
 
 import numpy as np
 import pytest
+import torch
 from pairing_tools import fake_judge
+from PIL import Image
 
 from paco_judge.client import Pair
-from paco_judge.questions import editing_questions, pair_question
+from paco_judge.images import encode
+from paco_judge.questions import editing_texts, load_editing_questions, load_question
 from paco_reward import images
 from paco_reward.cli import main
 from paco_reward.errors import PacoRewardError
@@ -68,31 +72,47 @@ def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, 
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["edit", "prompt_following", "consistency", "overall"] and len(lines) == 2
     for line, edited in zip(lines, (1, 2), strict=True):
-        pairs = [
-            Pair(tiny.picture(0), tiny.picture(edited), question) for question in editing_questions("make it blue")
-        ]
-        consistency, following = (verdict.p_yes for verdict in scorer.score(pairs))
+        texts = editing_texts(load_editing_questions(), "make it blue").values()
+        pairs = [Pair(tiny.picture(0), tiny.picture(edited), text) for text in texts]
+        following, consistency = (verdict.p_yes for verdict in scorer.score(pairs))
         assert numbers(line, 3) == pytest.approx([following, consistency, math.sqrt(following * consistency)], abs=1e-4)
 
 
-def test_reasons_are_greedy_decoding(paths, scorer, tiny, judge_dir, capsys):
-    """Against decoding by hand, without batch, padding or cache."""
-    import torch
+def test_a_users_question_and_form(paths, answering_judge, tmp_path, tiny, capsys):
+    """In this process as over a server: labels, JPEG and answer tokens are the scorer's."""
+    (tmp_path / "mine.txt").write_text("Same {theme}?")
+    command = ["score", *paths[:2], "--model", str(answering_judge), "--question", str(tmp_path / "mine.txt")]
+    form = ["--image_labels", "<img{n}>: ", "--image_format", "jpeg", "--answer_tokens", "variants"]
+    assert main([*command, "--theme", "boat", *form]) == 0
+    shown = numbers(capsys.readouterr().out.splitlines()[0], 1)
+    scorer = JudgeScorer.from_pretrained(answering_judge)
+    images = [Image.open(io.BytesIO(encode(tiny.picture(i), "jpeg"))) for i in range(2)]
+    prompt = scorer.prompt("Same boat?")
+    for number in (1, 2):
+        prompt = prompt.replace("<|vision_start|>", f"<img{number}>: <|vision_START|>", 1)
+    prompt = prompt.replace("START", "start")
+    inputs = scorer.processor(text=[prompt], images=images, return_tensors="pt")
+    with torch.no_grad():
+        logits = scorer.model(**inputs).logits[0, -1].double()
+    ids = [
+        sorted({tokens[0] for word in words if len(tokens := scorer.processor.tokenizer.encode(word)) == 1})
+        for words in (("Yes", "yes", "YES", "y", "Y", " Yes", " yes", " y", " Y", " YES"),
+                      ("No", "no", "NO", "n", "N", " No", " no", " n", " N", " NO"))
+    ]  # fmt: skip
+    p_yes, p_no = (logits.softmax(0)[found].sum().item() for found in ids)
+    assert shown == pytest.approx([p_yes / (p_yes + p_no)], abs=1e-4)
+    assert main([*command[:-2], "--instruction", "make it blue", "--question", "editing_consistency"]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == ["edit", "consistency"] and len(numbers(line, 1)) == 1
 
-    pair = Pair(tiny.picture(0), tiny.picture(1), pair_question())
-    inputs = dict(scorer.inputs([pair]))
-    start = inputs["input_ids"].shape[1]
-    for _ in range(5):
-        with torch.no_grad():
-            token = scorer.model(**inputs, use_cache=False).logits[0, -1].argmax().view(1, 1)
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "mm_token_type_ids" in inputs:
-            inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 1))
-        if token.item() == scorer.processor.tokenizer.eos_token_id:
-            break
-    expected = scorer.processor.tokenizer.decode(inputs["input_ids"][0, start:], skip_special_tokens=True).strip()
-    assert scorer.reasons([pair, Pair(tiny.picture(2), tiny.picture(3), pair_question() + " x" * 9)], 5)[0] == expected
+
+def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, capsys):
+    question = load_question("pair").text()
+    pair, longer = (Pair(tiny.picture(i), tiny.picture(i + 1), question + " x" * 9 * i) for i in (0, 2))
+    expected, _ = scorer.reasons([pair, longer], 5)
+    first = int(scorer.first_token_logits([pair])[0].argmax())
+    assert [expected] == scorer.reasons([pair], 5)
+    assert expected.startswith(scorer.processor.tokenizer.decode(first, skip_special_tokens=True).strip())
     # The random judge answers neither Yes nor No: its reasons are printed, but no mean.
     assert main(["score", *paths[:2], "--model", str(judge_dir), "--reasons", "--reason_tokens", "5"]) == 1
     shown = capsys.readouterr()
@@ -120,15 +140,21 @@ def test_over_a_server(paths, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--server", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["--server", "nowhere"], "--server"),
-        (["--server", "http://127.0.0.1:9", "--adapter", "a"], "--adapter"),
-        (["--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
-        ([], "--model"),
-        (["--instruction", " ", "--server", "http://127.0.0.1:9"], "--instruction"),
+        (["score", "A", "B", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["score", "A", "B", "--server", "nowhere"], "--server"),
+        (["score", "A", "B", "--server", "http://127.0.0.1:9", "--adapter", "a"], "--adapter"),
+        (["score", "A", "B", "--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
+        (["score", "A", "B"], "--model"),
+        (["score", "A", "B", "--instruction", " ", "--server", "http://127.0.0.1:9"], "--instruction"),
+        (["score", "A", "--model", "x/y"], "two"),
+        (["score", "A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
+        (["accuracy", "--dataset_dir", "nowhere", "--dataset", "pairs"], "nowhere/dataset_info.json"),
+        (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),
+        (["score", "A", "B", "--question", "theme"], "{theme}"),
+        (["score", "A", "B", "--question", "pair", "pair"], "--question"),
     ],
 )
 def test_problems_are_one_line(paths, arguments, named, capsys):
-    assert main(["score", *paths[:2], *arguments]) == 1
+    assert main([{"A": paths[0], "B": paths[1]}.get(argument, argument) for argument in arguments]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and named in error

@@ -84,21 +84,6 @@ def test_images_by_path_and_in_memory(scorer, tiny, tmp_path):
         open_image(tmp_path / "text.png")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["score", "a.png", "--model", "x/y"], "name at least two"),
-        (["score", "a.png", "b.png", "--model", "x/y"], "a.png does not exist"),
-        (["accuracy", "--dataset_dir", "nowhere", "--dataset", "pairs"], "nowhere/dataset_info.json does not exist"),
-        (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "model folder ./no does not exist"),
-    ],
-)
-def test_problems_are_one_line(arguments, message, capsys):
-    assert main(arguments) == 1
-    error = capsys.readouterr().err.strip()
-    assert message in error and error.startswith("error: ") and "\n" not in error
-
-
 def test_accuracy_command(scorer, judge_dir, data_dir, tmp_path, capsys):
     output = tmp_path / "new" / "judge.json"
     arguments = ["accuracy", "--model", str(judge_dir), "--dataset_dir", str(data_dir), "--dataset", "held_out"]

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # Trains the judge: bash train/paco_reward.sh [CONFIG] [key=value …]
 # One GPU or CPU by itself; several GPUs or nodes by the usual variables (CUDA_VISIBLE_DEVICES, NPROC_PER_NODE,
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT). Paths in a configuration are relative to PaCo-Reward/.
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT). Paths in a configuration are relative to PaCo-Reward/. PYTHON: interpreter
+# (default: the activated environment, the repository's .venv, or python3).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="${PYTHON:-}"
-if [[ -z "$PYTHON" ]]; then
-    PYTHON="$ROOT/../.venv/bin/python"
-    [[ -x "$PYTHON" ]] || PYTHON=python3
-fi
+source "$ROOT/../tools/python.sh"
+choose_python paco_reward
+echo "train: with $PYTHON ($PYTHON_FROM)" >&2
 
 CONFIG=config/paco_reward_lora.yaml
 if [[ $# -gt 0 && "$1" != *=* ]]; then
@@ -24,8 +23,4 @@ export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_
 export LLAMAFACTORY_VERBOSITY="${LLAMAFACTORY_VERBOSITY:-WARN}"
 
 cd "$ROOT"
-"$PYTHON" -c 'import paco_reward' 2>/dev/null || {
-    echo "error: paco_reward is not installed for $PYTHON; run: bash setup.sh (in the repository's root)" >&2
-    exit 1
-}
 exec "$PYTHON" -m paco_reward.cli train "$CONFIG" "$@"

@@ -19,6 +19,7 @@ from paco_toy.reward_data import roughened
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
+    KINDS,
     VIEWS,
     Character,
     grid_prompt,
@@ -43,16 +44,9 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256) -> N
             is_held_out = split == "test" and i % 2 == 1
             character = CHARACTERS[rng.choice(held_out if is_held_out else known)]
             views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
-            rows.append(
-                {
-                    "idx": f"{split}-{i:04d}",
-                    "prompt": grid_prompt(character, views),
-                    "layout": "2x2",
-                    "theme": theme(character),
-                    "category": "held-out character" if is_held_out else "training character",
-                    "task_name": "shapes",
-                }
-            )
+            row = {"idx": f"{split}-{i:04d}", "prompt": grid_prompt(character, views), "layout": "2x2"}
+            row |= {"theme": theme(character), "category": KINDS[is_held_out], "task_name": "shapes"}
+            rows.append(row)
         write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
 
@@ -76,10 +70,7 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 60) -> None:
     rng = np.random.default_rng([seed, 30])
     criteria = {
         "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
-        "Identity": {
-            "Shape": "Both subfigures show the same shape.",
-            "Colour": "Both subfigures show the same colour.",
-        },
+        "Identity": {"Shape": "Both subfigures show the same shape.", "Colour": "Both subfigures show the same colour."},
     }
     prompts, ranks = [], []
     for i in range(items):

@@ -11,9 +11,8 @@ from typing import TextIO
 
 QUIET_SECONDS = 20.0  # between progress lines where the output is not a terminal
 REFRESH_SECONDS = 0.2
-PRIOR = (
-    60.0  # seconds at the expected pace that count as already observed, so that a first short stage has little weight
-)
+# Seconds at the expected pace that count as already observed, so that a first short stage has little weight.
+PRIOR = 60.0
 
 
 def clock(seconds: float) -> str:

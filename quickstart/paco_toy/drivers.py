@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import fcntl
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from paco_toy.processes import QuickstartError
@@ -16,15 +15,12 @@ from paco_toy.processes import QuickstartError
 
 def new_parser(script: str, description: str, seed_of: str) -> argparse.ArgumentParser:
     """A driver's command line, to which it may add arguments; ``seed_of`` names what the seed determines."""
-    parser = argparse.ArgumentParser(
-        prog=f"quickstart/{script}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"quickstart/{script}", description=description, formatter_class=style)
     parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of} (default 0)")
     parser.add_argument("--fresh", action="store_true", help="start over")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="--config.a.b=value", help="further arguments of the training script"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="passed to the training script")
     return parser
 
 
@@ -49,7 +45,12 @@ def drive(name: str, out: Path, work: Callable[[], None]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        with _only_one(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out.parent / ".quickstart.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise QuickstartError("another quickstart is running in this clone; wait for it or end it") from None
             work()
     except QuickstartError as error:
         print(f"\n{name}: {error}", file=sys.stderr)
@@ -57,23 +58,10 @@ def drive(name: str, out: Path, work: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(
-            f"\n{name}: no space left on the disk. Free some space and run it again; it continues from here.",
-            file=sys.stderr,
-        )
+        again = "Free some space and run it again; it continues from here."
+        print(f"\n{name}: no space left on the disk. {again}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted, everything it started was ended. Run it again to continue.", file=sys.stderr)
         return 130
     return 0
-
-
-@contextlib.contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out.parent / ".quickstart.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise QuickstartError("another quickstart is running in this clone; wait for it or end it") from None
-        yield

@@ -32,10 +32,8 @@ EDITORS = {
     "qwen_image_edit": ("train_qwenimage_edit.sh", "toy_qwen_edit"),
 }
 MEASURES = {
-    "oracle_edit": "edit score, the reward",
-    "oracle_followed": "instruction followed",
-    "oracle_kept": "the rest is kept",
-}
+    "oracle_edit": "edit score, the reward", "oracle_followed": "instruction followed", "oracle_kept": "the rest is kept",
+}  # fmt: skip
 STAGES = {"edits": 15.0, "rl": 480.0, "report": 15.0}  # seconds on two cores
 
 
@@ -63,9 +61,7 @@ def measure(run: Path) -> dict[str, Any]:
     """
     evaluations = sorted((run / "eval").glob("epoch_*"))
     if len(evaluations) < 2:
-        raise QuickstartError(
-            f"{run}/eval has {len(evaluations)} evaluations; one before and one after training are needed"
-        )
+        raise QuickstartError(f"{run}/eval has {len(evaluations)} evaluations; one before and one after training are needed")
     (before, categories), (after, others) = scores(evaluations[0]), scores(evaluations[-1])
     if categories != others:
         raise QuickstartError(f"{run}/eval: the first and the last evaluation are not of the same edits")
@@ -78,9 +74,8 @@ def measure(run: Path) -> dict[str, Any]:
             pair = before[chosen, column], after[chosen, column]
             values = {"before": pair[0], "after": pair[1], "gain": pair[1] - pair[0]}
             found[group][name] = {key: float(value.mean()) for key, value in values.items()}
-            found[group][name] |= {
-                f"{key}_stderr": float(v.std(ddof=1) / math.sqrt(len(v))) for key, v in values.items()
-            }
+            errors = {f"{key}_stderr": float(v.std(ddof=1) / math.sqrt(len(v))) for key, v in values.items()}
+            found[group][name] |= errors
     return found
 
 
@@ -110,11 +105,8 @@ def work(arguments: argparse.Namespace) -> None:
             f"the toy base quickstart/models/{name} is missing. Restore it (git checkout -- quickstart/models) "
             f"or build it (in tools/: python -m toy_models.build {name} --out ../quickstart/models)."
         )
-    run, edits, page = (
-        out / "runs" / f"{config}_seed{seed}",
-        out / "world" / f"edits_seed{seed}",
-        out / f"editing_{name}.html",
-    )
+    run, edits = out / "runs" / f"{config}_seed{seed}", out / "world" / f"edits_seed{seed}"
+    page = out / f"editing_{name}.html"
     if arguments.fresh:
         shutil.rmtree(run, ignore_errors=True)
     python = os.environ.get("PYTHON") or sys.executable
@@ -136,14 +128,8 @@ def work(arguments: argparse.Namespace) -> None:
     finally:
         commands.stop()
     found, sizes, summary = measure(run), resolutions(run), page.with_suffix(".json")
-    content = {
-        "editor": name,
-        "seed": seed,
-        "minutes": arguments.minutes,
-        **sizes,
-        "measures": found,
-        "versions": versions(REPO),
-    }
+    content = {"editor": name, "seed": seed, "minutes": arguments.minutes} | sizes
+    content |= {"measures": found, "versions": versions(REPO)}
     summary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     gain = found["all"]["oracle_edit"]
     console.line("\n".join([

@@ -21,6 +21,7 @@ from PIL import Image
 
 from paco_toy.world import (
     CHARACTERS,
+    KINDS,
     VIEWS,
     Character,
     View,
@@ -62,12 +63,8 @@ class Edit:
 
     def row(self) -> dict[str, Any]:
         """The edit as fields of a metadata row; ``read_edit`` reads them."""
-        return {
-            "scene": [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)],
-            "place": self.place,
-            "attribute": self.attribute,
-            "value": self.value,
-        }
+        scene = [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)]
+        return {"scene": scene, "place": self.place, "attribute": self.attribute, "value": self.value}
 
 
 def read_edit(row: Mapping[str, Any]) -> Edit:
@@ -127,13 +124,8 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
             name = f"images/{split}_{i:04d}.png"
             jitters = [random_jitter(rng) for _ in range(4)]
             draw_scene(edit.characters, edit.views, IMAGE_SIDE, jitters).save(out / name, compress_level=1)
-            row = {
-                "idx": f"{split}-{i:04d}",
-                "prompt": edit.instruction,
-                "image": name,
-                "category": "held-out character" if is_held_out else "training character",
-                "task_name": edit.attribute,
-            }
+            row = {"idx": f"{split}-{i:04d}", "prompt": edit.instruction, "image": name}
+            row |= {"category": KINDS[is_held_out], "task_name": edit.attribute}
             rows.append(row | edit.row())
         write_jsonl(out / f"{split}_metadata.jsonl", rows)
 

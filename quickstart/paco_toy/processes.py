@@ -77,28 +77,23 @@ class Commands:
                 words, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            self._follow(process, path, what, progress, span)
+        fraction, text = None, ""
+        with open(path, encoding="utf-8", errors="replace") as file:
+            file.readline()
+            over = False
+            while not over:
+                over = process.poll() is not None
+                for line in re.split(r"[\r\n]+", file.read()):  # progress bars rewrite a line with carriage returns
+                    fraction, text = progress(line) or (fraction, text)
+                # Without progress lines the bar stays where the command's part begins; the first command shows no bar.
+                done = (span[0] or None) if fraction is None else span[0] + (span[1] - span[0]) * fraction
+                self.watch(what, done, text)
+                time.sleep(0 if over else 0.1)
         self.running = None
         output = path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[1]
         if process.returncode != 0:
             raise QuickstartError(failure(what, process.returncode, output, path))
         return output
-
-    def _follow(self, process, path: Path, what: str, progress: Progress, span: tuple[float, float]) -> None:
-        begin, end = span
-        fraction, text = None, ""
-        with open(path, encoding="utf-8", errors="replace") as log:
-            log.readline()
-            while True:
-                over = process.poll() is not None
-                for line in re.split(r"[\r\n]+", log.read()):  # progress bars rewrite a line with carriage returns
-                    fraction, text = progress(line) or (fraction, text)
-                # Without progress lines the bar stays where the command's part begins; the first command shows no bar.
-                done = (begin or None) if fraction is None else begin + (end - begin) * fraction
-                self.watch(what, done, text)
-                if over:
-                    return
-                time.sleep(0.1)
 
     def stop(self) -> None:
         """End the running command and everything it started: SIGTERM, after ten seconds SIGKILL."""

@@ -6,6 +6,7 @@ quickstart/out, logs of the commands to quickstart/out/logs. A second run contin
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -13,9 +14,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paco_toy import summary as summaries
 from paco_toy.console import Console, TimeLeft, clock
@@ -29,35 +28,12 @@ BASES = ("flux", "judge")  # folders in quickstart/models
 VERSION = 1  # of what the stages write; another one starts over
 
 
-@dataclass
-class State:
-    """Results of the finished stages; written after each, atomically."""
-
-    path: Path
-    key: str
-    results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_rss_mb: int = 0
-
-    def load(self) -> bool:
-        """Read what an earlier run wrote; False if that had other settings."""
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return True
-        except ValueError:
-            return False
-        if found.get("key") != self.key:
-            return False
-        self.results, self.seconds, self.peak_rss_mb = found["results"], found["seconds"], found["peak_rss_mb"]
-        return True
-
-    def save(self) -> None:
-        """Write, so that a kill leaves the old or the new state."""
-        replacement = self.path.with_suffix(".tmp")
-        content = {key: value for key, value in vars(self).items() if key != "path"}
-        replacement.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        replacement.replace(self.path)
+def save(ctx: Context) -> None:
+    """Write state.json, so that a kill leaves the old or the new one."""
+    replacement = ctx.out / "state.tmp"
+    content = {name: getattr(ctx, name) for name in ("key", "results", "seconds", "peak_rss_mb")}
+    replacement.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    replacement.replace(ctx.out / "state.json")
 
 
 def settings_key(seed: int, minutes: float | None, overrides: tuple[str, ...], models: Path) -> str:
@@ -69,21 +45,21 @@ def settings_key(seed: int, minutes: float | None, overrides: tuple[str, ...], m
     return digest.hexdigest()
 
 
-def run_stages(ctx: Context, state: State) -> None:
+def run_stages(ctx: Context) -> None:
     """Run the stages that are not finished yet, in order."""
     served = False
     try:
         for stage in STAGES:
             # A server does not outlive the quickstart: without RL's results it is needed again.
-            if stage.name in state.results and not (stage.name == "server" and "rl" not in state.results):
+            if stage.name in ctx.results and not (stage.name == "server" and "rl" not in ctx.results):
                 ctx.console.stage(stage.name, stage.title, note="finished before")
                 continue
             ctx.console.stage(stage.name, stage.title)
             served |= stage.name == "server"
             started = time.monotonic()
-            state.results[stage.name] = stage.work(ctx)
-            state.seconds[stage.name] = time.monotonic() - started
-            state.save()
+            ctx.results[stage.name] = stage.work(ctx)
+            ctx.seconds[stage.name] = time.monotonic() - started
+            save(ctx)
             if stage.name == "rl":
                 stop_server(ctx)
                 served = False
@@ -94,68 +70,68 @@ def run_stages(ctx: Context, state: State) -> None:
                 stop_server(ctx)
 
 
-def finish(ctx: Context, state: State) -> None:
+def finish(ctx: Context) -> None:
     """summary.json, and the last lines on the terminal."""
-    found = summaries.build(state.results, state.seconds, state.peak_rss_mb, ctx.seed, ctx.repo)
+    found = summaries.build(ctx.results, ctx.seconds, ctx.peak_rss_mb, ctx.seed, ctx.repo)
     path = ctx.out / "summary.json"
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     gained, error = summaries.gain(found)
-    seconds = clock(sum(state.seconds.values()))
-    lines = ["", summaries.table(found), ""]
-    lines.append(f"Oracle consistency {gained:+.3f} (standard error {error:.3f}); nothing was trained on the oracle.")
-    lines.append(f"{seconds} in all, peak memory {state.peak_rss_mb} MB, judge served by {found['engine']}.")
-    lines += [f"Numbers: {path}", f"Report:  {ctx.out / 'report.html'}"]
-    ctx.console.line("\n".join(lines), indent=0)
+    seconds = clock(sum(ctx.seconds.values()))
+    ctx.console.line("\n".join([
+        "", summaries.table(found), "",
+        f"Oracle consistency {gained:+.3f} (standard error {error:.3f}); nothing was trained on the oracle.",
+        f"{seconds} in all, peak memory {ctx.peak_rss_mb} MB, judge served by {found['engine']}.",
+        f"Numbers: {path}", f"Report:  {ctx.out / 'report.html'}",
+    ]), indent=0)  # fmt: skip
 
 
-def prepare(
-    seed: int, minutes: float, overrides: tuple[str, ...], fresh: bool, rebuild: bool, out: Path
-) -> tuple[Context, State]:
+def prepare(arguments: argparse.Namespace, out: Path) -> Context:
     """The context, with the results of an earlier run with the same settings."""
+    seed, minutes, overrides = arguments.seed, arguments.minutes, arguments.overrides
     free = shutil.disk_usage(out).free >> 20
     if free < NEEDED_MB:
-        raise QuickstartError(
-            f"{free} MB free on the disk of {out}, {NEEDED_MB} MB needed. Free some space and run it again."
-        )
+        raise QuickstartError(f"{free} MB free on the disk of {out}, {NEEDED_MB} MB needed. Free some and run it again.")
     console = Console(TimeLeft({stage.name: stage.expected for stage in STAGES}))
     commands = Commands(out / "logs", console.progress)
     ctx = Context(REPO, out, os.environ.get("PYTHON") or sys.executable, seed, commands, console, minutes, overrides)
-    if rebuild:
+    if arguments.rebuild:
         console.line("\nBuilding the toy base models again (up to 90 minutes on two cores)", indent=0)
-        commands.run(
-            [ctx.python, "-m", "toy_models.build", "--out", ctx.models], REPO / "tools", "0-models", "building"
-        )
-    state = State(out / "state.json", settings_key(seed, minutes, overrides, ctx.models))
-    same = state.load()
-    if fresh or rebuild or not same:
-        if not same and not fresh:
+        build = [ctx.python, "-m", "toy_models.build", "--out", ctx.models]
+        commands.run(build, REPO / "tools", "0-models", "building")
+    ctx.key = settings_key(seed, minutes, overrides, ctx.models)
+    path = out / "state.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"key": ctx.key}
+    except ValueError:
+        found = {}
+    same = found.get("key") == ctx.key
+    if same and not arguments.fresh and not arguments.rebuild:
+        vars(ctx).update(found)
+    else:
+        if not same and not arguments.fresh:
             console.line("other settings or base models than last time: starting over", indent=0)
         for entry in out.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        state = State(state.path, state.key)
-    ctx.results, ctx.seconds = state.results, state.seconds
-    console.time_left.spent = state.seconds
-    return ctx, state
+    console.time_left.spent = ctx.seconds
+    return ctx
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see ``paco_toy.drivers.drive`` for the exit status."""
     parser = new_parser("run.sh", __doc__, "everything: data, judge, RL")
-    parser.add_argument(
-        "--rebuild", action="store_true", help="first build the toy base models again (up to 90 minutes)"
-    )
+    parser.add_argument("--rebuild", action="store_true", help="first build the toy base models again (90 minutes)")
     arguments = parse_arguments(parser, argv)
     out = REPO / "quickstart" / "out"
 
     def work() -> None:
-        ctx, state = prepare(**vars(arguments), out=out)
+        ctx = prepare(arguments, out)
         with MemoryWatch() as memory:
             try:
-                run_stages(ctx, state)
+                run_stages(ctx)
             finally:
-                state.peak_rss_mb = max(state.peak_rss_mb, memory.peak_mb)
-                state.save()
-        finish(ctx, state)
+                ctx.peak_rss_mb = max(ctx.peak_rss_mb, memory.peak_mb)
+                save(ctx)
+        finish(ctx)
 
     return drive("quickstart", out, work)
 

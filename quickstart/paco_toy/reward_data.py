@@ -22,7 +22,6 @@ from paco_toy.world import (
     CHARACTERS,
     VIEWS,
     Character,
-    View,
     assemble_grid,
     departed,
     grid_prompt,
@@ -51,11 +50,6 @@ def departed_within(character: int, pool: set[int], rng: np.random.Generator) ->
     return other
 
 
-def _grid(shown: list[int], views: list[View], side: int, rng: np.random.Generator) -> Image.Image:
-    panels = [render_panel(CHARACTERS[c], v, side, random_jitter(rng)) for c, v in zip(shown, views, strict=True)]
-    return roughened(assemble_grid(panels), rng)
-
-
 def draw(out: Path, seed: int, prompts: dict[str, int] | None = None) -> None:
     """Grids as inconsistent as a generator's: two of a prompt's four show another character, and single panels depart.
 
@@ -80,7 +74,8 @@ def draw(out: Path, seed: int, prompts: dict[str, int] | None = None) -> None:
                 shown = [int(character)] * 4
                 for panel in np.flatnonzero(rng.random(4) < DEPARTURES):
                     shown[panel] = departed_within(int(character), pools[split], rng)
-                _grid(shown, views, side, rng).save(out / "grids" / idx / f"{generation}.png", compress_level=1)
+                panels = [render_panel(CHARACTERS[c], v, side, random_jitter(rng)) for c, v in zip(shown, views, strict=True)]
+                roughened(assemble_grid(panels), rng).save(out / "grids" / idx / f"{generation}.png", compress_level=1)
                 drawn[idx].append(shown)
             lines.append({"idx": idx, "prompt": grid_prompt(CHARACTERS[named], views), "split": split})
     write_jsonl(out / "metadata.jsonl", lines)
@@ -139,12 +134,10 @@ def main() -> None:
     for name, text in (("draw", "draw the grids"), ("annotate", "rank OUT/sets of --sets and write reasons")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--out", type=Path, required=True)
-    commands.choices["draw"].add_argument(
-        "--seed", type=int, default=0, help="changes every grid; not which characters are held out"
-    )
-    commands.choices["annotate"].add_argument(
-        "--sets", type=Path, required=True, help="sets.jsonl of paco-reward build-dataset --sets_only"
-    )
+    seed = "changes every grid; not which characters are held out"
+    commands.choices["draw"].add_argument("--seed", type=int, default=0, help=seed)
+    sets = "sets.jsonl of paco-reward build-dataset --sets_only"
+    commands.choices["annotate"].add_argument("--sets", type=Path, required=True, help=sets)
     arguments = parser.parse_args()
     if arguments.command == "draw":
         draw(arguments.out, arguments.seed)

@@ -33,13 +33,14 @@ LORA = "../quickstart/out/judge_lora"
 
 @dataclass
 class Context:
-    """What the stages share.
+    """What the stages share. ``key`` and what follows it are kept in state.json.
 
     Attributes:
+        minutes: Time limit of RL's training epochs.
+        overrides: Further arguments of train_flux.sh.
+        key: A hash of the settings.
         results: Stage name -> results of the finished stages.
         seconds: Stage name -> duration of the finished stages.
-        minutes: Time limit of RL's training epochs, None for the configuration's.
-        overrides: Further arguments of train_flux.sh.
     """
 
     repo: Path
@@ -48,10 +49,12 @@ class Context:
     seed: int
     commands: Commands
     console: Console
-    minutes: float | None = None
-    overrides: tuple[str, ...] = ()
+    minutes: float
+    overrides: tuple[str, ...]
+    key: str = ""
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    peak_rss_mb: int = 0
 
     def __post_init__(self) -> None:
         self.reward, self.grpo = self.repo / "PaCo-Reward", self.repo / "PaCo-GRPO"
@@ -110,22 +113,22 @@ def world(ctx: Context) -> dict[str, Any]:
     return {"prompts": counts, "pairs": pairs}
 
 
-def _accuracy(ctx: Context, name: str, span: tuple[float, float], *model: str) -> dict[str, Any]:
-    output = ctx.out / f"judge_{name}.json"
-    command = ["accuracy", *model, "--dataset_dir", DATA, "--dataset", "toy_pairs_cot_test", "--output", output]
-    ctx.paco_reward(command, f"2-judge-accuracy-{name}", f"accuracy, {name}", span)
-    found = json.loads(output.read_text())
-    ctx.console.line(f"{name}: accuracy {found['accuracy']:.3f}, AUC {found['auc']:.3f} on {found['n']} pairs of held-out characters")
-    return found
-
-
 def judge(ctx: Context) -> dict[str, Any]:
     """Accuracy of the base, LoRA training, accuracy after, merged weights."""
     shutil.rmtree(ctx.out / "rank_results", ignore_errors=True)  # of an earlier judge in the same folder
-    found = {"base": _accuracy(ctx, "base", (0.0, 0.08), "--model", BASE)}
+
+    def accuracy(name: str, span: tuple[float, float], *adapter: str) -> dict[str, Any]:
+        output = ctx.out / f"judge_{name}.json"
+        command = ["accuracy", "--model", BASE, *adapter, "--dataset_dir", DATA, "--dataset", "toy_pairs_cot_test", "--output", output]
+        ctx.paco_reward(command, f"2-judge-accuracy-{name}", f"accuracy, {name}", span)
+        m = json.loads(output.read_text())
+        ctx.console.line(f"{name}: accuracy {m['accuracy']:.3f}, AUC {m['auc']:.3f} on {m['n']} pairs of held-out characters")
+        return m
+
+    found = {"base": accuracy("base", (0.0, 0.08))}
     train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"seed={ctx.seed}", f"data_seed={ctx.seed}", f"output_dir={LORA}"]
     ctx.commands.run(train, ctx.reward, "2-judge-train", "training", span=(0.08, 0.84))
-    found["lora"] = _accuracy(ctx, "lora", (0.84, 0.92), "--model", BASE, "--adapter", LORA)
+    found["lora"] = accuracy("lora", (0.84, 0.92), "--adapter", LORA)
     export = ["export", "--base", BASE, "--adapter", LORA, "--output", "../quickstart/out/judge", "--force"]
     output = ctx.paco_reward(export, "2-judge-export", "merging", (0.92, 1.0))
     ctx.console.line(next((line for line in output.splitlines() if "difference" in line), "merged weights: quickstart/out/judge"))
@@ -155,22 +158,18 @@ def rank_measures(path: Path) -> dict[str, float]:
 
 def free_port(wanted: int) -> int:
     """``wanted`` if no program listens there, else a free one."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return probe.getsockname()[1]
-    raise QuickstartError("no free port on 127.0.0.1 for the judge's server")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def stop_server(ctx: Context) -> None:
     """End our server, if there is one: without one stop.sh does nothing."""
-    script = ctx.grpo / "vllm_server" / "stop.sh"
-    if script.is_file():
-        ctx.commands.run(["bash", script], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": ctx.label})
+    ctx.commands.run(["bash", "vllm_server/stop.sh"], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": ctx.label})
 
 
 def server(ctx: Context) -> dict[str, Any]:
@@ -185,17 +184,12 @@ def server(ctx: Context) -> dict[str, Any]:
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
     started = time.monotonic()
     output = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
-    engine = named_engine(output)
+    named = re.search(r"(?i)engine\W+(vllm|transformers)", output)
+    if not named:
+        raise QuickstartError("launch.sh did not report its engine; see quickstart/out/logs/4-server-launch.log")
+    engine = named[1].lower()
     ctx.console.line(f"{SERVED_NAME} on 127.0.0.1:{port}, engine {engine}, ready after {time.monotonic() - started:.0f} s")
     return {"engine": engine, "port": port}
-
-
-def named_engine(output: str) -> str:
-    """The engine that launch.sh reports: ``vllm`` or ``transformers``."""
-    found = re.search(r"(?i)engine\W+(vllm|transformers)", output)
-    if not found:
-        raise QuickstartError("launch.sh did not report its engine; see quickstart/out/logs/4-server-launch.log")
-    return found[1].lower()
 
 
 class EpochProgress:
@@ -219,9 +213,7 @@ def rl(ctx: Context) -> dict[str, Any]:
     """GRPO at the training resolution; evaluation at the test resolution before, during and after."""
     command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={ctx.seed}",
                f"--config.save_dir={os.path.relpath(ctx.run.parent, ctx.grpo)}", f"--config.run_name={RUN_NAME}",
-               "--config.resume_from=latest"]  # fmt: skip
-    if ctx.minutes is not None:
-        command.append(f"--config.max_train_minutes={ctx.minutes}")
+               "--config.resume_from=latest", f"--config.max_train_minutes={ctx.minutes}"]  # fmt: skip
     port = ctx.results["server"]["port"]
     if port != PORT:  # evaluation inherits training's arguments
         command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -16,13 +17,9 @@ from paco_toy.processes import QuickstartError
 
 # summary key -> name of the evaluation's reward
 MEASURES = {
-    "oracle_consistency": "oracle_consistency",
-    "reward": "consistency_score",
-    "alignment": "oracle_alignment",
-    "view": "oracle_view",
-    "valid": "oracle_valid",
-    "distinct": "oracle_distinct",
-}
+    "oracle_consistency": "oracle_consistency", "reward": "consistency_score", "alignment": "oracle_alignment",
+    "view": "oracle_view", "valid": "oracle_valid", "distinct": "oracle_distinct",
+}  # fmt: skip
 STDERRS = {"oracle_consistency": "stderr", "reward": "reward_stderr"}
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
@@ -31,10 +28,8 @@ def read_rows(path: Path) -> list[dict]:
     """Rows of a JSON-lines file; a truncated line is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 
@@ -46,9 +41,8 @@ def policy_measures(run: Path) -> dict[str, dict[str, float]]:
     """
     rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "eval"]
     if len(rows) < 2:
-        raise QuickstartError(
-            f"{run}/metrics.jsonl has {len(rows)} evaluations; one before and one after training are needed"
-        )
+        needed = "one before and one after training are needed"
+        raise QuickstartError(f"{run}/metrics.jsonl has {len(rows)} evaluations; {needed}")
     result = {}
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         missing = [name for name in MEASURES.values() if f"eval/{name}_mean" not in row]
@@ -64,13 +58,9 @@ def versions(repo: Path) -> dict[str, str]:
     """Versions of Python and the main packages, and the commit (with `+changes`)."""
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", repo, *arguments], check=True, capture_output=True, text=True
-        ).stdout.strip()
-
+    command = ["git", "-C", repo, "describe", "--always", "--exclude=*", "--dirty=+changes"]
     try:
-        found["commit"] = git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        found["commit"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
         found["commit"] = "unknown"
     return found
@@ -82,9 +72,9 @@ def build(
     """The whole summary from the stages' results."""
     judge, rl = results["judge"], results["rl"]
     return {
-        "judge": {"base": dict(judge["base"]), "lora": dict(judge["lora"])},
-        "rank": dict(results["rank"]),
-        "policy": {when: dict(rl[when]) for when in ("before", "after")},
+        "judge": {which: judge[which] for which in ("base", "lora")},
+        "rank": results["rank"],
+        "policy": {when: rl[when] for when in ("before", "after")},
         "train_resolution": rl["train_resolution"],
         "test_resolution": rl["test_resolution"],
         "engine": results["server"]["engine"],
@@ -116,11 +106,9 @@ def table(summary: Mapping[str, Any]) -> str:
         "valid": "valid panels", "distinct": "panels differ in view",
     }  # fmt: skip
     for key, label in labels.items():
-        measures = (summary["policy"][when] for when in ("before", "after"))
-        rows.append(
-            (
-                f"  {label}",
-                *(f"{m[key]:.3f}" + (f" ±{m[STDERRS[key]]:.3f}" if key in STDERRS else "") for m in measures),
-            )
-        )
+        cells = []
+        for measured in (summary["policy"]["before"], summary["policy"]["after"]):
+            error = f" ±{measured[STDERRS[key]]:.3f}" if key in STDERRS else ""
+            cells.append(f"{measured[key]:.3f}{error}")
+        rows.append((f"  {label}", *cells))
     return columns(rows)

@@ -39,6 +39,7 @@ LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGH
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
 _SUPERSAMPLE = 3
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
+KINDS = ("training character", "held-out character")  # of items: their category in the data sets
 _HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: the same characters for every seed
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from paco_toy import quickstart
 from paco_toy.processes import QuickstartError
-from paco_toy.stages import EpochProgress, free_port, named_engine, rank_measures
+from paco_toy.stages import EpochProgress, free_port, rank_measures
 from paco_toy.summary import MEASURES, gain, policy_measures, table
 
 # Small shell scripts in the places of the real commands: they note that they were called and write what those write.
@@ -177,8 +177,8 @@ def test_rebuild_runs_the_builder_first(repo):
 
 def test_results_depend_on_arguments_and_base_models(repo):
     models = repo / "quickstart/models"
-    keys = [quickstart.settings_key(0, 5.0, (), models), quickstart.settings_key(1, 5.0, (), models)]
-    keys += [quickstart.settings_key(0, 6.0, (), models), quickstart.settings_key(0, 5.0, ("--config.a=1",), models)]
+    settings = [(0, 5.0, ()), (1, 5.0, ()), (0, 6.0, ()), (0, 5.0, ("--config.a=1",))]
+    keys = [quickstart.settings_key(*each, models) for each in settings]
     (models / "flux_kontext").mkdir()
     (models / "flux_kontext/model.safetensors").write_bytes(b"an editor's, not used here")
     assert quickstart.settings_key(0, 5.0, (), models) == keys[0]
@@ -200,13 +200,6 @@ def test_unknown_arguments_are_refused(arguments):
     with pytest.raises(SystemExit) as stopped:
         quickstart.main(arguments)
     assert stopped.value.code == 2
-
-
-@pytest.mark.parametrize(("output", "engine"), [("loading\nEngine: transformers 4.57 (x)\n", "transformers"), ("Engine: vllm 0.1", "vllm")])
-def test_engine_named_by_the_launcher(output, engine):
-    assert named_engine(output) == engine
-    with pytest.raises(QuickstartError, match="4-server-launch.log"):
-        named_engine("ready")
 
 
 def test_a_taken_port_is_replaced():

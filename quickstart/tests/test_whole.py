@@ -33,29 +33,18 @@ def summary(quickstart):
     return json.loads((quickstart[0] / "quickstart/out/summary.json").read_text())
 
 
-def test_the_judge_learns(summary):
+def test_it_learns_without_a_short_cut_at_the_promised_cost(summary):
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
     assert lora["accuracy"] >= 0.95 and lora["auc"] >= 0.98
     assert summary["rank"]["accuracy"] > 0.35  # chance is 0.25; the judge learned same or not, the rankings are graded
-
-
-def test_consistency_transfers_to_the_larger_size(summary):
     before, after = summary["policy"]["before"], summary["policy"]["after"]
     assert (summary["train_resolution"], summary["test_resolution"]) == (64, 128)
     assert before["num_images"] >= 128
     gain = after["oracle_consistency"] - before["oracle_consistency"]
     assert gain >= 0.10 and gain > 2 * (before["stderr"] ** 2 + after["stderr"] ** 2) ** 0.5
     assert after["reward"] > before["reward"]
-
-
-def test_it_is_no_short_cut(summary):
-    before, after = summary["policy"]["before"], summary["policy"]["after"]
-    for name in ("view", "distinct"):
-        assert after[name] >= before[name] - 0.05, name
-
-
-def test_cost_and_bookkeeping(summary):
+    assert all(after[name] >= before[name] - 0.05 for name in ("view", "distinct"))
     assert summary["peak_rss_mb"] <= 6 * 1024
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
     # 18 minutes are promised with the installation; a machine that is busy otherwise gets some air.

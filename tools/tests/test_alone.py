@@ -3,8 +3,10 @@
 `pip install` is `uv pip install` here: the same arguments and build backends, from the wheels that setup.sh fetched.
 """
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +18,10 @@ TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
-def run(command: list, cwd: Path) -> str:
+def run(command: list, cwd: Path, **variables: str) -> str:
     """The command's output; its end is shown where it fails."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean, check=False, stdin=subprocess.DEVNULL,
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}"
     return done.stdout
@@ -56,11 +58,56 @@ def test_paco_reward(place):
     run([python, "-c", "import paco_judge.client, paco_reward.overlay, scipy, torchvision"], copy)
 
 
-def test_paco_grpo(place):
+def test_paco_grpo(place, tmp_path):
     copy, python, pip = place
-    pip(["-e", "PaCo-GRPO"], copy)
-    run([python, "-m", "pip", "check"], copy)
     folder = copy / "PaCo-GRPO"
-    run([python, "-c", "import paco_judge.client, paco_grpo.training.trainer, paco_grpo.policies.flux"], folder)
-    done = subprocess.run([python, "scripts/train.py", "--config", "config/grpo.py:t2iss"], cwd=folder, check=False, capture_output=True, text=True)
-    assert done.returncode == 2 and "Did you mean 't2is'" in done.stderr
+    pip(["-e", "."], folder)
+    run([python, "-m", "pip", "check"], copy)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    made = tmp_path / "made"
+    variables = {
+        "VIRTUAL_ENV": str(python.parents[1]), "PATH": f"{python.parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
+        "VLLM_ENGINE": "transformers", "VLLM_PORT": port, "VLLM_LABEL": "alone", "PACO_RUNTIME_DIR": str(tmp_path / "run"),
+        "VLLM_MODEL_PATHS": f"{made}/judge,{made}/judge", "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
+    }  # fmt: skip
+
+    def bash(*words: str) -> str:
+        return run(["bash", *words], folder, **variables)
+
+    def rewards(*words: str) -> str:
+        script = REPO / "tools" / "tests" / "alone_grpo.py"
+        return run([python, script, *words], folder, PYTHONPATH="tests", HF_HUB_OFFLINE="1")
+
+    rewards("prepare", made)
+    bash("vllm_server/launch.sh")  # two models: through the gateway
+    try:
+        assert "ocr 1.000" in rewards("score", made, port)
+
+        def train(script: str, name: str, model: str, kwargs: dict, **options) -> dict:
+            """The last epoch's metrics of a short run of a published configuration with toy weights."""
+            options |= {
+                "pretrained.model": f"../quickstart/models/{model}", "run_name": name, "mixed_precision": "no",
+                "train.resolution": 64, "test.resolution": 64, "num_epochs": 1, "sample.num_images_per_prompt": 2,
+                "sample.unique_sample_num_per_epoch": 2, "test.num_steps": 2, "test.num_images": 1,
+                "train.reward_fn_kwargs": kwargs,
+            }  # fmt: skip
+            bash(f"scripts/single_node/{script}.sh", name, *(f"--config.{key}={value}" for key, value in options.items()))
+            rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+            return next(row for row in reversed(rows) if row["phase"] == "train")
+
+        served = {"port": int(port), "model": "Paco-Reward-7B"}
+        clip = {"pickscore": {"model": f"{made}/clip", "processor": f"{made}/clip"}, "subfig_clipT": {"model": f"local-dir:{made}/open_clip"}}
+        row = train("train_flux", "t2is", "flux", {"consistency_score": served} | clip, max_sequence_length=32)
+        assert row["reward/missing_share"] == 0 and {f"reward/{name}_mean" for name in ("consistency_score", *clip)} <= set(row)
+        edits = {"dataset": made, "sample.num_steps": 6}
+        for script, name, model in (
+            ("train_flux_kontext", "kontext_editing", "flux_kontext"),
+            ("train_qwenimage_edit", "qwen_editing", "qwen_image_edit"),
+        ):
+            row = train(script, name, model, {"consistency_for_editing": served}, max_sequence_length=8, **edits)
+            assert row["reward/missing_share"] == 0
+        bash("-c", "python -m paco_grpo.report runs/t2is")
+    finally:
+        bash("vllm_server/stop.sh")

@@ -52,6 +52,13 @@ def test_links_between_our_pages_lead_somewhere():
     assert broken == []
 
 
+def test_cited_sections_of_the_method_page_exist():
+    page = (REPO / "docs" / "method.md").read_text()
+    sections = set(re.findall(r"^## (\d+)\. ", page, flags=re.MULTILINE))
+    cited = {n for path in FILES if path.suffix in TEXT for n in re.findall(r"docs/method\.md §(\d+)", path.read_text(errors="replace"))}
+    assert cited and cited | set(re.findall(r"§(\d+)", page)) <= sections
+
+
 def _prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 

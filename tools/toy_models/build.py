@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline, FluxPipeline
 
 from toy_models import flux, judge, kontext, qwen_edit
 from toy_models.panels import LatentCache, PanelCache
@@ -34,11 +34,15 @@ logger = logging.getLogger(__name__)
 MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 56.0, "flux_kontext": 25.0, "qwen_image_edit": 25.0}
 # A module has
 #   new(models, seed) -> pipeline           untrained as an editor; models: the folder that holds all models
-#   load(folder) -> pipeline                in float32
 #   train(pipe, seconds, seed, longer, snapshot)
-#   draw(pipe, references, instructions, seeds, steps) -> images, by diffusers' own pipeline
+#   draw(pipe, size, **options) -> images   by diffusers' own pipeline
 #   IMAGE_SIDES                             pixels of the images that it edits well; each is measured
 EDITORS = {"flux_kontext": kontext, "qwen_image_edit": qwen_edit}
+
+
+def load_editor(folder: Path) -> DiffusionPipeline:
+    """The pipeline in a folder, in float32."""
+    return DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
 
 
 def _panels(seed: int) -> dict[int, PanelCache]:
@@ -49,11 +53,12 @@ def build_judge(models: Path, seconds: float, seed: int, longer: bool) -> None:
     """The judge's base: captions first, then also comparisons."""
     if longer:
         processor, model = judge.load_judge(models / "judge")
-        batches, first_leg = judge.CaptionBatches(processor, _panels(seed), seed + 1), 0.0
     else:
         processor = judge.new_processor()
         model = judge.new_judge(processor, seed)
-        batches, first_leg = judge.CaptionBatches(processor, _panels(seed), seed), 0.45
+    batches = judge.CaptionBatches(processor, _panels(seed), seed + longer)
+    first_leg = 0.0 if longer else 0.45
+    if first_leg:
         judge.train_judge(model, batches, seconds * first_leg)
     batches.comparisons = True
     judge.train_judge(model, batches, seconds * (1 - first_leg))
@@ -74,9 +79,8 @@ def build_flux(models: Path, seconds: float, seed: int, longer: bool) -> None:
         options = {"seed": seed + 1, "early_share": 0.0, "lr": 6e-4}
     else:
         pipe, options = flux.new_pipeline(vae, seed), {"seed": seed}
-    flux.train_generator(
-        pipe, latents, seconds, snapshot=lambda: pipe.save_pretrained(models / "flux-snapshot"), **options
-    )
+    options["snapshot"] = lambda: pipe.save_pretrained(models / "flux-snapshot")
+    flux.train_generator(pipe, latents, seconds, **options)
     if int(os.environ.get("RANK", "0")) == 0:
         pipe.to(torch.bfloat16).save_pretrained(folder)
 
@@ -91,7 +95,7 @@ def build(name: str, models: Path, seconds: float, seed: int, longer: bool) -> N
         build_flux(models, seconds, seed, longer)
     else:
         module = EDITORS[name]
-        pipe = module.load(models / name) if longer else module.new(models, seed)
+        pipe = load_editor(models / name) if longer else module.new(models, seed)
         module.train(pipe, seconds, seed, longer, lambda: pipe.save_pretrained(models / f"{name}-snapshot"))
         pipe.to(torch.bfloat16).save_pretrained(models / name)
 
@@ -110,7 +114,7 @@ def measure(name: str, models: Path, seed: int, count: int = 192) -> dict:
     if name == "flux":
         return {"generator": generator_quality(models / name, seed, count)}
     module = EDITORS[name]
-    return {"editors": {name: editor_quality(module, module.load(models / name), seed, count, module.IMAGE_SIDES)}}
+    return {"editors": {name: editor_quality(module, load_editor(models / name), seed, count, module.IMAGE_SIDES)}}
 
 
 def _start(name: str, models: Path, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -144,16 +148,12 @@ def build_all(arguments: argparse.Namespace) -> None:
             record_quality(models / "quality.json", measure(name, models, arguments.seed, arguments.count))
         for snapshot in models.glob("*-snapshot"):
             shutil.rmtree(snapshot)
-        forget_paths(models)
+        for path in (*models.rglob("config.json"), *models.rglob("model_index.json")):
+            # Without the folders in which the weights were built.
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))
         final.rename(Path(workplace) / "replaced")
         models.rename(final)
-
-
-def forget_paths(models: Path) -> None:
-    """Removes the folders in which weights were built from the JSON files."""
-    for path in (*models.rglob("config.json"), *models.rglob("model_index.json")):
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))
 
 
 def main() -> None:
@@ -163,17 +163,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of all models")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="training time of a named model")
-    parser.add_argument(
-        "--continue", dest="longer", type=float, metavar="MINUTES",
-        help="train the named model in --out longer, with a new learning rate schedule",
-    )  # fmt: skip
+    longer = "train the named model in --out longer, with a new learning rate schedule"
+    parser.add_argument("--continue", dest="longer", type=float, metavar="MINUTES", help=longer)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every training time, e.g. 0.05 for a test")
     parser.add_argument("--processes", type=int, default=2, help="processes (of one thread) for flux")
     parser.add_argument("--measure", action="store_true", help="only measure the named model in --out")
     parser.add_argument("--count", type=int, default=192, help="prompts or edits to measure on, at each size")
-    parser.add_argument(
-        "--sheet", type=Path, metavar="PNG", help="also draw some edits of the named editor into one picture"
-    )
+    parser.add_argument("--sheet", type=Path, metavar="PNG", help="also draw some edits of the named editor")
     parser.add_argument("--stage", choices=MINUTES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     name, models, seed, longer = arguments.model, arguments.out, arguments.seed, arguments.longer
@@ -197,7 +193,7 @@ def main() -> None:
         build_all(arguments)
     if arguments.sheet:
         module = EDITORS[name]
-        contact_sheet(module, module.load(models / name), seed, module.IMAGE_SIDES[-1]).save(arguments.sheet)
+        contact_sheet(module, load_editor(models / name), seed, module.IMAGE_SIDES[-1]).save(arguments.sheet)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,11 @@ def drawing_loss(
     clean, seen = (pack(latents.grids(side, kind, batch.views, batch.variants)) for kind in (batch.after, batch.before))
     if reference_noise:
         seen = seen + reference_noise * torch.randn_like(seen)
-    errors = flow_errors(
-        lambda noisy, t: predict(torch.cat([noisy, seen], dim=1), t)[:, : clean.shape[1]], clean, config
-    )
+
+    def velocity(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return predict(torch.cat([noisy, seen], dim=1), t)[:, : clean.shape[1]]
+
+    errors = flow_errors(velocity, clean, config)
     weight = 1 + (asked_weight - 1) * asked_tokens(batch.place, side // 8)
     return (errors.mean(dim=2) * (weight / weight.mean())).mean()
 
@@ -104,7 +106,7 @@ def train_editor(
     shapes: bool = False,
     snapshot: Callable[[], None] | None = None,
 ) -> None:
-    """Trains an editor for a wall-clock time; the modules end with averaged weights.
+    """Trains an editor for a wall-clock time; its modules end with averaged weights.
 
     Args:
         learning: Modules with their highest learning rates; the transformer first.
@@ -127,9 +129,8 @@ def train_editor(
             asked = torch.full_like(asked, 0.25)  # any panel may be the one
         shape = panel_tokens(batch.before % len(SHAPES), side // 8)
         losses = {"drawing": drawing, **probes.losses(asked.repeat(1, 2), shape.repeat(1, 2))}
-        return sum(WEIGHTS[n] * losses[n] for n in WEIGHTS if n in losses), {
-            f"{n} {2 * side}px": v for n, v in losses.items()
-        }
+        loss = sum(weight * losses[n] for n, weight in WEIGHTS.items() if n in losses)
+        return loss, {f"{n} {2 * side}px": value for n, value in losses.items()}
 
     fit([*learning, (probes, 1e-3)], next_loss, name, seconds=seconds, warm_up=100, average=True, snapshot=snapshot)
     probes.remove()

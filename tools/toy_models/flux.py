@@ -40,9 +40,8 @@ _WORDS = (
 
 def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast:
     """One token per word or panel label; lower case; other words become <unk>; texts are cut to ``length`` tokens."""
-    tokenizer = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *words])}, unk_token="<unk>")
-    )
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     split = pre_tokenizers.Split(Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
@@ -81,13 +80,8 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
         axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
     scheduler = FlowMatchEulerDiscreteScheduler(  # as FLUX.1-dev's
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=1.15,
-        base_image_seq_len=256,
-        max_image_seq_len=4096,
-        shift=3.0,
-    )
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, shift=3.0
+    )  # fmt: skip
     _pretrain_text(tokenizer, clip, t5, seed)
     return FluxPipeline(
         scheduler=scheduler, vae=vae, text_encoder=clip, tokenizer=tokenizer, text_encoder_2=t5, tokenizer_2=tokenizer,
@@ -100,8 +94,13 @@ def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, floa
     return [(pipe.transformer, lr), (pipe.text_encoder, 0.3 * lr), (pipe.text_encoder_2, 0.3 * lr)]
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerFast, characters: np.ndarray, views: np.ndarray) -> torch.Tensor:
-    return token_ids(tokenizer, [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)])
+def _random_prompts(
+    tokenizer: PreTrainedTokenizerFast, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Characters (B,), views (B, 4) and token ids (B, L) of random prompts."""
+    characters, views = rng.integers(len(CHARACTERS), size=count), random_views(count, rng)
+    prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
+    return characters, views, token_ids(tokenizer, prompts)
 
 
 def _pretrain_text(
@@ -114,19 +113,12 @@ def _pretrain_text(
     """
     torch.manual_seed(seed + 7)
     rng = np.random.default_rng([seed, 4])
-    counts = {
-        "panel": 4,
-        "view": FACTS["view"],
-        "style": FACTS["style"],
-        "colour": FACTS["colour"],
-        "shape": FACTS["shape"],
-    }
+    counts = {"panel": 4} | {name: FACTS[name] for name in ("view", "style", "colour", "shape")}
     probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in counts.items()})
     pooled_character, pooled_views = nn.Linear(64, len(CHARACTERS)), nn.Linear(64, 4 * len(VIEWS))
 
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
-        named, views = rng.integers(len(CHARACTERS), size=batch), random_views(batch, rng)
-        ids = _prompt_ids(tokenizer, named, views)
+        named, views, ids = _random_prompts(tokenizer, batch, rng)
         tokens = t5(ids).last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16].unflatten(1, (4, 4))[:, :, :3]
         facts = panel_facts(named[:, None], views) | {"panel": np.arange(4)[None]}
         wanted = {name: torch.from_numpy(facts[name]).expand(batch, 4)[:, :, None].expand(-1, -1, 3) for name in counts}
@@ -186,16 +178,15 @@ def train_generator(
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
         order = _EARLY if progress < early_share else _LATE
         side = order[step % len(order)]
-        size = _BATCH[side]
-        named, views = rng.integers(len(CHARACTERS), size=size), random_views(size, rng)
+        named, views, text = _random_prompts(pipe.tokenizer_2, _BATCH[side], rng)
         shown = np.array([[departed(c, rng) if rng.random() < DEPARTURE[side] else c for _ in range(4)] for c in named])
         x0 = latents.grids(side, shown, views, rng.integers(2, size=shown.shape))
-        text = _prompt_ids(pipe.tokenizer_2, named, views)
         ids = image_ids(side // 4)
-        errors = flow_errors(
-            lambda noisy, t: velocity(pipe, noisy, t, text, ids, GUIDANCE), pack(x0), pipe.scheduler.config
-        )
-        loss = errors.mean()
+
+        def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return velocity(pipe, noisy, t, text, ids, GUIDANCE)
+
+        loss = flow_errors(predict, pack(x0), pipe.scheduler.config).mean()
         return loss, {f"{2 * side}px": loss}
 
     fit(

@@ -71,12 +71,9 @@ def new_processor() -> Qwen2_5_VLProcessor:
 def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL of 1.2 M parameters."""
     text = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2,
-    }
+    }  # fmt: skip
     return new_model(processor.tokenizer, seed, text, {"depth": 3, "hidden_size": 96, "intermediate_size": 192})
 
 
@@ -112,9 +109,8 @@ class CaptionBatches:
             return [first, second], CAPTION_TWO, _caption_two(character, CHARACTERS[second])
         attribute = list(ATTRIBUTES)[self.rng.integers(3)]
         shown = getattr(character, attribute)
-        asked = (
-            shown if self.rng.random() < 0.5 else str(self.rng.choice([v for v in ATTRIBUTES[attribute] if v != shown]))
-        )
+        others = [value for value in ATTRIBUTES[attribute] if value != shown]
+        asked = shown if self.rng.random() < 0.5 else str(self.rng.choice(others))
         return [first], _presence_question(asked), "Yes." if asked == shown else "No."
 
     def panel(self, character: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +49,6 @@ def new(models: Path, seed: int) -> FluxKontextPipeline:
     )  # fmt: skip
 
 
-def load(folder: Path) -> FluxKontextPipeline:
-    """The pipeline in a folder, in float32."""
-    return FluxKontextPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-
-
 def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module) -> None:
     """Teaches the text encoders to read instructions: every T5 token and CLIP's pooled vector encode shape and value."""
     ids = token_ids(tokenizer, INSTRUCTIONS)
@@ -63,27 +58,15 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
         states = [t5(ids).last_hidden_state[:, :5], clip(ids).pooler_output[:, None]]
         logits = [probe(states[i // 2]) for i, probe in enumerate(probes)]
-        losses = [
-            cross_entropy(x.flatten(0, 1), wanted[i % 2].repeat_interleave(x.shape[1])) for i, x in enumerate(logits)
-        ]
-        return sum(losses), {"loss": sum(losses)}
+        labels = [wanted[i % 2].repeat_interleave(x.shape[1]) for i, x in enumerate(logits)]
+        loss = sum(cross_entropy(x.flatten(0, 1), y) for x, y in zip(logits, labels, strict=True))
+        return loss, {"loss": loss}
 
     fit([(nn.ModuleList([clip, t5, probes]), 2e-3)], next_loss, "text", steps=300, floor=0.0, clip=math.inf)
 
 
-def train(
-    pipe: FluxKontextPipeline,
-    seconds: float,
-    seed: int,
-    longer: bool = False,
-    snapshot: Callable[[], None] | None = None,
-) -> None:
-    """Trains transformer and text encoders for a wall-clock time; the pipeline ends with averaged weights.
-
-    Args:
-        longer: The pipeline was trained before: larger images, and a new learning rate schedule.
-        snapshot: See ``train_editor``.
-    """
+def train(pipe: FluxKontextPipeline, seconds: float, seed: int, longer: bool, snapshot: Callable[[], None]) -> None:
+    """``train_editor`` on transformer and text encoders; ``longer``: again, on larger images and with a new schedule."""
     lr, legs, seed = (1e-3, _LATER_LEGS, seed + 1) if longer else (1.2e-3, _LEGS, seed)
     panels = {side: PanelCache(side, 2, seed) for side in sorted({side for leg in legs for side in leg[1]})}
     latents = LatentCache(flux_latents(pipe.vae), panels, seed)
@@ -102,14 +85,8 @@ def train(
     train_editor("flux_kontext", learning, draw, legs, _BATCH, seconds, seed, shapes=True, snapshot=snapshot)
 
 
-def draw(
-    pipe: FluxKontextPipeline, references: Sequence[Image.Image], instructions: Sequence[str], seeds: Sequence[int],
-    steps: int = 10,
-) -> list[Image.Image]:  # fmt: skip
-    """Edited images by diffusers' own pipeline, at the size of the references (all of one size, square)."""
-    side = references[0].width
+def draw(pipe: FluxKontextPipeline, size: int, **options) -> list[Image.Image]:
+    """Edited images by diffusers' own pipeline; its other ``options`` as in ``toy_models.quality``."""
     return pipe(
-        image=list(references), prompt=list(instructions), height=side, width=side, max_area=side * side,
-        num_inference_steps=steps, guidance_scale=GUIDANCE, max_sequence_length=TEXT_TOKENS, _auto_resize=False,
-        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        max_area=size * size, guidance_scale=GUIDANCE, max_sequence_length=TEXT_TOKENS, _auto_resize=False, **options
     ).images  # fmt: skip

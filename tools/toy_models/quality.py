@@ -19,11 +19,10 @@ from paco_toy.world import CHARACTERS, VIEWS, grid_prompt, random_jitter
 from toy_models.panels import random_views
 
 logger = logging.getLogger(__name__)
+STEPS = 10  # of denoising
 
 
-def generator_quality(
-    folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128), steps: int = 10
-) -> dict:
+def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128)) -> dict:
     """Oracle means for ``count`` prompts over all characters: {"64px": {"consistency": …, "valid": …, …}, …}."""
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -38,23 +37,20 @@ def generator_quality(
             batch = prompts[start : start + 48]
             generators = [torch.Generator().manual_seed(seed * 100003 + start + i) for i in range(len(batch))]
             images += pipe(
-                batch, height=size, width=size, num_inference_steps=steps, guidance_scale=3.5, generator=generators,
+                batch, height=size, width=size, num_inference_steps=STEPS, guidance_scale=3.5, generator=generators,
                 max_sequence_length=pipe.tokenizer_2.model_max_length,
             ).images  # fmt: skip
         reading = read_grids(images)
         measures = {
-            "consistency": reading.consistency(),
-            "valid": reading.valid,
-            "alignment": reading.alignment(characters),
-            "view": reading.view_following(views),
-            "distinct": reading.distinctness(),
-        }
+            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment(characters),
+            "view": reading.view_following(views), "distinct": reading.distinctness(),
+        }  # fmt: skip
         quality[f"{size}px"] = _means(f"generator at {size}px", measures)
     return quality
 
 
 def _draw_edits(
-    module: ModuleType, pipe, seed: int, count: int, size: int, steps: int
+    module: ModuleType, pipe, seed: int, count: int, size: int
 ) -> tuple[list[Edit], list[Image.Image], list[Image.Image]]:
     """Random edits, their references and the edited images; an image's noise depends only on its place in the list."""
     rng = np.random.default_rng([seed, 41])
@@ -64,17 +60,16 @@ def _draw_edits(
     pipe.set_progress_bar_config(disable=True)
     images = []
     for start in range(0, count, 32):
-        numbers = range(start, min(start + 32, count))
-        seeds = [seed * 100003 + i for i in numbers]
+        batch = slice(start, start + 32)
+        generators = [torch.Generator().manual_seed(seed * 100003 + i) for i in range(count)[batch]]
         images += module.draw(
-            pipe, [references[i] for i in numbers], [edits[i].instruction for i in numbers], seeds, steps
-        )
+            pipe, size, image=references[batch], prompt=[edit.instruction for edit in edits[batch]], height=size, width=size,
+            num_inference_steps=STEPS, generator=generators,
+        )  # fmt: skip
     return edits, references, images
 
 
-def editor_quality(
-    module: ModuleType, pipe, seed: int, count: int = 192, sizes: tuple[int, ...] = (64, 128), steps: int = 10
-) -> dict:
+def editor_quality(module: ModuleType, pipe, seed: int, count: int = 192, sizes: tuple[int, ...] = (64, 128)) -> dict:
     """Oracle means for ``count`` edits over all characters: {"64px": {"edit": …, "followed": …, …}, …}.
 
     ``edit`` is sqrt(followed · kept), ``valid`` the share of valid panels.
@@ -85,14 +80,9 @@ def editor_quality(
     """
     quality = {}
     for size in sizes:
-        edits, _, images = _draw_edits(module, pipe, seed, count, size, steps)
+        edits, _, images = _draw_edits(module, pipe, seed, count, size)
         followed, kept = judge_edits(images, edits)
-        measures = {
-            "edit": np.sqrt(followed * kept),
-            "followed": followed,
-            "kept": kept,
-            "valid": read_grids(images).valid,
-        }
+        measures = {"edit": np.sqrt(followed * kept), "followed": followed, "kept": kept, "valid": read_grids(images).valid}
         quality[f"{size}px"] = _means(f"edits at {size}px", measures)
     return quality
 
@@ -103,9 +93,9 @@ def _means(label: str, measures: dict[str, np.ndarray]) -> dict[str, float]:
     return means
 
 
-def contact_sheet(module: ModuleType, pipe, seed: int, size: int, count: int = 12, steps: int = 10) -> Image.Image:
+def contact_sheet(module: ModuleType, pipe, seed: int, size: int, count: int = 12) -> Image.Image:
     """Pairs of reference and edited image below their instructions, three pairs per row."""
-    edits, references, images = _draw_edits(module, pipe, seed + 1, count, size, steps)
+    edits, references, images = _draw_edits(module, pipe, seed + 1, count, size)
     cell, columns = (2 * size + 24, size + 28), 3
     sheet = Image.new("RGB", (columns * cell[0], -(-count // columns) * cell[1]), (226, 226, 230))
     pen = ImageDraw.Draw(sheet)

@@ -6,7 +6,7 @@ latents next to the noisy ones as in the pipeline. One batch in ten has no instr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -27,11 +27,10 @@ from toy_models.scene_reader import (
     new_editor_processor,
     new_text_encoder,
     pretrain_reader,
-)
+)  # fmt: skip
 from toy_models.vae import Z, new_qwen_vae, qwen_latents, train_qwen_vae
 
 IMAGE_SIDES = (64,)  # pixels of the scenes that it edits well
-GUIDANCE = 1.0  # no true CFG, as in the configuration toy_qwen_edit: with it the base follows less
 VAE_MINUTES, READER_MINUTES = 15.0, 3.5
 _NO_INSTRUCTION_SHARE = 0.1  # of batches
 _BATCH = {16: 40, 32: 14}  # by panel side: the transformer sees scenes of 32 and 64 px
@@ -69,20 +68,10 @@ def assemble(vae: nn.Module, reader: SceneReader, seed: int) -> QwenImageEditPip
     )  # fmt: skip
 
 
-def load(folder: Path) -> QwenImageEditPipeline:
-    """The pipeline in a folder, in float32."""
-    return QwenImageEditPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-
-
 def edit_loss(
     pipe: QwenImageEditPipeline, latents: LatentCache, batch: EditBatch, text: torch.Tensor, side: int
 ) -> torch.Tensor:
-    """``drawing_loss`` of the pipeline's transformer.
-
-    Args:
-        text: Features (B, L, D) of scenes and instructions.
-        side: Of a panel, in pixels.
-    """
+    """``drawing_loss`` of the pipeline's transformer for features ``text`` (B, L, D) of scenes and instructions."""
 
     def predict(tokens: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return pipe.transformer(
@@ -93,19 +82,8 @@ def edit_loss(
     return drawing_loss(predict, latents, batch, side, pipe.scheduler.config, 8.0)
 
 
-def train(
-    pipe: QwenImageEditPipeline,
-    seconds: float,
-    seed: int,
-    longer: bool = False,
-    snapshot: Callable[[], None] | None = None,
-) -> None:
-    """Trains the transformer for a wall-clock time; the pipeline ends with averaged weights.
-
-    Args:
-        longer: The pipeline was trained before: correct targets first again, and a new learning rate schedule.
-        snapshot: See ``train_editor``.
-    """
+def train(pipe: QwenImageEditPipeline, seconds: float, seed: int, longer: bool, snapshot: Callable[[], None]) -> None:
+    """``train_editor`` on the transformer; ``longer``: again, with correct targets first and a new schedule."""
     lr, legs, seed = (8e-4, _LATER_LEGS, seed + 1) if longer else (1e-3, _LEGS, seed)
     panels = {side: PanelCache(side, 4, seed) for side in _BATCH}
     latents = LatentCache(qwen_latents(pipe.vae), panels, seed)
@@ -121,16 +99,11 @@ def train(
     train_editor("qwen_image_edit", [(pipe.transformer, lr)], draw, legs, _BATCH, seconds, seed, snapshot=snapshot)
 
 
-def draw(
-    pipe: QwenImageEditPipeline, references: Sequence[Image.Image], instructions: Sequence[str], seeds: Sequence[int],
-    steps: int = 10, guidance: float = GUIDANCE,
-) -> list[Image.Image]:  # fmt: skip
-    """Edited images by diffusers' own pipeline, at the size of the references (all of one size, square)."""
-    side = references[0].width
+def draw(pipe: QwenImageEditPipeline, size: int, **options) -> list[Image.Image]:
+    """Edited images by diffusers' own pipeline; its other ``options`` as in ``toy_models.quality``.
+
+    There is no true CFG, as in the configuration toy_qwen_edit: with it the base follows less.
+    """
     # The pipeline resizes references to a megapixel, whatever size it draws; those of the toy world are smaller.
-    with mock.patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (side, side, None)):
-        return pipe(
-            image=list(references), prompt=list(instructions), height=side, width=side, num_inference_steps=steps,
-            true_cfg_scale=guidance, negative_prompt=[NO_INSTRUCTION] * len(references) if guidance > 1 else None,
-            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-        ).images  # fmt: skip
+    with mock.patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (size, size, None)):
+        return pipe(true_cfg_scale=1.0, **options).images

@@ -46,12 +46,9 @@ def new_editor_processor() -> Qwen2VLProcessor:
 def new_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL of 0.4 M parameters."""
     text = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
+        "hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
         "num_key_value_heads": 1,
-    }
+    }  # fmt: skip
     return new_model(tokenizer, seed, text, {"depth": 2, "hidden_size": 48, "intermediate_size": 96})
 
 
@@ -101,9 +98,8 @@ def pretrain_reader(
         loss, right = 0.0, {}
         for name, probe in probes.items():
             after_value = name == "value" or name.startswith("there")
-            tokens = features[
-                :, _PANELS if name.startswith("panel") else slice(_VALUE if after_value else _SHAPE, None)
-            ]
+            where = _PANELS if name.startswith("panel") else slice(_VALUE if after_value else _SHAPE, None)
+            tokens = features[:, where]
             logits, labels = probe(tokens), torch.from_numpy(wanted[name]).expand(tokens.shape[:2])
             loss = loss + cross_entropy(logits.flatten(0, 1), labels.flatten())
             right[name] = (logits.argmax(dim=-1) == labels).double().mean()

@@ -85,7 +85,11 @@ def fit(
     averaged = copy.deepcopy(modules).requires_grad_(False) if average else None
     started, step, log_at, snapshot_at, recent = time.monotonic(), 0, 0.0, snapshot_every, {}
     while True:
-        elapsed = _same_everywhere(time.monotonic() - started)
+        elapsed = time.monotonic() - started
+        if dist.is_initialized():
+            clock = torch.tensor([elapsed], dtype=torch.float64)
+            dist.broadcast(clock, 0)
+            elapsed = float(clock)
         progress = step / steps if steps else elapsed / seconds
         if progress >= 1:
             break
@@ -94,7 +98,11 @@ def fit(
         loss, values = next_loss(step, progress)
         optimizer.zero_grad()
         loss.backward()
-        _average_gradients(modules)
+        if dist.is_initialized():
+            gradients = [p.grad for p in modules.parameters() if p.grad is not None]
+            flat = nn.utils.parameters_to_vector(gradients)
+            dist.all_reduce(flat)
+            nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
         nn.utils.clip_grad_norm_(modules.parameters(), clip)
         optimizer.step()
         step += 1
@@ -117,20 +125,3 @@ def fit(
         modules.load_state_dict(averaged.state_dict())
     modules.eval()
     return recent
-
-
-def _same_everywhere(elapsed: float) -> float:
-    if not dist.is_initialized():
-        return elapsed
-    clock = torch.tensor([elapsed], dtype=torch.float64)
-    dist.broadcast(clock, 0)
-    return float(clock)
-
-
-def _average_gradients(modules: nn.Module) -> None:
-    if dist.is_initialized():
-        grads = [p.grad for p in modules.parameters() if p.grad is not None]
-        flat = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat)
-        for grad, mean in zip(grads, (flat / dist.get_world_size()).split([g.numel() for g in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))

@@ -117,25 +117,19 @@ def new_qwen_vae(seed: int) -> AutoencoderKLQwenImage:
     return vae
 
 
-def _still_convolution(self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: None = None) -> torch.Tensor:
-    """The causal convolution of one frame (B, C, 1, H, W)."""
-    return nn.functional.conv2d(
-        x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], self._padding[0]
-    ).unsqueeze(2)
-
-
-def _plain_norm(self: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
-    return x * (torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-12) * self.gamma)
-
-
 @contextmanager
 def stills_only(vae: AutoencoderKLQwenImage):
     """Inside, the modules of ``vae`` compute the same numbers for one-frame videos in less time, with gradients."""
-    faster = {
-        QwenImageCausalConv3d: _still_convolution,
-        QwenImageRMS_norm: _plain_norm,
-        QwenImageAttentionBlock: lambda self, x: x,
-    }
+
+    def convolve(self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: None = None) -> torch.Tensor:
+        """The causal convolution of one frame (B, C, 1, H, W)."""
+        weight, padding = self.weight[:, :, -1], self._padding[0]
+        return nn.functional.conv2d(x[:, :, 0], weight, self.bias, self.stride[1:], padding).unsqueeze(2)
+
+    def norm(self: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-12) * self.gamma)
+
+    faster = {QwenImageCausalConv3d: convolve, QwenImageRMS_norm: norm, QwenImageAttentionBlock: lambda self, x: x}
     patched = [m for m in vae.modules() if type(m) in faster]
     for module in patched:
         module.forward = types.MethodType(faster[type(module)], module)

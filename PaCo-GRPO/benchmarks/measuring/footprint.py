@@ -57,7 +57,7 @@ def meta_policy(options: RunOptions) -> Policy:
     imitate_accelerator(policy, options.enable_gradient_checkpointing)
     with META:
         if options.use_lora:
-            add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
+            add_lora(policy, options.train.lora_rank, options.train.lora_alpha, options.train.lora_targets)
         else:
             policy.transformer.float().requires_grad_(True)
         for snapshot in get_objective(options.train.loss_type).snapshots:
@@ -70,7 +70,7 @@ def random_policy(options: RunOptions, device: torch.device) -> Policy:
     kind = options.pretrained.quantize
     policy = _policy(options, torch.device("cpu") if kind else device, device, quantize=kind)
     if options.use_lora:
-        add_lora(policy, options.train.lora_rank, options.train.lora_alpha)
+        add_lora(policy, options.train.lora_rank, options.train.lora_alpha, options.train.lora_targets)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     policy.offload(text_encoders=options.speed.offload_text_encoders is not False, vae=options.speed.offload_vae)

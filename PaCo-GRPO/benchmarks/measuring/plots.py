@@ -23,7 +23,8 @@ def save(figure: Figure, path: Path) -> None:
 def sweep(report: Mapping[str, Any]) -> Figure:
     """Seconds by phase, ratios to the base, and the change of the images where it was measured."""
     results = report["results"]
-    places, labels = range(len(results)), [_lines(each["label"]) for each in results]
+    places, labels = range(len(results)), [each["label"] for each in results]
+    labels = [label.replace(" ", "\n") if "=" in label else label for label in labels]  # one assignment a line
     images = "ratio_deviation" in results[0]
     with styled():
         figure = new_figure(12.0 if images else 9.5, 1.6 + 0.4 * len(results))
@@ -51,11 +52,6 @@ def sweep(report: Mapping[str, Any]) -> Figure:
             axis.grid(axis="x")
             axis.grid(visible=False, axis="y")
     return figure
-
-
-def _lines(label: str) -> str:
-    """One assignment per line."""
-    return label.replace(" ", "\n") if "=" in label else label
 
 
 def judge_load(report: Mapping[str, Any]) -> Figure:

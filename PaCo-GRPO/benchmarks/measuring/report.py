@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -26,27 +27,16 @@ def machine() -> dict[str, Any]:
     """Hardware and load of this machine; memory in GiB."""
     import torch
 
-    found: dict[str, Any] = {
-        "processor": _processor(),
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load": [round(value, 2) for value in os.getloadavg()],
-        "gpus": [],
+        "gpus": [{"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)} for gpu in gpus],
     }
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        found["gpus"].append({"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)})
-    return found
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return re.sub(r"\((R|TM)\)|CPU|Processor", "", line.partition(":")[2], flags=re.IGNORECASE).strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
@@ -55,24 +45,22 @@ def versions() -> dict[str, str]:
 
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found | ({"cuda": torch.version.cuda} if torch.cuda.is_available() else {})
 
 
 def commit() -> dict[str, Any]:
     """The repository's commit and the number of changed files; empty outside of git."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
+    git = ["git", "-C", str(_ROOT)]
     try:
-        return {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())}
+        head, changed = (
+            subprocess.run([*git, *words], check=True, capture_output=True, text=True).stdout
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
     except (OSError, subprocess.CalledProcessError):
         return {}
+    return {"commit": head.strip(), "changed_files": len(changed.splitlines())}
 
 
 def header(benchmark: str, settings: Mapping[str, Any]) -> dict[str, Any]:

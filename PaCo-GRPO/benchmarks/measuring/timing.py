@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,47 +47,47 @@ class _Call:
 
 
 class EpochMeter:
-    """Runs the epochs of a run one by one and measures each.
-
-    Args:
-        run: As built for training; its modules get hooks.
-    """
+    """Runs the epochs of a run one by one and measures each, through hooks on its modules."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.trainer = run, Trainer(run)
         self.device = run.accelerator.device
         self._calls: list[_Call] = []
         self._handles: list[Any] = []
-        self._backward = 0
         self._waiting = self._began = 0.0
         pipeline = run.state.policy.pipeline
-        self._watch(run.state.policy.transformer, "transformer")
+        parts = {"transformer": run.state.policy.transformer, "vae_encoder": pipeline.vae.encoder, "decoder": pipeline.vae.decoder}
         for name in ("text_encoder", "text_encoder_2"):
-            if getattr(pipeline, name, None) is not None:
-                self._watch(getattr(pipeline, name), name)
-        self._watch(pipeline.vae.encoder, "vae_encoder")
-        self._watch(pipeline.vae.decoder, "decoder")
-        self._watch_optimizer()
+            parts[name] = getattr(pipeline, name, None)
+        for name, module in parts.items():
+            if module is not None:
+                self._watch(module, name)
+        begun: list[tuple[float, Any]] = []
+        self._handles.append(register_optimizer_step_pre_hook(lambda *_: begun.append(self._now())))
+        self._handles.append(register_optimizer_step_post_hook(lambda *_: self._ended("optimizer", begun.pop())))
         if run.accelerator.num_processes > 1:
             for name in ("reduce", "gather"):
-                setattr(run.accelerator, name, self._timed(getattr(run.accelerator, name)))
+                setattr(run.accelerator, name, partial(self._timed, getattr(run.accelerator, name)))
 
     def epoch(self) -> list[dict[str, Any]]:
         """Run one epoch.
 
         Returns:
-            For every process, on the main one: seconds, calls, forwards (the transformer's, see ``flops_of``), memory,
-            and what the trainer wrote to metrics.jsonl as ``metrics``.
+            For every process, on the main one: seconds, calls, forwards (the transformer's, see ``flops_of``), memory
+            (peak MiB; the resident set is the peak of the whole process), and the row of metrics.jsonl as ``metrics``.
         """
-        self._calls, self._backward, self._waiting = [], 0, 0.0
+        self._calls, self._waiting = [], 0.0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         synchronize(self.device)
         worked, self._began = time.process_time(), time.perf_counter()
         self.trainer._epoch()
         synchronize(self.device)
-        mine = {"cpu": time.process_time() - worked, "waiting": self._waiting, "backward": self._backward,
-                "calls": self._calls, "memory": self._memory()}  # fmt: skip
+        mine = {"cpu": time.process_time() - worked, "waiting": self._waiting,
+                "calls": self._calls, "memory": {"peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}}  # fmt: skip
+        if self.device.type == "cuda":
+            mine["memory"]["peak_gpu_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+            mine["memory"]["peak_gpu_reserved_mib"] = torch.cuda.max_memory_reserved(self.device) / 2**20
         for call in self._calls:  # events of a GPU cannot leave their process
             call.marks = (0.0, call.seconds())
         found = gather_object([mine])
@@ -101,34 +102,31 @@ class EpochMeter:
             handle.remove()
         self.run.close()
 
-    def _memory(self) -> dict[str, float]:
-        """Peak MiB; the resident set is the peak of the whole process."""
-        found = {"peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        if self.device.type == "cuda":
-            found["peak_gpu_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
-            found["peak_gpu_reserved_mib"] = torch.cuda.max_memory_reserved(self.device) / 2**20
-        return found
-
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def _mark(self) -> Any:
+    def _now(self) -> tuple[float, Any]:
+        """Seconds since the epoch began, and a mark: an event of a GPU's stream, or the clock."""
+        clock = time.perf_counter()
         if self.device.type != "cuda":
-            return time.perf_counter()
+            return clock - self._began, clock
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        return clock - self._began, event
+
+    def _ended(self, part: str, begun: tuple[float, Any]) -> _Call:
+        call = _Call(part, begun[0], (begun[1], self._now()[1]))
+        self._calls.append(call)
+        return call
 
     def _watch(self, module: torch.nn.Module, part: str) -> None:
         # by thread, since decoding may overlap sampling; a stack, since the published work calls inside a call
         begun: defaultdict[int, list[tuple[float, Any]]] = defaultdict(list)
 
         def before(_module, _arguments, _keywords) -> None:
-            begun[threading.get_ident()].append((time.perf_counter() - self._began, self._mark()))
+            begun[threading.get_ident()].append(self._now())
 
         def after(_module, arguments, keywords, output) -> None:
-            started, mark = begun[threading.get_ident()].pop()
-            call = _Call(part, started, (mark, self._mark()))
-            self._calls.append(call)
+            call = self._ended(part, begun[threading.get_ident()].pop())
             if part != "transformer":
                 first = arguments[0] if arguments else keywords.get("input_ids", next(iter(keywords.values())))
                 call.images = len(first)
@@ -137,49 +135,30 @@ class EpochMeter:
             call.tokens = image_tokens, keywords["encoder_hidden_states"].shape[1]
             if output[0].requires_grad:
                 call.gradient = True
-                output[0].register_hook(lambda _: self._count_backward(call.images))
+                output[0].register_hook(lambda _: self._calls.append(_Call("backward", 0.0, (0.0, 0.0), call.images)))
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
-    def _count_backward(self, images: int) -> None:
-        self._backward += images
-
-    def _watch_optimizer(self) -> None:
-        begun: list[tuple[float, Any]] = []
-
-        def before(*_) -> None:
-            begun.append((time.perf_counter() - self._began, self._mark()))
-
-        def after(*_) -> None:
-            started, mark = begun.pop()
-            self._calls.append(_Call("optimizer", started, (mark, self._mark())))
-
-        self._handles.append(register_optimizer_step_pre_hook(before))
-        self._handles.append(register_optimizer_step_post_hook(after))
-
-    def _timed(self, function: Callable) -> Callable:
-        """``function`` with its seconds added to the time spent waiting for other processes."""
-
-        def call(*arguments, **keywords):
-            started = time.perf_counter()
-            try:
-                return function(*arguments, **keywords)
-            finally:
-                self._waiting += time.perf_counter() - started
-
-        return call
+    def _timed(self, function: Callable, *arguments, **keywords) -> Any:
+        """Call ``function``, adding its seconds to the time spent waiting for other processes."""
+        started = time.perf_counter()
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            self._waiting += time.perf_counter() - started
 
 
 def _of_process(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     seconds = {ours: row[name] for name, ours in _TRAINER_SECONDS.items()}
     seconds |= {"cpu": found["cpu"], "collectives": found["waiting"]}
     seconds |= dict.fromkeys(("encode", "denoising", "decode", "optimizer"), 0.0)
-    calls: Counter[str] = Counter(backward=found["backward"])
+    calls: Counter[str] = Counter()
     forwards: Counter[tuple] = Counter()
     # each process has its clock; the last batch is decoded after all denoising and before any training
     last_decode = max((call.started for call in found["calls"] if call.part == "decoder"), default=0.0)
-    parts = {"text_encoder": "encode", "text_encoder_2": "encode", "vae_encoder": "encode", "decoder": "decode"}
+    parts = {"text_encoder": "encode", "text_encoder_2": "encode", "vae_encoder": "encode", "decoder": "decode",
+             "optimizer": "optimizer"}  # fmt: skip
     for call in found["calls"]:
         if call.part != "optimizer":
             calls[call.part] += call.images
@@ -188,8 +167,8 @@ def _of_process(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
             forwards[phase, *call.tokens, call.gradient] += call.images
             if phase == "sampling":
                 seconds["denoising"] += call.seconds()
-        else:
-            seconds[parts.get(call.part, call.part)] += call.seconds()
+        elif call.part in parts:
+            seconds[parts[call.part]] += call.seconds()
     names = ("phase", "image_tokens", "text_tokens", "gradient", "images")
     return {
         "seconds": seconds, "calls": dict(calls), "memory": found["memory"], "metrics": row,
@@ -201,13 +180,7 @@ def _of_process(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_of(epochs: Sequence[list[dict]], flops: dict[str, int | None], peak: float) -> dict[str, Any]:
-    """Medians, rates and memory of measured epochs.
-
-    Args:
-        epochs: Results of ``EpochMeter.epoch``.
-        flops: FLOPs of an epoch, from ``flops_of``.
-        peak: FLOP/s of one device.
-    """
+    """Medians, rates and memory of ``EpochMeter.epoch``; ``flops`` is of ``flops_of``, ``peak`` FLOP/s of one device."""
     every = [each[0]["seconds"] for each in epochs]
     seconds = {name: summary([row[name] for row in every]) for name in every[0]}
     medians = {name: found["median"] for name, found in seconds.items()}
@@ -228,26 +201,17 @@ def result_of(epochs: Sequence[list[dict]], flops: dict[str, int | None], peak: 
     rates["collectives_share"] = summary(waited)["median"]
     memory = {name: max(p["memory"][name] for each in epochs for p in each) for name in epochs[0][0]["memory"]}
     calls = sum((Counter(process["calls"]) for process in epochs[-1]), Counter())
-    return {
-        "seconds": seconds,
-        "calls": dict(calls),
-        "flops": flops,
-        "rates": rates,
-        "memory": memory,
-        "epochs": epochs,
-    }
+    found = {"seconds": seconds, "calls": dict(calls), "flops": flops, "rates": rates}
+    return found | {"memory": memory, "epochs": epochs}
 
 
 def flops_of(
     epoch: Sequence[dict[str, Any]], architecture: Architecture, side: int, lora_rank: int, size_multiple: int
 ) -> dict[str, int | None]:
-    """Model FLOPs of a measured epoch: images that passed through each part, times what one image needs.
+    """Model FLOPs of an ``EpochMeter.epoch``: images that passed through each part, times what one image needs.
 
     Args:
-        epoch: Result of ``EpochMeter.epoch``.
-        architecture: The generator's.
         side: Pixels of every image, and of its reference.
-        lora_rank: In training.
         size_multiple: Pixels along one side of a token.
 
     Returns:
@@ -279,7 +243,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
 
     Args:
         device: With its current number of threads and TF32 setting.
-        dtype: Data type of the matrices and the product.
         seconds: For each size, at least three products.
     """
     by_size = {}
@@ -315,8 +278,8 @@ def profile_of(meter: EpochMeter, trace: Path, rows: int = 30) -> dict[str, Any]
     name = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = sorted(profiler.key_averages(), key=lambda event: getattr(event, name), reverse=True)
     total = sum(getattr(event, name) for event in events)
-    operations = [
-        {"name": e.key, "calls": e.count, "ms": getattr(e, name) / 1000, "share": getattr(e, name) / total}
-        for e in events[:rows]
-    ]
+    operations = []
+    for event in events[:rows]:
+        took = getattr(event, name)
+        operations.append({"name": event.key, "calls": event.count, "ms": took / 1000, "share": took / total})
     return {"total_ms": total / 1000, "operations": operations}

@@ -49,38 +49,30 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
 
 def architecture_of(work: argparse.Namespace) -> Architecture:
     """The preset's architecture; the toy's is read from its folder."""
-    return _toy_architecture() if work.preset == "toy" else PRESETS[work.preset].scaled(work.blocks, work.width)
+    if work.preset != "toy":
+        return PRESETS[work.preset].scaled(work.blocks, work.width)
+    flux = PRESETS["flux-dev"]
 
-
-def _toy_architecture() -> Architecture:
     def part(name: str, like: dict[str, Any]) -> dict[str, Any]:
         values = json.loads((TOY / name / "config.json").read_text())
         return {key: values[key] for key in like if values.get(key) is not None}
 
-    flux = PRESETS["flux-dev"]
     return Architecture(
-        family="flux",
-        transformer=part("transformer", flux.transformer),
-        text=part("text_encoder_2", flux.text),
-        clip=part("text_encoder", flux.clip),
-        vae=part("vae", flux.vae | {"mid_block_add_attention": True}),
-    )
+        "flux", part("transformer", flux.transformer), part("text_encoder_2", flux.text),
+        part("vae", flux.vae | {"mid_block_add_attention": True}), part("text_encoder", flux.clip),
+    )  # fmt: skip
 
 
 def prepare(
     work: argparse.Namespace, architecture: Architecture, folder: Path, epochs: int, overrides: Sequence[str] = ()
 ) -> tuple[RunOptions, AbstractContextManager]:
-    """The options of ``work``, with model and prompt set in ``folder``.
+    """The options of ``work`` (from ``resolve``), and the context in which their model can be loaded.
 
     Args:
-        work: From ``resolve``.
-        architecture: Architecture of ``work``; its weights are random, except the toy's.
-        folder: Empty; ``folder / "runs"`` gets the run.
+        architecture: The generator that ``work`` names. The toy keeps its trained weights; all others are random.
+        folder: Gets the model, the prompts and the run.
         epochs: Epochs to come; every one gets prompts that were not encoded before.
         overrides: ``--config.a.b=value`` options that come last.
-
-    Returns:
-        The options, and the context in which their model can be loaded.
 
     Raises:
         ConfigError: An unknown option or a wrong value.
@@ -118,7 +110,7 @@ def prepare(
     found, _ = read_options(["--config", source, *options, *overrides])
     # twice as many as asked for: the plan of several processes may raise m
     count = 2 * epochs * found.sample.unique_sample_num_per_epoch
-    (_write_edits if editing else _write_prompts)(folder / "prompts", count, work.resolution)
+    _write_items(folder / "prompts", count, work.resolution if editing else None)
     return found, context
 
 
@@ -132,25 +124,20 @@ def waiting_reward(seconds_per_image: float = 0.1) -> Callable[[Sequence, Sequen
     return score
 
 
-def _write_prompts(folder: Path, count: int, resolution: int) -> None:
-    """T2IS prompts, numbered so that no text occurs twice."""
+def _write_items(folder: Path, count: int, resolution: int | None) -> None:
+    """T2IS prompts, or with a ``resolution`` instructions with a smooth random picture each; no text occurs twice."""
     folder.mkdir(parents=True)
     texts = t2is_prompts()
     for split, rows in (("train", count), ("test", 1)):
-        lines = [json.dumps({"prompt": f"{texts[i % len(texts)]} ({split} {i})"}) for i in range(rows)]
-        (folder / f"{split}_metadata.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def _write_edits(folder: Path, count: int, resolution: int) -> None:
-    """Instructions, each with a smooth random picture."""
-    folder.mkdir(parents=True)
-    for split, rows in (("train", count), ("test", 1)):
         lines = []
         for i in range(rows):
-            coarse = Image.fromarray(np.random.default_rng(i).integers(0, 256, (6, 6, 3), dtype=np.uint8))
-            coarse.resize((resolution, resolution), Image.Resampling.BICUBIC).save(folder / f"{split}{i}.png")
-            text = f"Make thing number {i} red, larger and closer to the window; keep all else as it is."
-            lines.append(json.dumps({"prompt": text, "image": f"{split}{i}.png"}))
+            row = {"prompt": f"{texts[i % len(texts)]} ({split} {i})"}
+            if resolution:
+                coarse = Image.fromarray(np.random.default_rng(i).integers(0, 256, (6, 6, 3), dtype=np.uint8))
+                coarse.resize((resolution, resolution), Image.Resampling.BICUBIC).save(folder / f"{split}{i}.png")
+                text = f"Make thing number {i} red, larger and closer to the window; keep all else as it is."
+                row = {"prompt": text, "image": f"{split}{i}.png"}
+            lines.append(json.dumps(row))
         (folder / f"{split}_metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -178,12 +165,11 @@ def repeat_published_work(run: Any) -> None:
         raise ConfigError("work=published is measured on one process")
     encode, decode, prompts = policy.encode, policy.decode, []
 
+    @torch.no_grad()
     def encode_texts(texts: Sequence[str]) -> None:
-        with torch.no_grad():
-            for i in range(0, len(texts), batch):
-                pipeline.encode_prompt(
-                    list(texts[i : i + batch]), device=policy.device, max_sequence_length=policy.max_sequence_length
-                )
+        length = {"device": policy.device, "max_sequence_length": policy.max_sequence_length}
+        for i in range(0, len(texts), batch):
+            pipeline.encode_prompt(list(texts[i : i + batch]), **length)
 
     def encode_each_image(items: Sequence) -> Any:
         prompts[:] = [item.prompt for item in items]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
+import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from paco_grpo.distributed.collectives import full_tensor, shard_like
+from paco_grpo.distributed.processes import full_tensor, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +29,26 @@ def checkpoint_name(epoch: int) -> str:
     return f"epoch_{epoch:04d}"
 
 
+def _by_epoch(folder: Path) -> list[tuple[int, Path]]:
+    """Epoch and path of what ``checkpoint_name`` named, oldest first; ``epoch_0001_keep`` is the user's own."""
+    named = [(re.fullmatch(r"epoch_(\d+)", path.name), path) for path in folder.glob("epoch_*")]
+    return sorted((int(name[1]), path) for name, path in named if name)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in ``folder``, oldest first (by epoch)."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.glob("epoch_*") if (path / "state" / "trainer.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
+    return [path for _, path in _by_epoch(folder) if (path / "state" / "trainer.json").is_file()]
+
+
+def _latest(folder: Path) -> Path | None:
+    """The newest checkpoint in ``folder``. Raises CheckpointError if it has lost its ``trainer.json``."""
+    found = [path for _, path in _by_epoch(folder) if (path / "state").is_dir()]
+    if found and not (found[-1] / "state" / "trainer.json").is_file():
+        raise CheckpointError(
+            f"{found[-1]}/state has lost its trainer.json; to resume from an earlier checkpoint, name it: "
+            "--config.resume_from=PATH"
+        )
+    return found[-1] if found else None
 
 
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
@@ -49,21 +62,20 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
         None for ``latest`` when this run has no checkpoint yet: it then starts from the beginning.
 
     Raises:
-        CheckpointError: A path that holds no checkpoint.
+        CheckpointError: A path that holds no checkpoint, or a newest checkpoint that is not complete.
     """
     if resume_from == "latest":
-        found = list_checkpoints(run_dir / "checkpoints")
-        return found[-1] if found else None
+        return _latest(run_dir / "checkpoints")
     path = Path(resume_from).expanduser()
     if (path / "state" / "trainer.json").is_file():
         return path
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not found:
+    found = _latest(path / "checkpoints") or _latest(path)
+    if found is None:
         raise CheckpointError(
             f"config.resume_from={resume_from!r} holds no checkpoint (a folder with state/trainer.json); "
             f"use 'latest' or one of {run_dir / 'checkpoints'}"
         )
-    return found[-1]
+    return found
 
 
 class CheckpointWriter:
@@ -78,38 +90,28 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Make an empty partial folder (main process)."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.discard()
         (self.folder / "state").mkdir(parents=True)
 
     def commit(self) -> None:
         """Sync to disk and rename the folder to its final name (main process)."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in filter(Path.is_file, self.folder.rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        # A resumed run writes an epoch again; a rename cannot replace a folder, so the old one moves first.
+        aside = self.final.with_name(f".{self.final.name}.old")
         if self.final.exists():
-            # A resumed run writes an epoch again; a rename cannot replace a folder, so the old one moves first.
-            aside = self.final.with_name(f".{self.final.name}.old")
             shutil.rmtree(aside, ignore_errors=True)
             self.final.rename(aside)
-            self.folder.rename(self.final)
-            shutil.rmtree(aside)
-        else:
-            self.folder.rename(self.final)
-        _sync_folder(self.final.parent)
+        self.folder.rename(self.final)
+        shutil.rmtree(aside, ignore_errors=True)
+        handle = os.open(self.final.parent, os.O_RDONLY)  # the rename itself
+        os.fsync(handle)
+        os.close(handle)
 
     def discard(self) -> None:
         """Remove what was written so far (main process)."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the entries of ``folder`` to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def archive_superseded(folder: Path, epoch: int) -> list[Path]:
@@ -123,8 +125,8 @@ def archive_superseded(folder: Path, epoch: int) -> list[Path]:
         The new paths ``replaced_epoch_NNNN``.
     """
     moved = []
-    for path in sorted(folder.glob("epoch_*")):
-        if int(path.name.removeprefix("epoch_")) > epoch:
+    for number, path in _by_epoch(folder):
+        if number > epoch:
             target = path.with_name(f"replaced_{path.name}")
             shutil.rmtree(target, ignore_errors=True)
             moved.append(path.rename(target))
@@ -158,37 +160,38 @@ def save_json(path: Path, value: Any) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Plain values.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error}); resume from an older one") from error
+    """Plain values; raises CheckpointError if the file is missing or damaged."""
+    return _read(path, lambda path: json.loads(path.read_text(encoding="utf-8")))
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name, on the CPU.
+    """Tensors by name, on the CPU; raises CheckpointError if the file is missing or damaged."""
+    return _read(path, load_file)
 
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+
+def _read(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
-        return load_file(path)
-    except Exception as error:  # safetensors raises its own exception type, which is not exported stably
+        return read(path)
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error}); resume from an older one") from error
 
 
+def check_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raises CheckpointError naming the file and the first tensor with NaN or infinity: training would spread it."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{path}: {name} is not finite; resume from an earlier checkpoint")
+
+
 @torch.no_grad()
-def load_parameters(path: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Copy saved weights into ``parameters``.
+def load_parameters(path: Path, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Copy saved weights into ``parameters``, sharded or not.
 
     Raises:
-        CheckpointError: Names or shapes differ.
+        CheckpointError: Names or shapes differ, or a value is not finite.
     """
     saved = load_tensors(path)
+    check_finite(saved, path)
     if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
         raise CheckpointError(
             f"{path} holds other weights than this run trains; did config.train.lora_rank or the model change?"
@@ -212,60 +215,14 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
     """What ``save_optimizer`` wrote, tensors whole and on the CPU.
 
     Raises:
-        CheckpointError: A file is missing or damaged.
+        CheckpointError: A file is missing or damaged, or a value is not finite.
     """
     rest = load_json(folder / "optimizer.json")
+    tensors = load_tensors(folder / "optimizer.safetensors")
+    check_finite(tensors, folder / "optimizer.safetensors")
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**load_tensors(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
+    for key, value in {**tensors, **rest["numbers"]}.items():
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = value
-    groups = rest["param_groups"]
-    for group in groups:
-        group["betas"] = tuple(group["betas"])
+    groups = [group | {"betas": tuple(group["betas"])} for group in rest["param_groups"]]
     return {"state": state, "param_groups": groups}
-
-
-@dataclass(frozen=True)
-class RngState:
-    """State of a process's global random generators (our own sampling never uses them, a user's reward may)."""
-
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, Any]
-
-
-def capture_rng() -> RngState:
-    """The current state of the generators of torch (CPU and GPUs), NumPy and Python."""
-    tensors = {"torch": torch.get_rng_state()}
-    for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []):
-        tensors[f"cuda.{index}"] = state
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    version, words, gauss = random.getstate()
-    numbers = {
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-        "python": [version, list(words), gauss],
-    }
-    return RngState(tensors, numbers)
-
-
-def save_rng(folder: Path, process: int, state: RngState) -> None:
-    """Write the generators of one process."""
-    save_tensors(folder / f"rng_{process}.safetensors", state.tensors)
-    save_json(folder / f"rng_{process}.json", state.numbers)
-
-
-def load_rng(folder: Path, process: int) -> None:
-    """Restore the generators; a process that did not exist when the checkpoint was written keeps its own."""
-    if not (folder / f"rng_{process}.json").is_file():
-        logger.warning("the checkpoint was written by fewer processes; process %d keeps its own generators", process)
-        return
-    tensors = load_tensors(folder / f"rng_{process}.safetensors")
-    torch.set_rng_state(tensors.pop("torch"))
-    for name, state in tensors.items():
-        index = int(name.removeprefix("cuda."))
-        if index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, index)
-    numbers = load_json(folder / f"rng_{process}.json")
-    name, keys, position, has_gauss, cached = numbers["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, words, gauss = numbers["python"]
-    random.setstate((version, tuple(words), gauss))

@@ -9,46 +9,41 @@ import yaml
 
 from paco_grpo.options import RunOptions
 from paco_grpo.options.parse import options_to_yaml
-
-_USE_DIFFUSERS = """```python
-import torch
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to("cuda")
-pipe.load_lora_weights({folder!r})
-```"""
-_USE_PEFT = """```python
-import torch
-from diffusers import DiffusionPipeline
-from peft import PeftModel
-
-pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to("cuda")
-pipe.transformer = PeftModel.from_pretrained(pipe.transformer, {folder!r})
-```"""
+from paco_grpo.policies import Policy
 
 
 def write_model_card(
-    folder: Path, options: RunOptions, *, epoch: int, step: int, edits_images: bool, evaluation: Mapping | None
+    folder: Path, options: RunOptions, policy: Policy, *, epoch: int, step: int, evaluation: Mapping | None
 ) -> None:
     """Write ``folder/README.md``.
 
     Args:
         folder: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint.
         options: The run's.
+        policy: The generator; only its attributes are read.
         epoch: Finished epochs.
         step: Optimizer steps.
-        edits_images: Whether the model edits images.
         evaluation: The latest row of an evaluation in metrics.jsonl, None if there is none yet.
     """
     peft = folder.name == "adapter"
     head = {
         "base_model": options.pretrained.model,
         "library_name": "peft" if peft else "diffusers",
-        "pipeline_tag": "image-to-image" if edits_images else "text-to-image",
+        "pipeline_tag": "image-to-image" if policy.edits_images else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
     rewards = [f"| `{name}` | {weight:g} |" for name, weight in options.train.reward_fn.items()]
-    use = (_USE_PEFT if peft else _USE_DIFFUSERS).format(model=options.pretrained.model, folder="FOLDER OF THIS FILE")
+    use = [
+        "import torch",
+        "from diffusers import DiffusionPipeline",
+        *(["from peft import PeftModel"] if peft else []),
+        "",
+        f"pipe = DiffusionPipeline.from_pretrained({options.pretrained.model!r}, torch_dtype=torch.bfloat16).to('cuda')",
+        "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
+        if peft
+        else "pipe.load_lora_weights('FOLDER OF THIS FILE')",
+        *([f"\n\n{policy.pipeline_setup}"] if policy.pipeline_setup else []),
+    ]
     origin = (
         f"A LoRA for `{options.pretrained.model}`, trained with PaCo-GRPO (arXiv 2512.04784), objective "
         f"`{options.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
@@ -66,7 +61,7 @@ def write_model_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {options.run_name}",
         origin,
-        f"## Use\n\n{use}\n\n{sizes}",
+        "## Use\n\n```python\n" + "\n".join(use) + f"\n```\n\n{sizes}",
         f"## Data\n\n{data}",
         "## Rewards\n\n| reward | weight |\n|---|---|\n" + "\n".join(rewards),
         "## Evaluation\n\n" + _evaluation(evaluation),

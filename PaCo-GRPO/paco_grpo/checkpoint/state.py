@@ -1,4 +1,4 @@
-"""The whole state of a run, saved to a checkpoint and loaded from it."""
+"""The whole state of a run: what training changes, and how it is saved to a checkpoint and loaded from it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,68 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.ema import EMA
 from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.distributed.collectives import any_process, save_transformer
-from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.distributed.fsdp2 import save_transformer
+from paco_grpo.distributed.processes import Replicated, any_process
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
+
+
+class EMA:
+    """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s), decay).
+
+    s counts optimizer steps; the average moves at every ``update_interval``-th of them (docs/method.md §6).
+
+    Args:
+        parameters: Name → trainable parameter.
+        decay: Upper bound of d, in [0, 1).
+        update_interval: Optimizer steps between two moves.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float, update_interval: int) -> None:
+        self.parameters = dict(parameters)
+        self.decay, self.update_interval = decay, update_interval
+        self.shadow = {name: p.detach().clone().float() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the average after optimizer step number ``step`` (the first is 1)."""
+        if step % self.update_interval:
+            return
+        decay = min((1 + step) / (10 + step), self.decay)
+        for name, parameter in self.parameters.items():
+            self.shadow[name].lerp_(parameter.detach().float(), 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the average inside the block, and exactly their former values after it."""
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._copy(self.shadow)
+        try:
+            yield
+        finally:
+            self._copy(kept)
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name].to(parameter.device))
 
 
 @dataclass
@@ -38,35 +81,64 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Everything that training changes.
-
-    Attributes:
-        policy: The generator.
-        parameters: Trainable, by name.
-        snapshots: Adapter name → its parameters by name (``Objective.snapshots``).
-        ema: Average of ``parameters``, None = off.
-        optimizer: Over ``parameters``, as the strategy prepared it.
-        strategy: How they are spread over the processes.
-        sampler: Sampler of prompts.
-        step: Optimizer steps taken.
-        recompute_old: Whether old log-probabilities are recomputed before training; None = not decided yet.
-        progress: How far the run is.
-    """
+    """Everything that training changes."""
 
     policy: Policy
-    parameters: Mapping[str, torch.nn.Parameter]
-    snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]
-    ema: EMA | None
-    optimizer: Any
-    strategy: Replicated
+    parameters: Mapping[str, torch.nn.Parameter]  # trainable, by name
+    snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]  # adapter (``Objective.snapshots``) → its parameters
+    ema: EMA | None  # of ``parameters``
+    optimizer: Any  # over ``parameters``, as the strategy prepared it
+    strategy: Replicated  # how all this is spread over the processes
     sampler: GroupSampler
-    step: int = 0
-    recompute_old: bool | None = None
+    step: int = 0  # optimizer steps taken
+    recompute_old: bool | None = None  # old log-probabilities before training; None = not decided yet
     progress: Progress = field(default_factory=Progress)
 
     def averaged(self) -> contextlib.AbstractContextManager:
         """The averaged weights, which evaluation and saved adapters use, are in place inside the block."""
         return self.ema.applied() if self.ema else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class RngState:
+    """State of a process's global random generators (our own sampling never uses them, a user's reward may)."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
+
+
+def capture_rng() -> RngState:
+    """The current state of the generators of torch (CPU and GPUs), NumPy and Python."""
+    tensors = {"torch": torch.get_rng_state()}
+    for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []):
+        tensors[f"cuda.{index}"] = state
+    name, keys, *rest = np.random.get_state()
+    version, words, gauss = random.getstate()
+    return RngState(tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(words), gauss]})
+
+
+def save_rng(folder: Path, process: int, state: RngState) -> None:
+    """Write the generators of one process."""
+    files.save_tensors(folder / f"rng_{process}.safetensors", state.tensors)
+    files.save_json(folder / f"rng_{process}.json", state.numbers)
+
+
+def load_rng(folder: Path, process: int) -> None:
+    """Restore the generators; a process that did not exist when the checkpoint was written keeps its own."""
+    if not (folder / f"rng_{process}.json").is_file():
+        logger.warning("the checkpoint was written by fewer processes; process %d keeps its own generators", process)
+        return
+    tensors = files.load_tensors(folder / f"rng_{process}.safetensors")
+    torch.set_rng_state(tensors.pop("torch"))
+    for name, state in tensors.items():
+        index = int(name.removeprefix("cuda."))
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, index)
+    numbers = files.load_json(folder / f"rng_{process}.json")
+    name, keys, *rest = numbers["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, words, gauss = numbers["python"]
+    random.setstate((version, tuple(words), gauss))
 
 
 class Checkpoints:
@@ -82,7 +154,7 @@ class Checkpoints:
         self.root, self.options, self.state = folder / "checkpoints", options, state
         self.accelerator = state.strategy.accelerator
 
-    def save(self, rng: files.RngState, evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
+    def save(self, rng: RngState, evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
         """Write a checkpoint atomically; a collective operation.
 
         Args:
@@ -118,12 +190,12 @@ class Checkpoints:
         for name, parameters in state.snapshots.items():
             files.load_parameters(saved / f"{name}.safetensors", parameters)
         if state.ema:
-            state.ema.load_state_dict(files.load_tensors(saved / "ema.safetensors"))
+            files.load_parameters(saved / "ema.safetensors", state.ema.shadow)
         state.strategy.load_optimizer_state(state.optimizer, files.load_optimizer(saved))
         state.sampler.load_state_dict(numbers["sampler"])
         state.step, state.recompute_old = numbers["step"], numbers["recompute"]
         state.progress = Progress(**numbers["progress"])
-        files.load_rng(saved, self.accelerator.process_index)
+        load_rng(saved, self.accelerator.process_index)
 
     def write_cards(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         """Write the model cards of the adapters in checkpoint ``folder`` (main process)."""
@@ -132,18 +204,16 @@ class Checkpoints:
                 write_model_card(
                     folder / name,
                     self.options,
+                    self.state.policy,
                     epoch=self.state.progress.epoch,
                     step=self.state.step,
-                    edits_images=self.state.policy.edits_images,
                     evaluation=evaluation,
                 )
 
-    def _write(self, rng: files.RngState, evaluation: Mapping[str, Any] | None, folder: Path) -> None:
+    def _write(self, rng: RngState, evaluation: Mapping[str, Any] | None, folder: Path) -> None:
         state, saved, is_main = self.state, folder / "state", self.accelerator.is_main_process
-        files.save_rng(saved, self.accelerator.process_index, rng)
-        parts = {"trainable": state.parameters, **state.snapshots}
-        if state.ema:
-            parts["ema"] = state.ema.state_dict()
+        save_rng(saved, self.accelerator.process_index, rng)
+        parts = {"trainable": state.parameters, **state.snapshots} | ({"ema": state.ema.shadow} if state.ema else {})
         actions = [
             functools.partial(files.save_tensors, saved / f"{name}.safetensors", tensors, is_main)
             for name, tensors in parts.items()
@@ -193,10 +263,6 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
     """Run it; the write error it raised, if any."""
     try:
         action()
-    except OSError as error:
-        return error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # raised by safetensors on a full disk; not exported stably
-            raise
+    except (OSError, SafetensorError) as error:
         return error
     return None

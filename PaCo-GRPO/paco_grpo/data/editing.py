@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from PIL import Image, ImageOps, UnidentifiedImageError
+from pyarrow import types
 
 from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of
 from paco_grpo.types import Item
@@ -76,11 +79,6 @@ def load_arrow_editing(folder: Path, split: str) -> list[Item]:
 def _open_table(path: Path) -> tuple[Any, list[Read]]:
     """The schema of an Arrow or Parquet file, and for each of its pieces a function that reads columns of it."""
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading it needs pyarrow: pip install 'paco-grpo[data]'") from error
-    try:
         if path.suffix == ".parquet":
             file = pyarrow.parquet.ParquetFile(path, memory_map=True)
             pieces = [partial(file.read_row_group, number) for number in range(file.num_row_groups)]
@@ -98,8 +96,6 @@ def _open_table(path: Path) -> tuple[Any, list[Read]]:
 
 def _text_columns(schema: Any, path: Path) -> list[str]:
     """The columns of texts and numbers, after a check of ``prompt`` and ``image``."""
-    from pyarrow import types
-
     for column in ("prompt", "image"):
         if column not in schema.names:
             raise DataError(f"{path}: column {column!r} is missing; it has {', '.join(schema.names)}")

@@ -39,16 +39,13 @@ class GroupSampler:
     A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
 
     Args:
-        num_items: Size of the prompt set.
-        prompts: m.
-        images_per_prompt: k.
+        num_items: Size of the prompt set, at least 1.
+        prompts: m, at least 1.
+        images_per_prompt: k, at least 1.
         seed: ``config.seed``.
     """
 
     def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int) -> None:
-        for name, value in (("num_items", num_items), ("prompts", prompts), ("images_per_prompt", images_per_prompt)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.num_items, self.prompts, self.images_per_prompt = num_items, prompts, images_per_prompt
         self.seed = seed
         self.epoch = 0

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.collectives import any_process, full_tensor
-from paco_grpo.distributed.replicated import Replicated
-from paco_grpo.options import ConfigError
+from paco_grpo.distributed.processes import Replicated, any_process, full_tensor
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.lora import lora_parameters
 
@@ -30,28 +29,44 @@ class FSDP2(Replicated):
     processes.
 
     Args:
-        accelerator: The processes.
-        reshard_after_forward: Free a block's gathered weights after its forward and gather them again for its backward.
-        offload_policy: Passed to ``fully_shard``; None = the weights stay on the device.
-        block_classes: Names of the classes that are sharded one by one; None = those the model names.
+        accelerator: The processes; started with accelerate's own FSDP settings, these apply.
+        options: The run's.
+
+    Raises:
+        ConfigError: FSDP version 1, or an option that cannot be combined with sharded weights.
     """
 
     name = "fsdp2"
     collective_forwards = True
     collective_backwards = True
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        reshard_after_forward: bool = True,
-        offload_policy: Any = None,
-        block_classes: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, options: RunOptions) -> None:
         super().__init__(accelerator)
-        self.block_classes = block_classes
-        self.options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
-        if offload_policy is not None:
-            self.options["offload_policy"] = offload_policy
+        sample = options.sample
+        for option, value, off, reason in (
+            ("sample.tail_cache", sample.tail_cache, 0.0, "processes would skip different blocks"),
+            ("sample.tail_weights", sample.tail_weights, None, "sharded weights cannot be copied in 8 bits"),
+            ("speed.compile", options.speed.compile, False, "this combination is not supported yet"),
+            ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be sharded"),
+        ):
+            if value != off:
+                raise ConfigError(f"config.{option}={value!r} cannot be combined with FSDP2: {reason}; set it to {off}")
+        # Gathered weights are freed after a block's forward, and gathered again for its backward.
+        self.block_classes, self.settings = None, {"reshard_after_forward": True}
+        if accelerator.distributed_type != DistributedType.FSDP:
+            return
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise ConfigError(
+                "the accelerate configuration asks for FSDP version 1, which torch has deprecated; set fsdp_version: 2 as "
+                "in scripts/accelerate_configs/fsdp2.yaml"
+            )
+        if plugin.activation_checkpointing:
+            logger.warning("fsdp_activation_checkpointing is ignored; use config.enable_gradient_checkpointing=True")
+        self.block_classes = plugin.transformer_cls_names_to_wrap
+        self.settings = {"reshard_after_forward": plugin.reshard_after_forward}
+        if plugin.cpu_offload is not None:
+            self.settings["offload_policy"] = plugin.cpu_offload
 
     @property
     def loading_device(self) -> torch.device:
@@ -76,7 +91,7 @@ class FSDP2(Replicated):
             parameter.data = parameter.data.to(device)
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
         for module in (*blocks, transformer):
-            fully_shard(module, mesh=mesh, ignored_params=kept_whole, **self.options)
+            fully_shard(module, mesh=mesh, ignored_params=kept_whole, **self.settings)
         for module in transformer.modules():
             if isinstance(module, FSDPModule):  # sums, not means, and the only reduction that gloo supports
                 module.set_gradient_divide_factor(1.0)
@@ -93,23 +108,28 @@ class FSDP2(Replicated):
         return torch.tensor(everywhere, device=norm.device), norm
 
 
-def fsdp2_of_accelerate(accelerator: Accelerator) -> FSDP2:
-    """The strategy of the FSDP plugin that accelerate was started with.
+def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
+    """Write ``transformer`` as diffusers reads it, whether or not it is sharded.
 
-    Raises:
-        ConfigError: It asks for FSDP version 1.
+    Args:
+        transformer: A diffusers model.
+        folder: To write to.
+        write: False: this process only takes part in gathering.
     """
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise ConfigError(
-            "the accelerate configuration asks for FSDP version 1, which torch has deprecated; set fsdp_version: 2 as in "
-            "scripts/accelerate_configs/fsdp2.yaml"
-        )
-    if plugin.activation_checkpointing:
-        logger.warning("fsdp_activation_checkpointing is ignored; use config.enable_gradient_checkpointing=True")
-    return FSDP2(
-        accelerator,
-        reshard_after_forward=plugin.reshard_after_forward,
-        offload_policy=plugin.cpu_offload,
-        block_classes=plugin.transformer_cls_names_to_wrap,
-    )
+    if not isinstance(transformer, FSDPModule):
+        if write:
+            transformer.save_pretrained(folder)
+        return
+    weights = {}
+    for name, tensor in transformer.state_dict().items():
+        value = full_tensor(tensor)
+        if write:
+            weights[name] = value.cpu()
+    if not write:
+        return
+    # fully_shard prepends its own class to the model's; the copy that is written has the model's class.
+    (model_class,) = (base for base in type(transformer).__bases__ if base is not FSDPModule)
+    with torch.device("meta"):
+        copy = model_class.from_config(transformer.config)
+    copy.load_state_dict(weights, assign=True)
+    copy.save_pretrained(folder)

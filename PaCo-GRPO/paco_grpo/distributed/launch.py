@@ -1,4 +1,4 @@
-"""The processes of a run as the launcher started them: accelerator, strategy, threads, signals."""
+"""The processes of a run as the launcher started them: strategy, threads, signals."""
 
 from __future__ import annotations
 
@@ -15,19 +15,30 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import InitProcessGroupKwargs
 
-from paco_grpo.distributed.fsdp2 import FSDP2, fsdp2_of_accelerate
-from paco_grpo.distributed.replicated import Replicated
-from paco_grpo.distributed.zero import zero_of_accelerate
+from paco_grpo.distributed.fsdp2 import FSDP2
+from paco_grpo.distributed.processes import Replicated
+from paco_grpo.distributed.zero import ZeRO
 from paco_grpo.options import ConfigError, RunOptions
 
 logger = logging.getLogger(__name__)
 
 
-def build_accelerator() -> Accelerator:
-    """The processes, as the launcher started them."""
+def start_processes(options: RunOptions) -> Replicated:
+    """The strategy over the processes that the launcher started, each with its share of the machine's CPU threads.
+
+    Raises:
+        ConfigError: As in ``build_strategy``.
+    """
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
     # Processes wait for each other's rewards, which may take longer than the default timeout.
-    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+    threads = options.num_threads
+    if threads is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        threads = max(1, min(torch.get_num_threads(), cores // on_this_machine))  # no more than OMP_NUM_THREADS
+    torch.set_num_threads(threads)
+    return build_strategy(options, accelerator)
 
 
 def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
@@ -36,24 +47,11 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     Raises:
         ConfigError: It is not supported, or contradicts another option.
     """
-    strategy = _strategy(options, accelerator)
-    if strategy.collective_forwards:
-        _check_fsdp_compatibility(options)
-    return strategy
-
-
-def _strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     kind, wanted = accelerator.distributed_type, options.train.sharding
     if kind == DistributedType.FSDP:
-        return fsdp2_of_accelerate(accelerator)
+        return FSDP2(accelerator, options)
     if kind == DistributedType.DEEPSPEED:
-        for option, value in (("sharding", wanted), ("use_8bit_adam", options.train.use_8bit_adam)):
-            if value:
-                raise ConfigError(
-                    f"config.train.{option}={value!r} cannot be combined with DeepSpeed, which accelerate was started "
-                    "with; leave it out, or use another accelerate configuration"
-                )
-        return zero_of_accelerate(accelerator, options.train.max_grad_norm)
+        return ZeRO(accelerator, options)
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
             f"accelerate was started with {kind}, which is not supported; use one of the files in "
@@ -68,37 +66,9 @@ def _strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
             )  # fmt: skip
     if wanted == "fsdp2":
         if accelerator.num_processes > 1:
-            return FSDP2(accelerator)
+            return FSDP2(accelerator, options)
         logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is sharded")
     return Replicated(accelerator)
-
-
-def _check_fsdp_compatibility(options: RunOptions) -> None:
-    sample = options.sample
-    for option, value, off, reason in (
-        ("sample.tail_cache", sample.tail_cache, 0.0, "processes would skip different blocks, but gather all together"),
-        ("sample.tail_weights", sample.tail_weights, None, "sharded weights cannot be copied in 8 bits"),
-        ("speed.compile", options.speed.compile, False, "this combination is not supported yet"),
-        ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be sharded"),
-    ):
-        if value != off:
-            raise ConfigError(f"config.{option}={value!r} cannot be combined with FSDP2: {reason}; set it to {off}")
-
-
-def set_threads(num_threads: int | None, num_processes: int) -> int:
-    """Set and return the CPU threads of this process.
-
-    Args:
-        num_threads: ``config.num_threads``; None = this machine's cores / its processes, but not more than
-            OMP_NUM_THREADS allows.
-        num_processes: Processes of the run; torchrun's LOCAL_WORLD_SIZE is the number on this machine.
-    """
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-    if num_threads is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(1, min(torch.get_num_threads(), cores // num_processes))
-    torch.set_num_threads(num_threads)
-    return num_threads
 
 
 class StopSignal:

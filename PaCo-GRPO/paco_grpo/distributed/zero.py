@@ -16,30 +16,44 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from paco_grpo.distributed.collectives import any_process
-from paco_grpo.distributed.replicated import MakeOptimizer, Replicated
-from paco_grpo.options import ConfigError
-from paco_grpo.policies.base import Policy
+from paco_grpo.distributed.processes import Replicated, any_process
+from paco_grpo.options import ConfigError, RunOptions
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 
 
 class ZeRO(Replicated):
-    """The optimizer over the trainable parameters, sharded by DeepSpeed.
+    """The optimizer over the trainable parameters, sharded by DeepSpeed as accelerate was told to.
 
     Args:
         accelerator: The processes.
-        zero: ``zero_optimization`` of a DeepSpeed configuration; stage 1 or 2.
-        max_norm: Gradient clipping, done by DeepSpeed.
+        options: The run's.
 
     Raises:
-        ConfigError: Another stage.
+        ConfigError: Another stage than 1 and 2, offloading to disk, or an option that contradicts DeepSpeed.
     """
 
     collective_backwards = True  # stage 2 sums gradients in every backward
 
-    def __init__(self, accelerator: Accelerator, zero: Mapping[str, Any], max_norm: float) -> None:
+    def __init__(self, accelerator: Accelerator, options: RunOptions) -> None:
         super().__init__(accelerator)
+        train = options.train
+        for option, value in (("sharding", train.sharding), ("use_8bit_adam", train.use_8bit_adam)):
+            if value:
+                raise ConfigError(
+                    f"config.train.{option}={value!r} cannot be combined with DeepSpeed, which accelerate was started "
+                    "with; leave it out, or use another accelerate configuration"
+                )
+        given = accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        zero = {name: value for name, value in given.items() if value not in (None, "auto")}
+        for name in ("offload_optimizer", "offload_param"):
+            device = (zero.pop(name, None) or {}).get("device")
+            if device == "nvme":
+                raise ConfigError(
+                    f"the accelerate configuration has {name} on nvme, which is not supported: use cpu or none"
+                )
+            if name == "offload_optimizer" and device == "cpu":
+                zero[name] = {"device": "cpu", "pin_memory": accelerator.device.type == "cuda"}
         stage = zero.get("stage")
         if stage not in (1, 2):
             raise ConfigError(
@@ -50,21 +64,21 @@ class ZeRO(Replicated):
         self.settings = {
             "train_micro_batch_size_per_gpu": 1,  # read by DeepSpeed's own data loaders only
             "gradient_accumulation_steps": 1,  # the trainer tells which backward is the last
-            "gradient_clipping": max_norm,
-            "zero_optimization": dict(zero),
+            "gradient_clipping": train.max_grad_norm,
+            "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,  # offloaded states are updated by the configured AdamW
             "steps_per_print": 2**31,
         }
 
-    def prepare(self, policy: Policy, parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> Any:
-        """DeepSpeed's wrapper of the optimizer that ``make`` builds."""
+    def prepare(self, optimizer: torch.optim.Optimizer) -> Any:
+        """DeepSpeed's wrapper of ``optimizer``."""
         import deepspeed
 
-        self.parameters = list(parameters)
-        self.deepspeed, optimizer, _, _ = deepspeed.initialize(
-            model=nn.ParameterList(self.parameters), optimizer=make(self.parameters), config=self.settings
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.deepspeed, wrapped, _, _ = deepspeed.initialize(
+            model=nn.ParameterList(self.parameters), optimizer=optimizer, config=self.settings
         )
-        return optimizer
+        return wrapped
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """DeepSpeed averages over processes; we want the sum."""
@@ -115,22 +129,3 @@ class ZeRO(Replicated):
         for index, parameter in enumerate(self.parameters):
             for name in _MOMENTS:
                 safe_set_full_optimizer_state(parameter, saved["state"][index][name].to(parameter.device), name)
-
-
-def zero_of_accelerate(accelerator: Accelerator, max_norm: float) -> ZeRO:
-    """The strategy of the DeepSpeed plugin that accelerate was started with.
-
-    Raises:
-        ConfigError: Its stage or its offloading is not supported.
-    """
-    given = accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-    zero = {name: value for name, value in given.items() if value not in (None, "auto")}
-    for name in ("offload_optimizer", "offload_param"):
-        device = (zero.pop(name, None) or {}).get("device")
-        if device == "nvme":
-            raise ConfigError(
-                f"the accelerate configuration has {name} on nvme, which is not supported: use cpu or none"
-            )
-        if name == "offload_optimizer" and device == "cpu":
-            zero[name] = {"device": "cpu", "pin_memory": accelerator.device.type == "cuda"}
-    return ZeRO(accelerator, zero, max_norm)

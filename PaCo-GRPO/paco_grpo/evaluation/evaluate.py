@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed.collectives import Stopped, rounds
-from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.distributed.processes import Replicated, Stopped, rounds
 from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
@@ -96,16 +96,20 @@ def evaluate(
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
-    names, metrics = list(rewards), summarize(scores, list(rewards))
-    by_category = summarize_categories(scores, [item.metadata.get("category") for item, _ in chosen], names)
+    names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
+    metrics = summarize(scores, names)
+    by_category = {
+        str(category): summarize(scores[[other == category for other in categories]], names)
+        for category in sorted({*categories} - {None}, key=str)
+    }
     if accelerator.is_main_process:
         _write_rows(folder / "eval_data.jsonl", chosen, scores, names, options.test.save_eval_images)
-        table = category_table({**by_category, "all": metrics}, names)
+        table = _category_table({**by_category, "all": metrics}, names)
         (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
     for category, values in by_category.items():
-        known = [name for name in names if f"eval/{name}_mean" in values]
-        metrics |= {f"category/{category}/{name}_mean": values[f"eval/{name}_mean"] for name in known}
+        means = {key.removeprefix("eval/"): value for key, value in values.items() if key.endswith("_mean")}
+        metrics |= {f"category/{category}/{name}": value for name, value in means.items()}
     return metrics
 
 
@@ -134,26 +138,33 @@ def _sample(
             policy.encode([_sized(chosen[i][0], each) for each in ahead for i in each.numbers])  # the policy caches it
         return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
 
-    def deliver(images: list[Image.Image], batch: Batch) -> None:
+    def deliver(images: list[Image.Image | None], batch: Batch) -> None:
         queue.submit(
             images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers]
         )
         for number, image in zip(batch.numbers, images, strict=True):
+            if image is None:
+                continue
             item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
             reference = item.image if test.save_eval_images or in_sheet else None
             if test.save_eval_images:
                 image.save(folder / f"{number:05d}.png")
-                _save_reference(folder / reference_file(number), reference)
+            if test.save_eval_images and reference is not None:
+                (folder / reference_file(number)).parent.mkdir(exist_ok=True)
+                small = min(1.0, REFERENCE_SIDE / max(reference.size))
+                size = [max(1, round(side * small)) for side in reference.size]
+                reference.resize(size).save(folder / reference_file(number))
             if in_sheet:
-                small = None if reference is None else thumbnail(reference)
-                thumbnails.append((number, thumbnail(image), small, item.prompt))
+                thumbnails.append((number, thumbnail(image), reference and thumbnail(reference), item.prompt))
 
     together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
     for _ in sample_images(policy, together, inputs, deliver, num_steps=test.num_steps, merge_lora=merge_lora):
         pass
-    everyone = gather_object(thumbnails)
-    if accelerator.is_main_process:
-        _sheet(everyone).save(folder / "sheet.png")
+    everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
+    if accelerator.is_main_process and everyone:
+        _, images, references, prompts = zip(*everyone, strict=True)
+        edited = (prompts, references) if None not in references else ()
+        contact_sheet(images, *edited).save(folder / "sheet.png")
 
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
@@ -174,22 +185,6 @@ def _sized(item: Item, batch: Batch) -> Item:
     return dataclasses.replace(item, height=batch.height, width=batch.width)
 
 
-def _save_reference(path: Path, reference: Image.Image | None) -> None:
-    if reference is not None:
-        path.parent.mkdir(exist_ok=True)
-        small = min(1.0, REFERENCE_SIDE / max(reference.size))
-        reference.resize([max(1, round(side * small)) for side in reference.size]).save(path)
-
-
-def _sheet(thumbnails: Sequence[tuple[int, Image.Image, Image.Image | None, str]]) -> Image.Image:
-    """The contact sheet of (number, image, reference, prompt); with instructions where images are edited."""
-    ordered = sorted(thumbnails, key=lambda entry: entry[0])
-    images, references = [entry[1] for entry in ordered], [entry[2] for entry in ordered if entry[2] is not None]
-    if len(references) < len(images):
-        return contact_sheet(images)
-    return contact_sheet(images, [entry[3] for entry in ordered], references)
-
-
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Means and standard errors over images; ``scores`` (n, len(names)), NaN = missing and left out."""
     metrics: dict[str, float] = {
@@ -206,18 +201,8 @@ def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-def summarize_categories(
-    scores: np.ndarray, categories: Sequence[str | None], names: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Category → ``summarize`` of its images, in alphabetical order; items without a category are in none of them."""
-    return {
-        str(category): summarize(scores[[other == category for other in categories]], names)
-        for category in sorted({category for category in categories if category is not None}, key=str)
-    }
-
-
-def category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
-    """A Markdown table with a row for each category: images, and mean ± standard error of each reward."""
+def _category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
+    """Markdown: images, and mean ± standard error of each reward."""
     lines = [f"| category | images | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for category, values in summaries.items():
         cells = []

@@ -21,12 +21,13 @@ any finished run can be judged again. Limits are ``config.health``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from paco_grpo.monitoring.console import means
 from paco_grpo.options import HealthOptions
 
 # Compared with the first epoch as a quotient, and as a difference.
@@ -60,9 +61,8 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
     changes = {}
     for name in (*_QUOTIENTS, *_DIFFERENCES):
         now, then = metrics.get(f"health/{name}"), first.get(f"health/{name}")
-        if now is None or then is None or (name in _QUOTIENTS and then == 0):
-            continue
-        changes[f"health/{name}_vs_first"] = now / then if name in _QUOTIENTS else now - then
+        if now is not None and then is not None and not (name in _QUOTIENTS and then == 0):
+            changes[f"health/{name}_vs_first"] = now / then if name in _QUOTIENTS else now - then
     return changes
 
 
@@ -75,25 +75,23 @@ def judge_epoch(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int
         optimizer_steps: Per epoch, inner epochs included; the first is always on-policy.
     """
     row, found = rows[-1], []
-    found += _base(row, limits)
-    found += _samples(row, limits)
-    found += _updates(rows, limits, optimizer_steps)
-    return found
 
+    def find(sign: str, message: str, *, collapse: bool) -> None:
+        found.append(Finding(sign, message, collapse))
 
-def _base(row: Row, limits: HealthOptions) -> Iterator[Finding]:
     change = row.get("health/velocity_change")
     if change is not None and change > limits.max_velocity_change:
-        yield Finding(
+        find(
             "max_velocity_change",
             f"on the probe set the velocity differs from the base model's by {change:.2f} of its own size (KL "
             f"{row.get('health/kl_base', math.nan):.2g}): the generator has left its base model. Likely cause: "
             "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0",
             collapse=True,
         )
-
-
-def _samples(row: Row, limits: HealthOptions) -> Iterator[Finding]:
+    damage = (
+        "Likely cause: config.train.learning_rate is too high, or a reward that broken images satisfy; look at the last "
+        "evaluation's sheet.png"
+    )
     for name, limit, words in (
         ("pixel_std", "max_contrast_change", "contrast of the images"),
         ("latent_std", "max_contrast_change", "spread of the latents"),
@@ -101,17 +99,14 @@ def _samples(row: Row, limits: HealthOptions) -> Iterator[Finding]:
     ):
         factor, most = row.get(f"health/{name}_vs_first"), getattr(limits, limit)
         if factor is not None and not 1 / most <= factor <= most:
-            yield Finding(limit, f"the {words} is {factor:.2f} times that of the first epoch. {_DAMAGE}", collapse=True)
-    shift = row.get("health/pixel_mean_vs_first")
-    if shift is not None and abs(shift) > limits.max_brightness_change:
-        yield Finding(
-            "max_brightness_change",
-            f"the mean brightness moved by {shift:+.2f} (of 1) since the first epoch. {_DAMAGE}",
-            collapse=True,
-        )
-    share = row.get("health/distinctness_vs_first")
-    if share is not None and share < limits.min_distinctness:
-        yield Finding(
+            find(limit, f"the {words} is {factor:.2f} times that of the first epoch. {damage}", collapse=True)
+    shift = row.get("health/pixel_mean_vs_first", 0.0)
+    if abs(shift) > limits.max_brightness_change:
+        message = f"the mean brightness moved by {shift:+.2f} (of 1) since the first epoch. {damage}"
+        find("max_brightness_change", message, collapse=True)
+    share = row.get("health/distinctness_vs_first", math.inf)
+    if share < limits.min_distinctness:
+        find(
             "min_distinctness",
             f"images of one prompt differ {share:.2f} times as much as in the first epoch: every seed gives the same "
             "picture. Likely cause: the reward prefers one picture; add a reward for prompt or variety, use "
@@ -119,47 +114,35 @@ def _samples(row: Row, limits: HealthOptions) -> Iterator[Finding]:
             collapse=True,
         )
 
-
-_DAMAGE = (
-    "Likely cause: config.train.learning_rate is too high, or a reward that broken images satisfy; look at the last "
-    "evaluation's sheet.png"
-)
-
-
-def _updates(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int) -> Iterator[Finding]:
-    row = rows[-1]
     norm, before = row.get("train/grad_norm"), [r["train/grad_norm"] for r in rows[:-1] if "train/grad_norm" in r]
     if norm is not None and len(before) >= _SPIKE_LEAST:
         usual = float(np.median(before[-_SPIKE_HISTORY:]))
         if norm > limits.max_gradient_spike * usual:
-            yield Finding(
+            find(
                 "max_gradient_spike",
                 f"the gradient norm is {norm:.3g}, {norm / max(usual, 1e-300):.0f} times its usual {usual:.3g}. Likely "
                 "cause: a learning rate that is too high, or rewards of a few samples that are far off",
                 collapse=False,
             )
-    clipped = row.get("train/clip_share")
-    if clipped is not None and optimizer_steps > 1:
-        clipped *= optimizer_steps / (optimizer_steps - 1)  # nothing is clipped in the first, on-policy step
+    if optimizer_steps > 1:  # nothing is clipped in the first, on-policy step
+        clipped = row.get("train/clip_share", 0.0) * (optimizer_steps / (optimizer_steps - 1))
         if clipped > limits.max_clip_share:
-            yield Finding(
+            find(
                 "max_clip_share",
                 f"{clipped:.0%} of the samples of the later optimizer steps are clipped, so these steps learn little. "
                 "Likely cause: the learning rate is too high for config.train.clip_range, or gradient_step_per_epoch "
                 "and num_inner_epochs take too many steps on the same samples",
                 collapse=False,
             )
-    equal = row.get("advantage/zero_std_share")
-    if equal is not None and equal > limits.max_zero_std_share:
-        yield Finding(
+    equal = row.get("advantage/zero_std_share", 0.0)
+    if equal > limits.max_zero_std_share:
+        find(
             "max_zero_std_share",
             f"in {equal:.0%} of the groups all rewards are equal, so there is nothing to learn from them. Likely cause: "
             "the reward is saturated or always answers the same; look at reward/*_std",
             collapse=False,
         )
-
-
-# --- trained and evaluation-only rewards ------------------------------------------------------------------------------
+    return found
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: HealthOptions) -> list[Finding]:
@@ -171,19 +154,24 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Health
         limits: ``config.health``; ``max_reward_divergence`` in standard errors of the difference to the first
             evaluation, for the rise and for the fall.
     """
-    gains = {name: _gain(rows, name) for name in _names(rows[-1])}
+    first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
+    gains = {}  # in standard errors of the difference
+    for name in last:
+        error = math.hypot(*(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])))
+        if name in first and error > 0:
+            gains[name] = (last[name] - first[name]) / error
     trained, most = set(trained), limits.max_reward_divergence
-    risen = {name: gain for name, gain in gains.items() if name in trained and gain is not None and gain > most}
+    risen = [f"{name} (by {gain:.1f} standard errors)" for name, gain in gains.items() if name in trained and gain > most]
     return [
         Finding(
             "max_reward_divergence",
-            f"since the first evaluation {_describe_gains(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
+            f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
             "standard errors. Likely cause: the trained reward is being exploited; look at the images, give "
             f"{name} a weight in config.train.reward_fn, or use config.train.beta > 0",
             collapse=False,
         )
         for name, gain in gains.items()
-        if risen and name not in trained and gain is not None and gain < -most
+        if risen and name not in trained and gain < -most
     ]
 
 
@@ -191,32 +179,10 @@ def changes_since_first(rows: Sequence[Row], trained: Iterable[str]) -> str:
     """One line with every reward's change since the first evaluation, trained ones first; "" for the first evaluation."""
     if len(rows) < 2:
         return ""
-    trained, names, parts = set(trained), _names(rows[-1]), []
-    for group in ("trained", "evaluation-only"):
-        chosen = [name for name in names if (name in trained) == (group == "trained")]
-        known = [name for name in chosen if _mean(rows[0], name) is not None]
-        changes = [f"{name} {_mean(rows[-1], name) - _mean(rows[0], name):+.4f}" for name in known]
-        if changes:
-            parts.append(f"{group}: {', '.join(changes)}")
+    first, last, trained = means(rows[0], "eval/"), means(rows[-1], "eval/"), set(trained)
+    parts = []
+    for group, is_trained in (("trained", True), ("evaluation-only", False)):
+        names = [name for name in last if name in first and (name in trained) == is_trained]
+        if names:
+            parts.append(f"{group}: {', '.join(f'{name} {last[name] - first[name]:+.4f}' for name in names)}")
     return "; ".join(parts)
-
-
-def _names(row: Row) -> list[str]:
-    return [key[len("eval/") : -len("_mean")] for key in row if key.startswith("eval/") and key.endswith("_mean")]
-
-
-def _mean(row: Row, name: str) -> float | None:
-    return row.get(f"eval/{name}_mean")
-
-
-def _gain(rows: Sequence[Row], name: str) -> float | None:
-    """Rise of a reward since the first evaluation, in standard errors of the difference."""
-    first, last = rows[0], rows[-1]
-    errors = [row.get(f"eval/{name}_stderr") for row in (first, last)]
-    if len(rows) < 2 or None in errors or _mean(first, name) is None or math.hypot(*errors) == 0:
-        return None
-    return (_mean(last, name) - _mean(first, name)) / math.hypot(*errors)
-
-
-def _describe_gains(gains: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} (by {gain:.1f} standard errors)" for name, gain in gains.items())

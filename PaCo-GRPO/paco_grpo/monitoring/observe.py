@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from paco_grpo.distributed.collectives import gather_rows
+from paco_grpo.distributed.processes import gather_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference
@@ -30,12 +30,6 @@ def image_statistics(image: Image.Image) -> tuple[float, float, float]:
     steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])
     contrast = float(gray.std())
     return float(gray.mean()), contrast, float(steps.mean()) / max(contrast, 1 / 255)
-
-
-def thumbnail(image: Image.Image) -> np.ndarray:
-    """(16·16·3,) float64 in [0, 1]."""
-    small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
-    return np.asarray(small, dtype=np.float64).ravel() / 255
 
 
 def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
@@ -59,9 +53,14 @@ class SampleObserver:
     def __init__(self) -> None:
         self._rows: list[list[float]] = []
 
-    def add(self, images: Sequence[Image.Image]) -> None:
-        """The images of the next batch, in the order of sampling."""
-        self._rows += [[*image_statistics(image), *thumbnail(image)] for image in images]
+    def add(self, images: Sequence[Image.Image | None]) -> None:
+        """The images of the next batch, in the order of sampling; with None, the epoch's statistics are NaN."""
+        for image in images:
+            if image is None:
+                self._rows.append([math.nan] * (3 + 3 * _THUMBNAIL**2))
+                continue
+            small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
+            self._rows.append([*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255])
 
     def metrics(
         self, clean_latents: Sequence[torch.Tensor], samples: np.ndarray, item_ids: np.ndarray, accelerator: Accelerator
@@ -77,8 +76,7 @@ class SampleObserver:
         latents = [x.flatten(1).float() for x in clean_latents]
         spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
         rows = np.concatenate([spread.astype(np.float64), np.array(self._rows)], axis=1)
-        by_sample = rows[np.argsort(samples)]
-        everyone = gather_rows(accelerator, by_sample, len(item_ids))
+        everyone = gather_rows(accelerator, rows[np.argsort(samples)], len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
         values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
         values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)
@@ -129,14 +127,20 @@ class BaseProbe:
             noise step (Flow-GRPO, arXiv 2505.05470, eq. 13), left out where sampling has no noise.
         """
         self.prepare()
-        changes, divergences = [], []
+        changes, divergences, sample = [], [], self.options.sample
         for state in self._states:
             base = state.base.to(self.policy.device)
             latents = state.latents.to(self.policy.device)
             velocity = self._velocity(latents, self.step, state.sigmas, state.conditioning, state.size)
             changes.append(float((velocity - base).norm() / base.norm()))
-            if self.options.sample.noise_level > 0 and self.options.sample.noise_steps:
-                divergences.append(self._divergence(latents, velocity, base, state.sigmas))
+            if sample.noise_level > 0 and sample.noise_steps:
+                sigma, sigma_next = (s.to(latents.device).expand(1) for s in state.sigmas[self.step : self.step + 2])
+                function = cps_step if sample.cps else sde_step
+                now, then = (
+                    function(latents, v, sigma, sigma_next, float(state.sigmas[1]), sample.noise_level)
+                    for v in (velocity, base)
+                )
+                divergences.append(float((now.mean - then.mean).square().mean() / (2 * now.s.square() + 1e-7)))
         metrics = {"health/velocity_change": float(np.mean(changes))}
         return metrics | ({"health/kl_base": float(np.mean(divergences))} if divergences else {})
 
@@ -155,12 +159,3 @@ class BaseProbe:
 
     def _velocity(self, latents, step, sigmas, conditioning, size) -> torch.Tensor:
         return self.policy.velocity(latents, sigmas[step].to(latents.device).expand(1), conditioning, *size)
-
-    def _divergence(self, latents, velocity, base, sigmas) -> float:
-        sigma, sigma_next = (s.to(latents.device).expand(1) for s in sigmas[self.step : self.step + 2])
-        function = cps_step if self.options.sample.cps else sde_step
-        now, then = (
-            function(latents, v, sigma, sigma_next, float(sigmas[1]), self.options.sample.noise_level)
-            for v in (velocity, base)
-        )
-        return float((now.mean - then.mean).square().mean() / (2 * now.s.square() + 1e-7))

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 
-class Tracker(Protocol):
-    """Interface of a tracker; built as ``Tracker(run_dir, project_name, run_name, config_dict)``."""
+class Tracker:
+    """Interface of a tracker; this one does nothing (``none``: only metrics.jsonl)."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        pass
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Numbers of one epoch."""
+        """Log the numbers of one epoch."""
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """Pictures with their captions."""
+        """Log pictures with their captions."""
 
     def close(self) -> None:
         """Flush and end."""
 
 
-TRACKERS: dict[str, str] = {
-    "tensorboard": "paco_grpo.monitoring.trackers:TensorboardTracker",
-    "wandb": "paco_grpo.monitoring.trackers:WandbTracker",
-    "swanlab": "paco_grpo.monitoring.trackers:SwanlabTracker",
-    "none": "paco_grpo.monitoring.trackers:NoTracker",
-}
-
-
 class TrackingError(RuntimeError):
     """A tracker cannot be used; the message says what to install or choose."""
-
-
-def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
-    """The tracker called ``name`` (``config.logging_platform``).
-
-    Raises:
-        TrackingError: Its package is not installed, or it does not start (nobody is logged in).
-    """
-    module, attribute = TRACKERS[name].split(":")
-    others = f"or choose another of {', '.join(TRACKERS)}"
-    try:
-        return getattr(importlib.import_module(module), attribute)(run_dir, project, run_name, config)
-    except ImportError as error:
-        raise TrackingError(
-            f"config.logging_platform={name!r} needs a package that is not installed ({error}); "
-            f"pip install {name}, {others}"
-        ) from error
-    except Exception as error:  # each tracker raises different errors
-        raise TrackingError(
-            f"config.logging_platform={name!r} could not be started: {str(error).splitlines()[0]} Log in with `{name} login`, set "
-            f"{name.upper()}_MODE=offline to log offline, {others}"
-        ) from error
 
 
 class MetricsFile:
@@ -89,23 +61,7 @@ class MetricsFile:
         replacement.replace(self.path)
 
 
-class NoTracker:
-    """Only metrics.jsonl."""
-
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
-        pass
-
-    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Nothing."""
-
-    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Event files in ``run_dir/tensorboard``."""
 
     def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
@@ -114,23 +70,20 @@ class TensorboardTracker:
         self.writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Scalars at step ``epoch``."""
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, epoch)
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """The pictures, and their captions as text."""
         for number, (image, caption) in enumerate(images):
             tag = f"{name}/{number}" if len(images) > 1 else name
             self.writer.add_image(tag, np.asarray(image.convert("RGB")), epoch, dataformats="HWC")
             self.writer.add_text(f"{tag}_caption", caption, epoch)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self.writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Weights & Biases, continued under the run directory's name when a run resumes."""
 
     def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
@@ -145,20 +98,17 @@ class WandbTracker:
         self.run.define_metric("*", step_metric="epoch")
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Scalars over the axis ``epoch``."""
         self.run.log({**metrics, "epoch": epoch})
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """The pictures with their captions."""
         shown = [self.wandb.Image(image, caption=caption) for image, caption in images]
         self.run.log({name: shown, "epoch": epoch})
 
     def close(self) -> None:
-        """End the run."""
         self.run.finish()
 
 
-class SwanlabTracker:
+class SwanlabTracker(Tracker):
     """SwanLab. A resumed run is a new experiment there: SwanLab continues an old one only online."""
 
     def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
@@ -168,13 +118,39 @@ class SwanlabTracker:
         swanlab.init(project=project, experiment_name=run_name, logdir=str(run_dir / "swanlab"), config=config)
 
     def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Scalars at step ``epoch``."""
         self.swanlab.log(dict(metrics), step=epoch)
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """The pictures with their captions."""
         self.swanlab.log({name: [self.swanlab.Image(image, caption=caption) for image, caption in images]}, step=epoch)
 
     def close(self) -> None:
-        """End the experiment."""
         self.swanlab.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "swanlab": SwanlabTracker,
+    "none": Tracker,
+}
+
+
+def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
+    """The tracker called ``name`` (``config.logging_platform``).
+
+    Raises:
+        TrackingError: Its package is not installed, or it does not start (nobody is logged in).
+    """
+    others = f"or choose another of {', '.join(TRACKERS)}"
+    try:
+        return TRACKERS[name](run_dir, project, run_name, config)
+    except ImportError as error:
+        raise TrackingError(
+            f"config.logging_platform={name!r} needs a package that is not installed ({error}); "
+            f"pip install {name}, {others}"
+        ) from error
+    except Exception as error:  # each tracker raises different errors
+        raise TrackingError(
+            f"config.logging_platform={name!r} could not be started: {str(error).splitlines()[0]} Log in with "
+            f"`{name} login`, set {name.upper()}_MODE=offline to log offline, {others}"
+        ) from error

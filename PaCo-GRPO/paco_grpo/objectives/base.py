@@ -24,7 +24,7 @@ from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
 from paco_grpo.sampling.sde import Transition
-from paco_grpo.suggest import suggest
+from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import NoiseStep, Rollout
 
 
@@ -179,10 +179,9 @@ def get_objective(name: str) -> Objective:
     target = OBJECTIVES.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon:
-        near = suggest(name, OBJECTIVES)
-        hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
-            f"config.train.loss_type={name!r} is unknown: {hint}Known: {', '.join(OBJECTIVES)}, or package.module:name"
+            f"config.train.loss_type={name!r} is unknown.{did_you_mean(name, OBJECTIVES)} Known: {', '.join(OBJECTIVES)}, "
+            "or package.module:name"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -27,7 +27,7 @@ An unknown option, a wrong type, a value out of range or a combination that cann
 loaded. `None` on the command line gives None where that is allowed.
 """
 _TYPES = {
-    int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table", object: "function",
+    int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table", object: "function", list: "text or names",
 }  # fmt: skip
 _HEADER = ["", "| option | type | default | meaning | range |", "|---|---|---|---|---|"]
 

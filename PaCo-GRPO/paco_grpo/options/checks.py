@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 
 from paco_grpo.options.schema import OPTIONS, Option, RunOptions
 from paco_grpo.suggest import did_you_mean
@@ -21,41 +21,34 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def check_options(options: RunOptions) -> None:
-    """Refuse options that are out of range or contradict each other.
-
-    Raises:
-        ConfigError: All problems found, one line each; every line names the field to change.
-    """
-    refuse(find_problems(options))
-
-
 def find_problems(options: RunOptions) -> list[str]:
-    """All problems, one line each, beginning with the option's name without ``config.`` (for ``refuse``)."""
-    problems = [p for declared in OPTIONS.values() for p in _range(declared, attrgetter(declared.name)(options))]
-    for rule in (_noise, _tail, _speed, _training, _quantized, _rewards):
+    """Options that are out of range or contradict each other: a line for each, beginning with the option's name."""
+    problems = [
+        p for declared in OPTIONS.values() for p in _range(declared, operator.attrgetter(declared.name)(options))
+    ]
+    for rule in (_noise, _tail, _training, _rewards):
         problems.extend(rule(options))
     return problems
 
 
 def _range(declared: Option, value) -> Iterator[str]:
-    name, shown = declared.name, f"{declared.name}={value!r}"
+    shown = f"{declared.name}={value!r}"
     if declared.choices and value not in declared.choices:
-        yield f"{shown} is not known.{did_you_mean(str(value), map(str, declared.choices))} Known: " + ", ".join(
-            map(str, declared.choices)
-        )
+        choices = list(map(str, declared.choices))
+        yield f"{shown} is not known.{did_you_mean(str(value), choices)} Known: {', '.join(choices)}"
     if value is None or declared.kind not in (int, float):
         return
     if not math.isfinite(value):
         yield f"{shown} must be a finite number"
-    if declared.at_least is not None and value < declared.at_least:
-        yield f"{shown} must be at least {declared.at_least:g}"
-    if declared.at_most is not None and value > declared.at_most:
-        yield f"{shown} must be at most {declared.at_most:g}"
-    if declared.above is not None and value <= declared.above:
-        yield f"{shown} must be greater than {declared.above:g}"
-    if declared.below is not None and value >= declared.below:
-        yield f"{name}={value} must be less than {declared.below:g}"
+        return
+    for limit, words, holds in (
+        (declared.at_least, "at least", operator.ge),
+        (declared.at_most, "at most", operator.le),
+        (declared.above, "greater than", operator.gt),
+        (declared.below, "less than", operator.lt),
+    ):
+        if limit is not None and not holds(value, limit):
+            yield f"{shown} must be {words} {limit:g}"
 
 
 def _noise(options: RunOptions) -> Iterator[str]:
@@ -89,29 +82,22 @@ def _tail(options: RunOptions) -> Iterator[str]:
             yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces compiled layers"
 
 
-def _speed(options: RunOptions) -> Iterator[str]:
-    if options.speed.fused_adam and options.train.use_8bit_adam:
-        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
-
-
 def _training(options: RunOptions) -> Iterator[str]:
-    if not options.use_lora:
-        if options.train.beta > 0:
-            yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
-        if options.train.lora_path is not None:
-            yield "train.lora_path needs use_lora=True"
-
-
-def _quantized(options: RunOptions) -> Iterator[str]:
-    kind = options.pretrained.quantize
+    train, kind = options.train, options.pretrained.quantize
+    if options.speed.fused_adam and train.use_8bit_adam:
+        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
+    if not options.use_lora and train.beta > 0:
+        yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
+    if not options.use_lora and train.lora_path is not None:
+        yield "train.lora_path needs use_lora=True"
     if kind is None:
         return
     if not options.use_lora:
         yield f"pretrained.quantize={kind!r} needs use_lora=True: quantized weights cannot be trained"
     if options.sample.merge_lora:
         yield f"sample.merge_lora=True cannot be used with pretrained.quantize={kind!r}: the LoRA would be rounded away"
-    if options.train.sharding is not None:
-        yield f"train.sharding={options.train.sharding!r} cannot be used with pretrained.quantize={kind!r}"
+    if train.sharding is not None:
+        yield f"train.sharding={train.sharding!r} cannot be used with pretrained.quantize={kind!r}"
     if options.speed.compile:
         yield f"speed.compile=True is not supported with pretrained.quantize={kind!r}"
 

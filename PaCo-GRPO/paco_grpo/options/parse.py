@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
+import dataclasses
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+import re
+import runpy
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from paco_grpo.options.checks import ConfigError
+from paco_grpo.options.published import PUBLISHED
 from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
 from paco_grpo.suggest import suggestions
 
@@ -29,6 +30,7 @@ _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 _EXPECTED = {
     tuple: "a list of integers such as 1,2", bool: "true or false", int: "an integer", float: "a number", str: "text",
     dict: "a table such as {'jpeg_compressibility': 1.0}", object: "a name, package.module:function or a function",
+    list: "a text or a list of names",
 }  # fmt: skip
 
 
@@ -49,14 +51,7 @@ def table(entries: Mapping[str, Any]) -> ConfigDict:
 
 def config_dict() -> ConfigDict:
     """All options with their defaults, for a configuration file to change."""
-    config = _Config(type_safe=False)
-    for group in GROUPS:
-        config[group] = _Config(type_safe=False)
-    for name, declared in OPTIONS.items():
-        group, _, field = name.rpartition(".")
-        value = placeholder(declared.kind) if declared.nullable else declared.default
-        (config[group] if group else config)[field] = value
-    return config
+    return table(dataclasses.asdict(RunOptions()))
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
@@ -115,7 +110,7 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     if not path.is_file():
         raise ConfigError(f"configuration file {file!r} does not exist (current folder: {Path.cwd()})")
     if path.suffix in (".yaml", ".yml"):
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = _as_saved(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     elif path.suffix == ".py":
         values = _load_python(path, name)
     else:
@@ -123,12 +118,20 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     return make_options(values, overrides)
 
 
+def _as_saved(values: Any) -> Any:
+    """``values`` of a saved run; an option that its version did not have yet gets the value that it computed with."""
+    pretrained = values.get("pretrained") if isinstance(values, Mapping) else None
+    if not isinstance(pretrained, Mapping):
+        return values
+    return {**values, "pretrained": {"image_positions": "stock", **pretrained}}
+
+
 def _load_python(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location("paco_grpo_run_config", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    get_config = runpy.run_path(str(path), run_name="paco_grpo_run_config").get("get_config")
+    if get_config is None:
+        raise ConfigError(f"configuration file {path} has no function get_config")
     try:
-        return module.get_config(name) if name else module.get_config()
+        return get_config(name) if name else get_config()
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]}") from error
 
@@ -152,24 +155,22 @@ def make_options(values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tup
 
 def _flatten(values: Any) -> dict[str, Any]:
     flat = {}
-    for key, value in _mapping(values, "").items():
-        if key in GROUPS:
-            flat |= {f"{key}.{field}": entry for field, entry in _mapping(value, key).items()}
-        else:
-            flat[str(key)] = value
-    for name in flat:
-        if name not in OPTIONS:
-            raise ConfigError(_unknown(name))
+    for group in ("", *GROUPS):
+        entries = values.get(group, {}) if group else values
+        if not isinstance(entries, Mapping):
+            raise ConfigError(f"config{group and '.'}{group} is {type(entries).__name__}, not a group of options")
+        flat |= {
+            f"{group}{group and '.'}{field}": value for field, value in entries.items() if group or field not in GROUPS
+        }
+    unknown = [_unknown(name) for name in flat if name not in OPTIONS]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     return {name: _checked(OPTIONS[name], value) for name, value in flat.items()}
 
 
-def _mapping(values: Any, group: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"config{group and '.'}{group} is {type(values).__name__}, not a group of options")
-    return values
-
-
 def _unknown(name: str) -> str:
+    if name in PUBLISHED:
+        return f"config.{name} of the published code has another form here: {PUBLISHED[name]}"
     nearest = " or ".join(f"config.{guess}" for guess in suggestions(name, OPTIONS))
     hint = f"Did you mean {nearest}?" if nearest else "All options are in docs/configuration.md"
     return f"unknown option config.{name}. {hint}"
@@ -188,14 +189,12 @@ def _checked(declared: Option, value: Any) -> Any:
         return float(value)
     if kind is tuple and isinstance(value, list | tuple) and all(map(_is_integer, value)):
         return tuple(map(int, value))
+    if kind is list and isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+        return tuple(value)
     if kind in (dict, object) and isinstance(value, Mapping):
-        return _plain(declared.name, value)
-    if (
-        kind in (str, bool)
-        and isinstance(value, kind)
-        or kind is object
-        and (callable(value) or isinstance(value, str))
-    ):
+        return _plain(f"config.{declared.name}", value)
+    alone = bool if kind is bool else str if kind in (str, list, object) else ()
+    if isinstance(value, alone) or kind is object and callable(value):
         return value
     if value is None:
         raise ConfigError(f"config.{declared.name} cannot be None")
@@ -216,7 +215,7 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
-    raise ConfigError(f"config.{name} is a {type(value).__name__}; only numbers, text, lists and tables can be saved")
+    raise ConfigError(f"{name} is a {type(value).__name__}; only numbers, text, lists and tables can be saved")
 
 
 def _override(flat: dict[str, Any], name: str, text: str) -> None:
@@ -231,7 +230,7 @@ def _override(flat: dict[str, Any], name: str, text: str) -> None:
     entry = name.removeprefix(f"{owner}.")
     if OPTIONS[owner].kind is not dict:
         raise ConfigError(f"config.{owner} is a value, it has no field {entry!r}")
-    value = _plain(name, _literal(text))
+    value = _plain(f"config.{name}", _literal(text))
     if not owner.endswith("reward_fn_kwargs"):
         flat[owner] = {**flat[owner], entry: value}
         return
@@ -264,6 +263,9 @@ def _convert(declared: Option, text: str) -> Any:
             value = value if isinstance(value, tuple | list) else (value,)
         elif kind is dict:
             value = _literal(text) if stripped else {}
+        elif kind is list:  # a comma between names makes a list; in another text it belongs to a regular expression
+            names = re.fullmatch(r"[\w.]+(,[\w.]+)+", stripped)
+            value = stripped.split(",") if names else _literal(text) if stripped.startswith("[") else text
         else:
             value = kind(text)
     except (ValueError, SyntaxError, KeyError):
@@ -283,42 +285,15 @@ def _literal(text: str) -> Any:
         return text
 
 
-def options_to_dict(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+def options_to_dict(options: RunOptions) -> dict[str, Any]:
     """Nested plain values, from which ``make_options`` makes equal options.
 
-    Args:
-        options: The options.
-        describe: Turns ``train.aggregate_fn`` into text or a table, as ``paco_grpo.advantages.aggregation.describe`` does;
-            None = ``module:name`` of a function.
-
     Raises:
-        ConfigError: ``train.aggregate_fn`` cannot be described.
+        ConfigError: ``train.aggregate_fn`` is a function, not its description (``paco_grpo.advantages.aggregation.describe``).
     """
-    result: dict[str, Any] = {group: {} for group in GROUPS}
-    for name, declared in OPTIONS.items():
-        group, _, field = name.rpartition(".")
-        value = attrgetter(name)(options)
-        if declared.kind is object:
-            try:
-                value = (describe or _function_name)(value)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        (result[group] if group else result)[field] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
-    return result
+    return _plain("config", dataclasses.asdict(options))
 
 
-def _function_name(value: Any) -> Any:
-    if not callable(value):
-        return value
-    name = getattr(value, "__qualname__", "")
-    if not name or "<" in name:
-        raise ValueError(
-            f"config.train.aggregate_fn is {name or type(value).__name__}, which a saved run could not find again: "
-            "give a function defined at the top level of a module"
-        )
-    return f"{value.__module__}:{name}"
-
-
-def options_to_yaml(options: RunOptions, describe: Callable[[Any], Any] | None = None) -> str:
-    """The text of a run's config.yaml; ``load_options`` reads it back to equal options."""
-    return yaml.safe_dump(options_to_dict(options, describe), sort_keys=True)
+def options_to_yaml(options: RunOptions) -> str:
+    """The text of a run's config.yaml; ``load_options`` reads it back to equal options. Raises as ``options_to_dict``."""
+    return yaml.safe_dump(options_to_dict(options), sort_keys=True)

@@ -43,6 +43,11 @@ class PretrainedOptions:
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
     quantize: str | None = option(None, "nf4 or int8: quantize the frozen transformer; changes the numbers")
+    image_positions: str = option(
+        "mrope",
+        "of image tokens in Qwen-Image-Edit's text encoder; stock = as the installed pipeline computes them",
+        choices=("mrope", "stock"),
+    )
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,9 @@ class TrainOptions:
     ema_update_interval: int = option(8, "optimizer steps between updates of the average", at_least=1)
     lora_rank: int = option(64, "rank of the adapter", at_least=1)
     lora_alpha: int = option(128, "the adapter is scaled by lora_alpha / lora_rank", above=0)
+    lora_targets: str | tuple[str, ...] = option(
+        "default", "layers with a LoRA: default, attention, names (ends of module names) or a regular expression"
+    )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name, in PEFT or diffusers format")
     rank_grpo: bool = option(False, "replace rewards by their rank within the group")
     max_missing_reward_fraction: float = option(
@@ -217,7 +225,8 @@ class Option:
 
     Attributes:
         name: Dotted name, such as ``train.learning_rate``.
-        kind: int, float, bool, str, tuple (of integers), dict (a table with the user's keys) or object (a function).
+        kind: int, float, bool, str, tuple (of integers), list (a text or names), dict (a table with the user's keys) or
+            object (a function).
         nullable: Whether it can be None.
     """
 
@@ -242,6 +251,7 @@ def _declared(group: type, prefix: str = "") -> Iterator[Option]:
             continue
         kind = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # X of X | None
         kind = object if kind is Any else typing.get_origin(kind) or kind
+        kind = list if hint == str | tuple[str, ...] else kind
         default = {} if declared.default is dataclasses.MISSING else declared.default
         yield Option(prefix + declared.name, kind, default is None, default, **declared.metadata)
 

@@ -35,12 +35,14 @@ class Policy(ABC):
         lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (docs/method.md §6).
         edits_images: Whether an item needs a reference image.
         has_true_cfg: Whether it uses a negative prompt.
+        text_sees_image: Whether the text encoder reads the reference image (``config.pretrained.image_positions``).
         masks_text: Whether texts of different length are padded and masked; otherwise padding counts as text.
         text_limit: Maximum number of text tokens.
         tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
         offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
             many items at a time is cheaper.
+        pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
         device: Where the transformer computes.
         dtype: Computing precision of the transformer; latents are always float32.
     """
@@ -48,10 +50,12 @@ class Policy(ABC):
     lora_targets: ClassVar[tuple[str, ...]] = ()
     edits_images: ClassVar[bool] = False
     has_true_cfg: ClassVar[bool] = False
+    text_sees_image: ClassVar[bool] = False
     masks_text: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512
     tokenizer_folder: ClassVar[str] = "tokenizer"
     offloads_text_encoders: bool = False
+    pipeline_setup: str = ""
 
     transformer: nn.Module
     size_multiple: int

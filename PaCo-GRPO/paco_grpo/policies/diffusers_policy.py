@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 import torch
+import transformers
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from PIL import Image
@@ -20,6 +21,7 @@ from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
 from paco_grpo.types import to_device
+from paco_judge.weights import load_complete
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
@@ -96,8 +98,9 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
+        """As in ``Policy``; ``options`` are those of the class."""
         try:
-            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype)
+            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_text_encoders(path, dtype))
         except (OSError, ValueError, RuntimeError) as error:
             raise PolicyLoadError(
                 f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {error}. "
@@ -149,30 +152,24 @@ class DiffusersPolicy(Policy):
         their order are diffusers' own, so the images are the same bits.
         """
         unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
-        with self.vae_at_work():
+        with self._offloaded_vae.at_work():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
         rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
         return [Image.fromarray(array) for array in rounded.cpu().numpy()]
 
     def move_encoders(self, device: torch.device | str) -> None:
+        """Move the text encoders and the VAE."""
         for module in (*self.text_encoders(), self.pipeline.vae):
             module.to(device)
 
     def offload(self, text_encoders: bool, vae: bool) -> None:
+        """From now on keep these in main memory, and copy them to the device while they compute."""
         if text_encoders:
             self._offloaded_text = Offloaded(self.text_encoders(), self.device)
             self.offloads_text_encoders = True
         if vae:
             self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
-
-    def text_at_work(self) -> AbstractContextManager:
-        """The text encoders are on the device inside the block."""
-        return self._offloaded_text.at_work()
-
-    def vae_at_work(self) -> AbstractContextManager:
-        """The VAE is on the device inside the block."""
-        return self._offloaded_vae.at_work()
 
     @contextmanager
     def encoders_held(self) -> Iterator[None]:
@@ -192,6 +189,20 @@ class DiffusersPolicy(Policy):
                 f"image size {height}x{width} is not a multiple of {self.size_multiple} pixels: use round_size first"
             )
         return height // self.size_multiple, width // self.size_multiple
+
+
+def _text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The pipeline's text encoders by name. diffusers would load them too, but with random values for absent tensors.
+
+    Raises:
+        ValueError: Tensors are absent; the message names them.
+    """
+    parts = DiffusionPipeline.load_config(path)
+    return {
+        name: load_complete(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
+        for name, part in parts.items()
+        if name.startswith("text_encoder") and part[0] == "transformers"
+    }
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -39,6 +39,7 @@ class FluxPolicy(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> FluxConditioning:
+        """Each text goes through both encoders once, alone."""
         with self.encoders_held():
             rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
         return FluxConditioning(
@@ -49,7 +50,7 @@ class FluxPolicy(DiffusersPolicy):
     def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
         # One prompt at a time: to the last bit, the features then do not depend on the other prompts of the call, so a
         # resumed run (whose cache is empty) computes the same numbers.
-        with self.text_at_work():
+        with self._offloaded_text.at_work():
             embeds, pooled, _ = self.pipeline.encode_prompt(
                 prompt, device="cpu", max_sequence_length=self.max_sequence_length
             )
@@ -64,6 +65,7 @@ class FluxPolicy(DiffusersPolicy):
         width: int,
         guided: bool = True,
     ) -> torch.Tensor:
+        """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
         tokens, position_ids = self._tokens(latents, conditioning, height, width)
         guidance = torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None
         with self.autocast(), self._cache_context("text"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from huggingface_hub import errors, hf_hub_download
+from huggingface_hub import errors, hf_hub_download, snapshot_download
 
 from paco_grpo.policies.base import PolicyLoadError
 
@@ -26,9 +28,25 @@ def hub_file(name: str, file: str, cached_only: bool = False) -> Path:
         NoSuchFile: The repository does not have it.
         PolicyLoadError: The hub cannot be reached, or has no such repository for this user.
     """
+    with _explained(name, file):
+        return Path(hf_hub_download(name, file, local_files_only=cached_only))
+
+
+def hub_folder(name: str, folder: str) -> Path:
+    """A local copy of the hub repository ``name`` in which ``folder`` is complete, from the cache or downloaded.
+
+    Raises:
+        PolicyLoadError: The hub cannot be reached, or has no such repository for this user.
+    """
+    with _explained(name, folder):
+        return Path(snapshot_download(name, allow_patterns=f"{folder}/*"))
+
+
+@contextmanager
+def _explained(name: str, file: str) -> Iterator[None]:
     remedy = f"There is no local folder {Path(name).absolute()} either."
     try:
-        return Path(hf_hub_download(name, file, local_files_only=cached_only))
+        yield
     except (
         errors.LocalEntryNotFoundError,
         errors.OfflineModeIsEnabled,

@@ -34,6 +34,7 @@ def load_policy(
     guidance_scale: float = 3.5,
     negative_prompt: str | None = None,
     quantize: str | None = None,
+    image_positions: str = "mrope",
 ) -> Policy:
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
@@ -45,6 +46,7 @@ def load_policy(
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
         negative_prompt: Turns on true CFG (Qwen-Image-Edit).
         quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
+        image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit).
 
     Raises:
         PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights,
@@ -64,6 +66,8 @@ def load_policy(
         if problem := missing_library():
             raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
         options["quantize"] = quantize
+    if found.text_sees_image:
+        options["image_positions"] = image_positions
     try:
         return found.from_pretrained(model_path, **options)
     except httpx.HTTPError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
 from paco_grpo.policies.performance.quantize import is_quantized
+from paco_grpo.suggest import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ def add_lora(
     policy: Policy,
     rank: int = 64,
     alpha: float = 128,
-    targets: Sequence[str] | None = None,
+    targets: str | Sequence[str] = "default",
     lora_path: str | Path | None = None,
 ) -> None:
     """Put a trainable LoRA (gaussian A, zero B: no change yet) on the transformer of ``policy``.
@@ -51,19 +54,19 @@ def add_lora(
         policy: Changed in place, before the transformer is wrapped for several processes.
         rank: r ≥ 1.
         alpha: Scale; the update is alpha / r · B·A.
-        targets: Module-name suffixes; default ``policy.lora_targets``.
+        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention), module-name suffixes,
+            or a regular expression for whole names of linear layers.
         lora_path: Folder or hub name to start from, in diffusers or PEFT format. Rank, alpha and targets then come from
             there.
 
     Raises:
-        PolicyLoadError: ``lora_path`` is missing, unreadable, or made for another model.
-        ValueError: A target names no module.
+        PolicyLoadError: ``lora_path`` is missing, unreadable, made for another model, or has values that are not finite.
+        ConfigError: A target names no linear layer.
     """
     transformer = unwrap(policy.transformer)
     if lora_path is None:
-        config = LoraConfig(
-            r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets or policy.lora_targets)
-        )
+        names = _target_modules(policy, targets)
+        config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=names)
         transformer.add_adapter(config, TRAINED)
     else:
         folder = find_lora(lora_path)
@@ -71,7 +74,37 @@ def add_lora(
             _load_diffusers(policy, folder)
         else:
             _load_peft(transformer, folder)
+        if broken := [name for name, tensor in _weights(transformer).items() if not tensor.isfinite().all()]:
+            raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
+
+
+def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
+    """What ``targets`` of ``add_lora`` means: names or suffixes of linear layers, each of which occurs."""
+    layers = [name for name, module in unwrap(policy.transformer).named_modules() if isinstance(module, nn.Linear)]
+    if targets == "default":
+        targets = policy.lora_targets
+    elif targets == "attention":
+        targets = [target for target in policy.lora_targets if "attn" in target]
+    elif isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
+        targets = [targets]
+    if isinstance(targets, str):
+        try:
+            found = {targets: [name for name in layers if re.fullmatch(targets, name)]}
+        except re.error as error:
+            raise ConfigError(f"config.train.lora_targets={targets!r} is no regular expression: {error}") from error
+        names = found[targets]  # peft would also take the modules around them
+    else:
+        found = {target: [name for name in layers if f".{name}".endswith(f".{target}")] for target in targets}
+        names = list(targets)
+    for target in (target for target, matches in found.items() if not matches):
+        kinds = dict.fromkeys(m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m)
+        near = did_you_mean(re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds])
+        raise ConfigError(
+            f"config.train.lora_targets: {target!r} matches no linear layer of the transformer.{near} The layers of its "
+            f"blocks: {', '.join(kinds)}"
+        )
+    return names
 
 
 def add_snapshot(policy: Policy, name: str) -> None:

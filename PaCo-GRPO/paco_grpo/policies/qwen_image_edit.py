@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ class QwenEditConditioning(ReferenceConditioning):
     negative_mask: torch.Tensor | None = None  # (B, L') bool
 
 
+def mark_image_tokens(encoder, args, kwargs):
+    """Forward pre-hook: image tokens get their rows and columns as positions (M-RoPE), as Qwen2.5-VL was trained.
+
+    transformers 5 computes them from ``mm_token_type_ids``, which diffusers 0.42 does not pass on.
+    """
+    ids = kwargs["input_ids"]
+    return args, {"mm_token_type_ids": (ids == encoder.config.image_token_id).int(), **kwargs}
+
+
 class QwenImageEditPolicy(ReferenceImagePolicy):
     """Qwen-Image-Edit and everything saved as a ``QwenImageEditPipeline``.
 
@@ -48,17 +57,24 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
     has_true_cfg = True
+    text_sees_image = True
     masks_text = True
     text_limit = 1024
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
-    def __init__(self, pipeline: QwenImageEditPipeline, **options) -> None:
+    def __init__(self, pipeline: QwenImageEditPipeline, *, image_positions: str = "mrope", **options) -> None:
         if pipeline.transformer.config.guidance_embeds:
             raise PolicyLoadError(
                 "the transformer is guidance-distilled (guidance_embeds), which diffusers' QwenImageTransformer2DModel "
                 "cannot compute: use Qwen/Qwen-Image-Edit"
             )
         super().__init__(pipeline, **options)
+        if image_positions == "mrope":
+            pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
+            self.pipeline_setup = (
+                f"{inspect.getsource(mark_image_tokens)}\n\n"
+                "pipe.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)"
+            )
         self.guided = self.negative_prompt is not None and self.guidance_scale > 1
         if (self.negative_prompt is not None) != (self.guidance_scale > 1):
             logger.warning(
@@ -69,6 +85,7 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        """2x2 latents are a token, and each temporal level of the VAE also halves the sides."""
         return 2 * 2 ** len(vae["temperal_downsample"])  # the VAE of a video model; diffusers' spelling
 
     def text_encoders(self) -> Sequence[nn.Module]:
@@ -112,7 +129,7 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
 
     def _encode_text(self, text: str, reference: Reference) -> torch.Tensor:
         """Features (L, D) of the instruction and the image, without those of the pipeline's fixed prefix."""
-        with self.text_at_work():
+        with self._offloaded_text.at_work():
             embeds, _ = self.pipeline.encode_prompt(
                 prompt=self._shortened(text), image=reference.image, device=self.pipeline.text_encoder.device
             )
@@ -143,39 +160,27 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
         guided: bool = True,
     ) -> torch.Tensor:
         """With true CFG, v = u·|v_c|/|u| with u = v_n + scale·(v_c − v_n), per token."""
-        forward = partial(self._forward, latents, sigma, conditioning, height, width)
+        tokens, rows, columns = conditioning.with_reference(latents)
+        shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
+
+        def forward(name: str, text: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            with self.autocast(), self._cache_context(name):
+                velocity = self.transformer(
+                    hidden_states=tokens.to(self.dtype),
+                    timestep=sigma,  # the transformer multiplies by 1000
+                    encoder_hidden_states=text,
+                    encoder_hidden_states_mask=mask,
+                    img_shapes=[shapes] * latents.shape[0],
+                    return_dict=False,
+                )[0]
+            return velocity[:, : latents.shape[1]].float()
+
         conditional = forward("text", conditioning.prompt_embeds, conditioning.prompt_mask)
         if not guided or conditioning.negative_embeds is None:
             return conditional
         negative = forward("negative", conditioning.negative_embeds, conditioning.negative_mask)
         combined = negative + self.guidance_scale * (conditional - negative)
         return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
-
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: QwenEditConditioning,
-        height: int,
-        width: int,
-        name: str,
-        text: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Velocity for the features ``text`` (B, L, D); ``name`` is that of the pass in the first-block cache."""
-        reference, rows, columns = conditioning.reference_tokens()
-        tokens = torch.cat([latents, reference.to(latents.dtype)], dim=1)
-        shapes = [(1, *self._grid(height, width)), (1, rows, columns)]
-        with self.autocast(), self._cache_context(name):
-            velocity = self.transformer(
-                hidden_states=tokens.to(self.dtype),
-                timestep=sigma,  # the transformer multiplies by 1000
-                encoder_hidden_states=text,
-                encoder_hidden_states_mask=mask,
-                img_shapes=[shapes] * latents.shape[0],
-                return_dict=False,
-            )[0]
-        return velocity[:, : latents.shape[1]].float()
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Latents (B, C, 1, h, w) of a one-frame video, standardized per channel, to the frame's pixels."""

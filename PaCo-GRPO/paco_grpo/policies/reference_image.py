@@ -44,10 +44,10 @@ class ReferenceConditioning(Conditioning):
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
     reference_grid: (
         torch.Tensor
-    )  # (B, 2) int64, rows and columns of each; on the CPU, so reading it does not synchronize
+    )  # (B, 2) int64, rows and columns of each; on the CPU, where reading does not synchronize
 
-    def reference_tokens(self) -> tuple[torch.Tensor, int, int]:
-        """Reference tokens (B, rows·columns, C), rows and columns.
+    def with_reference(self, latents: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """``latents`` (B, N, C) with the reference tokens behind them (B, N + rows·columns, C), rows and columns.
 
         Raises:
             ValueError: The references differ in size, so they cannot share a forward.
@@ -58,7 +58,7 @@ class ReferenceConditioning(Conditioning):
                 f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
             )
         ((rows, columns),) = grids
-        return self.reference[:, : rows * columns], rows, columns
+        return torch.cat([latents, self.reference[:, : rows * columns].to(latents.dtype)], dim=1), rows, columns
 
 
 class ReferenceImagePolicy(DiffusersPolicy):
@@ -80,6 +80,7 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """Height and width of about ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
+        """As in ``Policy``; a change of shape by rounding is logged once."""
         shape = item.height, item.width
         if None in shape:
             image = item.image
@@ -131,7 +132,7 @@ class ReferenceImagePolicy(DiffusersPolicy):
         rows, columns = self._grid(*reference.size)
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
         vae = self.pipeline.vae
-        with self.vae_at_work():
+        with self._offloaded_vae.at_work():
             latents = self.pipeline._encode_vae_image(
                 image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
             )

@@ -9,7 +9,6 @@ from typing import Any
 
 from paco_grpo.report import figures, page
 from paco_grpo.report.data import ReportError, Run, read_run
-from paco_grpo.report.sheet import before_after_sheet
 from paco_grpo.report.style import save_png, svg
 
 GALLERY = 12  # image pairs in the page
@@ -45,6 +44,7 @@ def write_report(
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
 
+    names, pairs = _caption_names(run), page.choose_pairs(run.pairs, SHEET)
     plots = {
         "curves": figures.reward_curves(run),
         "images": figures.side_curves(run),
@@ -52,18 +52,15 @@ def write_report(
         "stages": figures.stage_bars(stages, "The whole pipeline") if stages else None,
         "time": figures.stage_bars(run.seconds, "This run") if run.seconds else None,
         "diagnostics": figures.diagnostic_curves(run),
+        "before_after": figures.before_after(pairs, names) if pairs else None,
     }
     written, inline = [], dict.fromkeys(plots, "")
     for name, figure in plots.items():
         if figure is not None:
             written.append(out.with_name(f"{out.stem}_{name}.png"))
             save_png(figure, written[-1])
-            inline[name] = f'<figure class="plot">{svg(figure, name)}</figure>'
-    names = _caption_names(run)
-    pairs = page.choose_pairs(run.pairs, SHEET)
-    if pairs:
-        written.append(out.with_name(f"{out.stem}_before_after.png"))
-        before_after_sheet(pairs, names).save(written[-1], optimize=True)
+            if name != "before_after":  # the page has a gallery instead
+                inline[name] = f'<figure class="plot">{svg(figure, name)}</figure>'
     bars = inline["judge"] + inline["stages"] + inline["time"]
     sections = [
         page.section(

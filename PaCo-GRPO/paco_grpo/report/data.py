@@ -21,7 +21,6 @@ class Curve:
     """One measured quantity over a run: sequences of equal length, in order of time."""
 
     epoch: tuple[int, ...]  # finished epochs
-    minutes: tuple[float, ...]  # of training, without evaluations if the run recorded them separately
     value: tuple[float, ...]  # mean
     error: tuple[float, ...] | None  # standard error of the mean; None if the run gives none
 
@@ -89,30 +88,21 @@ def curves(
         complete = bool(errors) and divisor > 0 and None not in errors
         found[name] = Curve(
             epoch=tuple(int(row["epoch"]) for row in measured),
-            minutes=tuple(row.get("train_time", row["time"]) / 60 for row in measured),
             value=tuple(float(row[key]) for row in measured),
             error=tuple(float(value) / divisor for value in errors) if complete else None,
         )
     return found
 
 
-def pictures(folder: Path) -> list[Picture]:
-    """Images of one evaluation with their scores; those that were not saved are left out."""
-    found = []
+def _pictures(folder: Path) -> dict[str, Picture]:
+    """Images of one evaluation with their scores, by file name; those that were not saved are left out."""
+    found = {}
     for row in read_json_lines(folder / "eval_data.jsonl"):
-        files = [folder / row[key] if row.get(key) else None for key in ("file", "reference")]
-        file, reference = (path if path and path.is_file() else None for path in files)
-        if file:
-            found.append(Picture(file, row["prompt"], row.get("category"), row.get("rewards", {}), reference))
+        file, reference = (folder / row[key] if row.get(key) else None for key in ("file", "reference"))
+        if file and file.is_file():
+            reference = reference if reference and reference.is_file() else None
+            found[file.name] = Picture(file, row["prompt"], row.get("category"), row.get("rewards", {}), reference)
     return found
-
-
-def _pairs(evaluations: Sequence[Path]) -> list[tuple[Picture, Picture]]:
-    if len(evaluations) < 2:
-        return []
-    before, after = ({p.file.name: p for p in pictures(folder)} for folder in (evaluations[0], evaluations[-1]))
-    # Evaluations use the same items and seeds in the same order: the file name identifies the image.
-    return [(before[n], after[n]) for n in before if n in after and before[n].prompt == after[n].prompt]
 
 
 def read_run(folder: str | Path) -> Run:
@@ -126,18 +116,20 @@ def read_run(folder: str | Path) -> Run:
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
         raise ReportError(f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first")
-    config: dict[str, Any] = {}
-    for name in ("config.yaml", "config.json"):
-        if (folder / name).is_file():
-            config = yaml.safe_load((folder / name).read_text(encoding="utf-8"))  # JSON is YAML
+    file = folder / "config.yaml"
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     sample = config.get("sample", {})
     images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
     diagnostics: dict[str, Curve] = {}
     for group in ("train/", "advantage/", "health/"):
         diagnostics |= curves(train, group, suffix="")
     phases = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
-    seconds = {label: sum(row.get(f"time/{key}_s", 0.0) for row in train) for label, key in phases.items()}
-    seconds["evaluation"] = sum(row.get("time/eval_s", 0.0) for row in test)
+    seconds = {label: sum(row.get(f"time/{key}_s", 0.0) for row in rows) for label, key in phases.items()}
+    evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
+    if len(evaluations) > 1:
+        before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
+        # Evaluations use the same items and seeds in the same order: the file name identifies the image.
+        pairs = [(before[n], after[n]) for n in before if n in after and before[n].prompt == after[n].prompt]
     return Run(
         name=folder.resolve().name,
         config=config,
@@ -145,6 +137,6 @@ def read_run(folder: str | Path) -> Run:
         test=curves(test, "eval/"),
         diagnostics=diagnostics,
         seconds={label: value for label, value in seconds.items() if value > 0},
-        pairs=_pairs(sorted((folder / "eval").glob("epoch_*"))),
+        pairs=pairs,
         epochs=max(int(row["epoch"]) for row in rows),
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from PIL import Image
 
-from paco_grpo.report.data import Curve, Run
-from paco_grpo.report.style import FAINT, INK, SERIES, new_figure, styled
+from paco_grpo.report.data import Curve, Picture, Run
+from paco_grpo.report.style import FAINT, GRID, INK, SERIES, new_figure, styled
 
 LABELS = {
     "consistency_score": "judge's consistency score",
@@ -55,6 +57,7 @@ def _plot(axes, curves: Iterable[tuple[str, Curve]], colors: Mapping[str, str], 
             axes.fill_between(curve.epoch, low, high, color=colors[name], alpha=0.18, linewidth=0)
     axes.set_title(title)
     axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=columns, fontsize=8.5, handlelength=1.6, borderaxespad=0)
 
@@ -73,8 +76,6 @@ def reward_curves(run: Run) -> Figure:
         _plot(left, run.train.items(), colors, f"Training samples{train}")
         _plot(right, main, colors, f"Evaluation{test}")
         right.tick_params(labelleft=True)
-        for axes in (left, right):
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         return figure
 
 
@@ -90,7 +91,6 @@ def side_curves(run: Run) -> Figure | None:
         resolution = f", {run.resolutions[1]} px" if run.resolutions[1] else ""
         _plot(axes, side, colors, f"Other measures of the images{resolution}", columns=2)
         axes.set_ylim(0, 1.03)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         return figure
 
 
@@ -166,4 +166,33 @@ def diagnostic_curves(run: Run) -> Figure | None:
             if name == "ratio_mean" and max(abs(v - 1) for v in curve.value) < 0.01:
                 axes.set_ylim(0.99, 1.01)
             axes.set_xlabel("epoch")
+        return figure
+
+
+def before_after(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str], columns: int = 4) -> Figure:
+    """Pictures of pairs in rows of ``columns`` (edits: one less), the scores ``names`` below each.
+
+    Before on the left, after on the right; for edits the reference first, and the instruction above.
+    """
+    edits = any(before.reference for before, _ in pairs)
+    width, columns = 2 + edits, min(columns - edits, len(pairs))
+    rows = -(-len(pairs) // columns)
+    with styled():
+        figure = new_figure(1.3 * width * columns, (1.55 + 0.15 * len(names) + 0.2 * edits) * rows)
+        places = figure.subfigures(rows, columns, squeeze=False).flat
+        for place, (before, after) in zip(places, pairs, strict=False):
+            if edits:
+                text = textwrap.shorten(before.prompt, 18 * width, placeholder="…")
+                place.suptitle(text, x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+            shown = [("before", before.file, before), ("after", after.file, after)]
+            if before.reference:
+                shown.insert(0, ("reference", before.reference, None))
+            for axes, (caption, file, picture) in zip(place.subplots(1, width), shown, strict=False):
+                axes.imshow(Image.open(file).convert("RGB"), interpolation="nearest")
+                axes.set_title(caption, fontsize=8, fontweight="normal", pad=4)
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set(visible=True, color=GRID)
+                scores = [(short_label(name), picture.rewards.get(name)) for name in names if picture]
+                lines = [f"{name} {'–' if score is None else f'{score:.2f}'}" for name, score in scores]
+                axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
         return figure

@@ -54,7 +54,8 @@ def measures_table(run: Run) -> str:
     rows = []
     for name, curve in run.test.items():
         if curve.value:
-            first, last = (_number(curve.value[i], curve.error[i] if curve.error else None) for i in (0, -1))
+            errors = [f' <span class="error">±{error:.3f}</span>' for error in curve.error or ()] or [""]
+            first, last = (f"{curve.value[i]:.3f}{errors[i]}" for i in (0, -1))
             change = f"{curve.value[-1] - curve.value[0]:+.3f}"
             rows.append(
                 f"<tr><th scope=row>{html.escape(label(name))}</th><td>{first}</td><td>{last}</td><td>{change}</td></tr>"
@@ -63,12 +64,6 @@ def measures_table(run: Run) -> str:
         return "<p>No evaluation yet.</p>"
     head = "<tr><th></th><th scope=col>first</th><th scope=col>last</th><th scope=col>change</th></tr>"
     return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _number(value: float | None, error: float | None = None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3f}" + (f' <span class="error">±{error:.3f}</span>' if error is not None else "")
 
 
 def choose_pairs(pairs: Sequence[tuple[Picture, Picture]], count: int) -> list[tuple[Picture, Picture]]:
@@ -101,18 +96,15 @@ def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> s
 
 
 def _figure(caption: str, file: Path, text: str = "") -> str:
-    image = Image.open(file).convert("RGB")
-    if max(image.size) >= _SIDE:
-        image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
-    else:
-        factor = _SIDE // max(image.size)
-        image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    buffer = io.BytesIO()
+    image, buffer = Image.open(file).convert("RGB"), io.BytesIO()
+    scale = _SIDE / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    image = image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
     image.save(buffer, "PNG", optimize=True)
     uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     return f'<figure><img alt="{caption}" src="{uri}"><figcaption><em>{caption}</em>{text}</figcaption></figure>'
 
 
 def _scores(picture: Picture, names: Sequence[str]) -> str:
-    scores = [(html.escape(short_label(name)), _number(picture.rewards.get(name))) for name in names]
-    return "<br>".join(f"<span>{name}</span> <b>{score}</b>" for name, score in scores)
+    scores = [(html.escape(short_label(name)), picture.rewards.get(name)) for name in names]
+    return "<br>".join(f"<span>{name}</span> <b>{'–' if x is None else f'{x:.3f}'}</b>" for name, x in scores)

@@ -8,19 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn.functional import normalize
 
 from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
+from paco_grpo.types import Item
 from paco_judge.grid import split_image, split_prompt
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
 
 PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
@@ -52,22 +48,19 @@ class ClipTextImage:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64."""
         self.load()
+        for prompt in {item.prompt for item in items} - self._texts.keys():
+            tokens = self._processor(text=[prompt], truncation=True, max_length=77, return_tensors="pt").to(self.device)
+            output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+            self._texts[prompt] = normalize(self._model.text_projection(output.pooler_output)[0], dim=-1)
         scores = []
         for start in range(0, len(images), self.batch_size):
             batch = [image.convert("RGB") for image in images[start : start + self.batch_size]]
             pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device)
             vision = self._model.vision_model(pixel_values=pixels).pooler_output
             features = normalize(self._model.visual_projection(vision), dim=-1)
-            texts = torch.stack([self._text(item.prompt) for item in items[start : start + self.batch_size]])
+            texts = torch.stack([self._texts[item.prompt] for item in items[start : start + self.batch_size]])
             scores.append((self._model.logit_scale.exp() * (features * texts).sum(dim=-1)).double().cpu().numpy())
         return np.concatenate(scores) / self.scale
-
-    def _text(self, prompt: str) -> torch.Tensor:
-        if prompt not in self._texts:
-            tokens = self._processor(text=[prompt], truncation=True, max_length=77, return_tensors="pt").to(self.device)
-            output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-            self._texts[prompt] = normalize(self._model.text_projection(output.pooler_output)[0], dim=-1)
-        return self._texts[prompt]
 
 
 def pickscore(
@@ -171,10 +164,8 @@ def subfig_clipT(
     """Does each sub-figure show its own panel text? (arXiv 2512.04784, §5)
 
     Args:
-        model: OpenCLIP architecture.
-        pretrained: OpenCLIP tag, or a local file of weights.
-        device: Where it computes.
-        batch_size: Sub-figures (texts) per forward.
+        model, pretrained: OpenCLIP architecture, and the tag or a local file of its weights.
+        device, batch_size: Where it computes, and how many sub-figures (texts) at once.
 
     Raises:
         ImportError: open_clip is not installed.

@@ -7,36 +7,31 @@ which downloads its own weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 from torch import nn
 
 from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    Load = Callable[[], tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]]
+Load = Callable[[], tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]]
 
 
 class DreamSim:
     """Unit embeddings of images; ``load`` returns the package's model and preprocessing, called at the first image."""
 
     def __init__(self, load: Load, device: torch.device | str, batch_size: int) -> None:
-        self._load, self.device, self.batch_size = load, device, batch_size
-        self._model = None
+        self._load, self.device, self.batch_size = cache(load), device, batch_size
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image]) -> torch.Tensor:
         """(n, C) float32; 1 − cosine of two rows is DreamSim's distance."""
-        if self._model is None:
-            self._model, self._preprocess = self._load()
-        features = []
+        (model, preprocess), features = self._load(), []
         for start in range(0, len(images), self.batch_size):
-            batch = [self._preprocess(image.convert("RGB")) for image in images[start : start + self.batch_size]]
-            features.append(self._model.embed(torch.cat(batch).to(self.device)).flatten(1))
+            batch = [preprocess(image.convert("RGB")) for image in images[start : start + self.batch_size]]
+            features.append(model.embed(torch.cat(batch).to(self.device)).flatten(1))
         return nn.functional.normalize(torch.cat(features), dim=-1)
 
 
@@ -51,15 +46,14 @@ def subfig_dreamsim(
     Args:
         dreamsim_type: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).
         cache_dir: Where its weights are, or are downloaded to.
-        device: Where it computes.
-        batch_size: Sub-figures per forward.
+        device, batch_size: Where it computes, and how many sub-figures at once.
 
     Raises:
         ImportError: dreamsim is not installed.
     """
     from dreamsim import dreamsim
 
-    def load() -> tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]:
+    def load():
         folder = Path(cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         return dreamsim(pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type)

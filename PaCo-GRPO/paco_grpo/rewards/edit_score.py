@@ -11,13 +11,14 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.rewards.judge import URL, JudgeReward, reference_of
+from paco_grpo.rewards.judge import ServerReward, reference_of
 from paco_judge import transport
-from paco_judge.images import png_data_url
+from paco_judge.images import data_url
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,47 +30,38 @@ logger = logging.getLogger(__name__)
 _TOKENS = 1024  # reasons come before the scores
 
 
-class EditScore(JudgeReward):
+@dataclass(eq=False)
+class EditScore(ServerReward):
     """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
 
     Args:
-        base_url: Address of the server (``VLLM_MODEL_PATHS=…EditScore-7B bash vllm_server/launch.sh``).
-        model: Served name.
-        api_key: If the server requires one.
+        base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
         score_range: Upper end of the scale that the model was trained with.
         num_pass: Answers that are averaged.
         temperature: Sampling temperature, as set by the package.
         seed: Seed of the first pass; each further pass adds 1.
-        max_concurrency: Requests in flight.
-        deadline_s: Seconds until an answer counts as missing.
 
     Raises:
         ImportError: editscore is not installed here (``pip install 'paco-grpo[editscore]'``).
     """
 
-    def __init__(
-        self,
-        base_url: str = URL,
-        model: str = "EditScore-7B",
-        api_key: str | None = None,
-        score_range: int = 25,
-        num_pass: int = 1,
-        temperature: float = 0.7,
-        seed: int = 42,
-        max_concurrency: int = 32,
-        deadline_s: float = 600.0,
-    ) -> None:
+    score_range: int = 25
+    num_pass: int = 1
+    temperature: float = 0.7
+    seed: int = 42
+    max_concurrency: int = 32
+    default_model = "EditScore-7B"
+
+    def __post_init__(self) -> None:
         from editscore import vie_prompts
         from editscore.json_parser import parse_vlm_output_to_dict
 
-        super().__init__(base_url, model, api_key)
+        super().__post_init__()
         self._parse = parse_vlm_output_to_dict
-        self._headers = transport.json_headers(api_key)
-        self.score_range, self.num_pass, self.temperature, self.seed = score_range, num_pass, temperature, seed
-        self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
+        self._headers = transport.json_headers(self.api_key)
         context, rules = vie_prompts._context_no_delimit_reasoning_first, vie_prompts._prompts_0shot_two_image_edit_rule
-        scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(score_range))
-        quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(score_range))
+        scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(self.score_range))
+        quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(self.score_range))
         self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -81,7 +73,7 @@ class EditScore(JudgeReward):
         model = self.client.check()
         requests = []
         for image, item in zip(images, items, strict=True):
-            reference, edited = png_data_url(reference_of(item, "edit_score")), png_data_url(image)
+            reference, edited = data_url(reference_of(item, "edit_score")), data_url(image)
             text = self._edit_prompt.replace("<instruction>", item.prompt)
             for number in range(self.num_pass):
                 requests.append(self._request(model, [reference, edited], text, number))

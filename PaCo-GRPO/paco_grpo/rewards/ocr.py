@@ -1,14 +1,18 @@
 """ocr: is the text that the prompt asks for in the image? (Flow-GRPO, arXiv 2505.05470, §5.1)
 
-The text in double quotes in the prompt is compared with what PaddleOCR reads. PaddleOCR needs an older numpy, so it
-runs in a separate environment (``bash scripts/reward_service.sh ocr``); another reader can be named by import path.
+The text in double quotes in the prompt is compared with what a reader finds. RapidOCR (PP-OCR on ONNX Runtime, weights in
+the package) reads in this process; PaddleOCR, with which older numbers were computed, in a separate environment
+(``bash scripts/reward_service.sh ocr``), because it needs an older numpy.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,58 +58,76 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-class OcrScore:
-    """Reads each image and compares. ``load`` returns the reader (image → text); it is called at the first image."""
-
-    def __init__(self, load: Callable[[], Reader]) -> None:
-        self._load = load
-        self._reader: Reader | None = None
-
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [0, 1].
-
-        Raises:
-            ValueError: A prompt has no text in double quotes.
-        """
-        wanted = [wanted_text(item.prompt) for item in items]
-        if self._reader is None:
-            self._reader = self._load()
-        read = [self._reader(image.convert("RGB")) for image in images]
-        return np.array([text_score(a, b) for a, b in zip(wanted, read, strict=True)], dtype=np.float64)
-
-
-def ocr(reader: str = "paddleocr", lang: str = "en", device: Any = "cpu") -> OcrScore:
+def ocr(
+    reader: str | None = None, threads: int = 4, lang: str = "en", device: Any = "cpu"
+) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
     """Text in the image against the text in the prompt; ``server=…`` runs it in another process (see ``registry``).
 
     Args:
-        reader: ``paddleocr``, or ``package.module:function``: a function from an RGB image to its text.
-        lang: Language of PaddleOCR's recognizer.
+        reader: ``rapidocr``, ``paddleocr``, or ``package.module:function``: a function from an RGB image to its text.
+            None = ``paddleocr`` where only that is installed (its service's environment), else ``rapidocr``.
+        threads: Upper limit of RapidOCR's threads (also of OpenCV's in this process). It computes on the CPU.
+        lang: Language of PaddleOCR's recognizer. RapidOCR's reads English and Chinese.
         device: Where PaddleOCR computes.
 
     Raises:
         ImportError: The reader's package is not installed here.
-        ValueError: ``reader`` is neither.
+        ValueError: ``reader`` is none of these, or ``threads`` < 1.
     """
-    if reader == "paddleocr":
-        import paddleocr
+    if threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1")
+    if reader is None:
+        only_paddle = not importlib.util.find_spec("rapidocr") and importlib.util.find_spec("paddleocr")
+        reader = "paddleocr" if only_paddle else "rapidocr"
+    # A missing package is reported here, before training; models are loaded at the first image.
+    if reader == "rapidocr":
+        import onnxruntime  # noqa: F401
+        import rapidocr  # noqa: F401
 
-        return OcrScore(lambda: _paddle_reader(paddleocr, lang, str(device)))
-    module, separator, name = reader.partition(":")
-    if not separator:
-        raise ValueError(f"ocr: reader={reader!r} is neither 'paddleocr' nor package.module:function")
-    function = getattr(importlib.import_module(module), name)
-    return OcrScore(lambda: function)
+        load = partial(_rapidocr, threads)
+    elif reader == "paddleocr":
+        import paddleocr  # noqa: F401
+
+        load = partial(_paddleocr, lang, str(device).startswith("cuda"))
+    elif ":" in reader:
+        module, _, name = reader.partition(":")
+        load = partial(getattr, importlib.import_module(module), name)
+    else:
+        raise ValueError(f"reader={reader!r} is neither 'rapidocr' nor 'paddleocr' nor package.module:function")
+
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        wanted, read = [wanted_text(item.prompt) for item in items], load()
+        return np.array([text_score(a, read(b.convert("RGB"))) for a, b in zip(wanted, images, strict=True)])
+
+    return score
 
 
 ocr.check_item = lambda item, kwargs: wanted_text(item.prompt)
 
 
-def _paddle_reader(paddleocr: Any, lang: str, device: str) -> Reader:
-    """PaddleOCR 2 (``ocr``) or 3 (``predict``) as a function from an image to its text, lines joined."""
-    if hasattr(paddleocr.PaddleOCR, "predict"):
-        engine = paddleocr.PaddleOCR(lang=lang, device="gpu" if device.startswith("cuda") else "cpu")
+@cache
+def _rapidocr(threads: int) -> Reader:
+    """RapidOCR as a function from an image to its text, lines joined; for all rewards and threads of the process."""
+    import cv2
+    from rapidocr import RapidOCR
+
+    threads = min(threads, os.cpu_count() or 1)  # RapidOCR takes all cores where it is given more than there are
+    cv2.setNumThreads(threads)
+    limits = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")}
+    # Upright text only, as PaddleOCR below; an image without text is no reason for a warning.
+    engine = RapidOCR(params=limits | {"Global.use_cls": False, "Global.log_level": "error"})
+    return lambda image: " ".join(engine(image).txts or ())
+
+
+@cache
+def _paddleocr(lang: str, gpu: bool) -> Reader:
+    """PaddleOCR 2 (``ocr``) or 3 (``predict``), likewise."""
+    from paddleocr import PaddleOCR
+
+    if hasattr(PaddleOCR, "predict"):
+        engine = PaddleOCR(lang=lang, device="gpu" if gpu else "cpu")
         return lambda image: " ".join(text for page in engine.predict(np.asarray(image)) for text in page["rec_texts"])
-    engine = paddleocr.PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=device.startswith("cuda"), show_log=False)
+    engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
     return lambda image: " ".join(
         line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or []
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from accelerate import Accelerator
 
-from paco_grpo.distributed.collectives import Stopped, any_process, gather_rows
+from paco_grpo.distributed.processes import Stopped, any_process, gather_rows
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
 
@@ -50,8 +51,10 @@ class ScoringQueue:
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}") for name in self.rewards}
         self._pending: list[tuple[np.ndarray, dict[str, Future]]] = []
 
-    def submit(self, images: Sequence[Image.Image], items: Sequence[Item], rows: Sequence[int]) -> None:
-        """Start scoring ``images``; their scores go to ``rows`` of the result."""
+    def submit(self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]) -> None:
+        """Start scoring ``images``; their scores go to ``rows`` of the result, those of None are missing."""
+        present = [i for i, image in enumerate(images) if image is not None]
+        images, items, rows = ([values[i] for i in present] for values in (images, items, rows))
         size = self.batch_size or max(1, len(images))
         for start in range(0, len(images), size):
             part = slice(start, start + size)
@@ -160,20 +163,18 @@ class ScoreJournal:
         self.folder, self.path = folder, folder / f"process_{process}.jsonl"
         self.epoch = 0  # finished epochs; scores that arrive now belong to the next one
         self._known: dict[str, float] = {}
-        self._own: list[tuple[int, str]] = []  # (epoch, line) in this process's file
+        self._own: list[dict] = []  # {epoch, scores}: the lines of this process's file
         self._lock = threading.Lock()  # each reward has its own thread
 
     def load(self) -> None:
         """Read what all processes had received; a line truncated by a kill is skipped."""
         for path in sorted(self.folder.glob("process_*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
-                try:
+                with contextlib.suppress(json.JSONDecodeError):
                     entry = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                self._known |= entry["scores"]
-                if path == self.path:
-                    self._own.append((entry["epoch"], line))
+                    self._known |= entry["scores"]
+                    if path == self.path:
+                        self._own.append(entry)
         if self._own:
             self._rewrite()  # without the truncated line
         if self._known:
@@ -185,29 +186,26 @@ class ScoreJournal:
 
     def add(self, scores: Mapping[str, float]) -> None:
         """Append scores; one call is one line, so a batch is either recorded or not."""
-        line = json.dumps({"epoch": self.epoch, "scores": dict(scores)})
+        entry = {"epoch": self.epoch, "scores": dict(scores)}
         with self._lock:
             self._known |= scores
-            self._own.append((self.epoch, line))
+            self._own.append(entry)
             self.folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(entry) + "\n")
 
     def forget_before(self, epoch: int) -> None:
         """Drop what a run resumed after ``epoch`` finished epochs does not need (a checkpoint was saved)."""
         with self._lock:
-            kept = [(number, line) for number, line in self._own if number >= epoch]
-            if len(kept) == len(self._own):
-                return
-            self._own = kept
-            self._known = {}
-            for _, line in kept:
-                self._known |= json.loads(line)["scores"]
-            self._rewrite()
+            kept = [entry for entry in self._own if entry["epoch"] >= epoch]
+            if len(kept) < len(self._own):
+                self._own = kept
+                self._known = {key: score for entry in kept for key, score in entry["scores"].items()}
+                self._rewrite()
 
     def _rewrite(self) -> None:
         replacement = self.path.with_suffix(".tmp")
-        replacement.write_text("".join(line + "\n" for _, line in self._own), encoding="utf-8")
+        replacement.write_text("".join(json.dumps(entry) + "\n" for entry in self._own), encoding="utf-8")
         replacement.replace(self.path)
 
 
@@ -221,20 +219,17 @@ class JournaledReward:
     """
 
     def __init__(self, reward: Reward, identity: str, journal: ScoreJournal) -> None:
-        self.reward, self.journal = reward, journal
+        self.reward, self.journal, self.record = reward, journal, reward.record
+        self.check, self.check_items = reward.check, reward.check_items
         self._identity = hashlib.sha256(identity.encode()).hexdigest()[:8]
-
-    def check(self) -> None:
-        """Raise if the reward cannot work."""
-        self.reward.check()
-
-    def check_items(self, items: Sequence[Item]) -> None:
-        """Raise if the reward cannot score one of ``items``."""
-        self.reward.check_items(items)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing."""
-        keys = [self._key(image, item) for image, item in zip(images, items, strict=True)]
+        keys = []
+        for image, item in zip(images, items, strict=True):
+            content = hashlib.sha256(f"{item.item_id} {item.prompt} {image.mode} {image.size}".encode())
+            content.update(image.tobytes())
+            keys.append(f"{self._identity}-{content.hexdigest()[:32]}")
         scores = np.array([self.journal.find(key) for key in keys], dtype=np.float64)
         asked = np.flatnonzero(np.isnan(scores))
         if len(asked):
@@ -243,8 +238,3 @@ class JournaledReward:
             if received:
                 self.journal.add(received)
         return scores
-
-    def _key(self, image: Image.Image, item: Item) -> str:
-        content = hashlib.sha256(f"{item.item_id} {item.prompt} {image.mode} {image.size}".encode())
-        content.update(image.tobytes())
-        return f"{self._identity}-{content.hexdigest()[:32]}"

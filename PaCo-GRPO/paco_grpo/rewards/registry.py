@@ -2,7 +2,8 @@
 
 A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is NaN. A factory with a
 parameter ``device`` is given the process's device. The callable may have a method ``check()``, called once before
-anything expensive (does the server answer? are the weights there?). The factory may have an attribute ``check_item``, a
+anything expensive (does the server answer? are the weights there?), and an attribute ``record``, a dictionary for the
+run's ``questions.json``. The factory may have an attribute ``check_item``, a
 function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is called with every
 item of a prompt set before a model is loaded.
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +100,12 @@ def build_rewards(
     return {short_name(name): _CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
 
 
+def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
+    """Write the rewards' records (questions with their SHA-256) to ``questions.json``, if there are any."""
+    if records := {name: reward.record for name, reward in rewards.items() if reward.record}:
+        (folder / "questions.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
 def find_factory(name: str) -> Callable[..., Reward]:
     """The factory called ``name`` (registered, or ``package.module:factory``).
 
@@ -126,9 +135,43 @@ class _CheckedReward:
         factory = find_factory(name)
         self.name, self.kwargs = short_name(name), kwargs
         self._check_item = getattr(factory, "check_item", None)
-        self.function = _build(name, factory, kwargs, device)
+        parameters = inspect.signature(factory).parameters
+        remote = "server" in kwargs and "server" not in parameters
+        known = REMOTE_ARGUMENTS if remote else tuple(parameters)
+        takes_any = not remote and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        for keyword in () if takes_any else kwargs:
+            if remote and keyword in parameters and keyword not in known:
+                raise RewardError(
+                    f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
+                    f"start the service with --kwargs '{{\"{keyword}\": …}}'"
+                )
+            if keyword not in known:
+                raise RewardError(
+                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
+                    f"It takes: {', '.join(known) or 'nothing'}"
+                )
+        if remote:
+            from paco_grpo.rewards.remote.client import RemoteReward
+
+            self.function = RemoteReward(name, **kwargs)
+            return
+        try:
+            self.function = factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
+        except (ValueError, TypeError) as error:
+            raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
+        except ImportError as error:
+            raise RewardError(
+                f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
+                f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
+            ) from error
         if not callable(self.function):
             raise RewardError(f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable")
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The reward's own ``record``: what the run's folder should state about it; None without one."""
+        record = getattr(self.function, "record", None)
+        return record if isinstance(record, dict) else None
 
     def check(self) -> None:
         """Call the reward's own ``check``, if it has one."""
@@ -156,34 +199,3 @@ class _CheckedReward:
         if np.isinf(scores).any():
             raise RewardError(f"reward {self.name!r} returned an infinite score; a missing score is NaN")
         return scores
-
-
-def _build(name: str, factory: Callable[..., Reward], kwargs: Mapping[str, Any], device: torch.device | str) -> Reward:
-    parameters = inspect.signature(factory).parameters
-    remote = "server" in kwargs and "server" not in parameters
-    known = REMOTE_ARGUMENTS if remote else tuple(parameters)
-    takes_any = not remote and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for keyword in () if takes_any else kwargs:
-        if remote and keyword in parameters and keyword not in known:
-            raise RewardError(
-                f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
-                f"start the service with --kwargs '{{\"{keyword}\": …}}'"
-            )
-        if keyword not in known:
-            raise RewardError(
-                f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
-                f"It takes: {', '.join(known) or 'nothing'}"
-            )
-    if remote:
-        from paco_grpo.rewards.remote.client import RemoteReward
-
-        return RemoteReward(name, **kwargs)
-    try:
-        return factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
-    except (ValueError, TypeError) as error:
-        raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
-    except ImportError as error:
-        raise RewardError(
-            f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
-            f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
-        ) from error

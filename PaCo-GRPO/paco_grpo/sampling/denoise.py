@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
 from paco_grpo.policies.performance.cache import first_block_cache
 from paco_grpo.policies.performance.quantize import int8_copies
-from paco_grpo.sampling.schedule import check_noise_steps
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
@@ -89,28 +87,46 @@ def rollout(
     Raises:
         ValueError: Sizes disagree, or a noise step lies outside the schedule.
     """
-    steps = check_noise_steps(noise_steps, num_steps) if noise_level != 0 else ()
-    batch = len(conditioning)
+    steps = sorted(noise_steps) if noise_level != 0 else []
+    if steps and not 0 <= steps[0] <= steps[-1] < num_steps:
+        raise ValueError(f"noise steps {steps} lie outside the {num_steps} sampling steps (0 to {num_steps - 1})")
     initial_seeds = list(seeds if initial_seeds is None else initial_seeds)
-    _check_batch(batch, item_ids=item_ids, seeds=seeds, initial_seeds=initial_seeds)
+    given = {"item_ids": item_ids, "seeds": seeds, "initial_seeds": initial_seeds, "group_index": group_index}
+    for name, values in given.items():
+        if values is not None and len(values) != len(conditioning):
+            raise ValueError(f"{name} has {len(values)} entries, but the conditioning has {len(conditioning)} rows")
     sigmas = policy.sigmas(num_steps, height, width)
     first_noise_step = steps[0] if steps else num_steps
 
-    denoise = partial(_denoise, policy, height=height, width=width, merge_lora=merge_lora)
+    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, tail: Tail = Tail()) -> torch.Tensor:
+        """Deterministic steps from the first to the last of ``sigmas``."""
+        sigmas = tail.sigmas(sigmas)
+        with ExitStack() as stack:
+            if merge_lora and len(sigmas) > 1:
+                stack.enter_context(merged(policy))
+            if tail.weights is not None and len(sigmas) > 1:
+                stack.enter_context(int8_copies(policy))
+            if tail.cache > 0 and len(sigmas) > 2:
+                stack.enter_context(first_block_cache(policy, tail.cache))
+            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
+
     if group_index is None:
         x = policy.initial_latents(initial_seeds, height, width)
         x = denoise(x, conditioning, sigmas[: first_noise_step + 1])
     else:
-        first, inverse = _first_of_each_group(group_index, batch)
+        groups = group_index.tolist()
+        distinct = list(dict.fromkeys(groups))
+        first = [groups.index(group) for group in distinct]
+        row = torch.tensor([distinct.index(group) for group in groups])
         x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(inverse, x.device)]
+        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(row, x.device)]
 
     recorded = []
-    for i, until in zip(steps, (*steps, num_steps)[1:], strict=True):
+    for i, until in zip(steps, [*steps, num_steps][1:], strict=True):
         transition = transition_at(policy, x, conditioning, sigmas, i, height, width, noise_level, cps)
         next_x = transition.sample(step_noise(seeds, i, x))
         recorded.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
-        x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail=tail if until == num_steps else Tail())
+        x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
 
     return Rollout(
         item_ids=torch.as_tensor(item_ids, dtype=torch.int64, device=x.device),
@@ -215,49 +231,7 @@ def integrate(
     return x
 
 
-def _denoise(
-    policy: Policy,
-    x: torch.Tensor,
-    conditioning: Conditioning,
-    sigmas: torch.Tensor,
-    *,
-    height: int,
-    width: int,
-    merge_lora: bool,
-    tail: Tail = Tail(),
-) -> torch.Tensor:
-    """Deterministic steps from the first to the last of ``sigmas``."""
-    sigmas = tail.sigmas(sigmas)
-    with ExitStack() as stack:
-        if merge_lora and len(sigmas) > 1:
-            stack.enter_context(merged(policy))
-        if tail.weights is not None and len(sigmas) > 1:
-            stack.enter_context(int8_copies(policy))
-        if tail.cache > 0 and len(sigmas) > 2:
-            stack.enter_context(first_block_cache(policy, tail.cache))
-        return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
-
-
 def _sigma_pair(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """σ at ``step`` and at the next step, (B,) each, on the device of ``like`` (B, ...)."""
     pair = to_device(sigmas[step : step + 2], like.device)
     return pair[0].expand(like.shape[0]), pair[1].expand(like.shape[0])
-
-
-def _first_of_each_group(group_index: torch.Tensor, batch: int) -> tuple[list[int], torch.Tensor]:
-    """Position of the first member of each group, and for each sample the row of its group among them."""
-    rows: dict[int, int] = {}
-    first, inverse = [], []
-    for position, group in enumerate(group_index.tolist()):
-        if group not in rows:
-            rows[group] = len(first)
-            first.append(position)
-        inverse.append(rows[group])
-    _check_batch(batch, group_index=inverse)
-    return first, torch.tensor(inverse)
-
-
-def _check_batch(batch: int, **given: Sequence[int] | torch.Tensor) -> None:
-    for name, values in given.items():
-        if len(values) != batch:
-            raise ValueError(f"{name} has {len(values)} entries, but the conditioning has {batch} rows")

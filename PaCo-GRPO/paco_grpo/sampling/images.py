@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from paco_grpo.data.prompts import item_size, round_to_multiple
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,70 +79,48 @@ def sample_images(
 ) -> Iterator[tuple[Batch, Rollout]]:
     """Denoise, decode and deliver batch by batch.
 
+    With ``overlap_decode`` one thread decodes, on CUDA with its own stream: the next batch is denoised while the VAE runs,
+    pixels cross to the CPU, and statistics and rewards begin. On a CPU both would compete for the same cores. The images
+    are the same either way. At most one batch waits, so that latents and pixels do not pile up.
+
     Args:
         policy: With the weights to sample from.
-        rounds: (batch, idle); the result of an idle batch is dropped (``distributed.collectives.rounds``).
+        rounds: (batch, idle); the result of an idle batch is dropped (``distributed.processes.rounds``).
         inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and other arguments of ``rollout`` for it.
-        deliver: Gets the PIL images of each batch, in order; in another thread where decoding overlaps.
+        deliver: Gets the PIL images of each batch, in order (None: its latents are not finite); in the thread that decoded
+            it. Its errors are raised here.
         overlap_decode: Decode a batch while the next one is denoised.
         sampling: Arguments of ``rollout`` that all batches share.
 
     Yields:
         Each batch with its rollout, after its decoding has begun.
     """
-    with Decoder(policy, deliver, overlap_decode) as decoder:
+    stream = torch.cuda.Stream(policy.device) if overlap_decode and policy.device.type == "cuda" else None
+
+    def decode(latents: torch.Tensor, batch: Batch) -> None:
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            images = policy.decode(latents, batch.height, batch.width)
+            finite = latents.isfinite().flatten(1).all(dim=1).tolist()  # others are black pixels, which would be scored
+        if not all(finite):
+            logger.warning("%d of %d images of a batch are not finite; they get no score", finite.count(False), len(finite))
+        deliver([image if good else None for image, good in zip(images, finite, strict=True)], batch)
+
+    last: Future | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="decode") as thread:  # started by its first use
         for batch, idle in rounds:
             result = rollout(policy, height=batch.height, width=batch.width, **inputs(batch), **sampling)
-            if not idle:
-                decoder.submit(result.clean_latents, batch)
-                yield batch, result
-        decoder.wait()
-
-
-class Decoder:
-    """Decodes batches in order and passes their images on.
-
-    In the background this is one thread, on CUDA with its own stream: the next batch is denoised while the VAE runs,
-    pixels cross to the CPU, and statistics and rewards begin. On a CPU both would compete for the same cores. The images
-    are the same either way. At most one batch waits, so that latents and pixels do not pile up.
-
-    Args:
-        policy: Decodes.
-        deliver: Called as ``deliver(images, batch)``, in the thread that decoded the batch.
-        background: Whether to use the thread.
-    """
-
-    def __init__(self, policy: Policy, deliver: Callable[[list, Batch], None], background: bool) -> None:
-        self.policy, self.deliver = policy, deliver
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="decode") if background else None
-        self._stream = torch.cuda.Stream(policy.device) if background and policy.device.type == "cuda" else None
-        self._last: Future | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-
-    def submit(self, latents: torch.Tensor, batch: Batch) -> None:
-        """Decode ``latents`` (B, N, C); an exception of the previous batch is raised here."""
-        self.wait()
-        if self._pool is None:
-            self._work(latents, batch)
-            return
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(latents.device))
-            latents.record_stream(self._stream)
-        self._last = self._pool.submit(self._work, latents, batch)
-
-    def wait(self) -> None:
-        """Wait until everything submitted is delivered; an exception on the way is raised here."""
-        last, self._last = self._last, None
+            if idle:
+                continue
+            latents = result.clean_latents
+            if overlap_decode:
+                if last is not None:
+                    last.result()
+                if stream is not None:
+                    stream.wait_stream(torch.cuda.current_stream(latents.device))
+                    latents.record_stream(stream)
+                last = thread.submit(decode, latents, batch)
+            else:
+                decode(latents, batch)
+            yield batch, result
         if last is not None:
             last.result()
-
-    def _work(self, latents: torch.Tensor, batch: Batch) -> None:
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            images = self.policy.decode(latents, batch.height, batch.width)
-        self.deliver(images, batch)

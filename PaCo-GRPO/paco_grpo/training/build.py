@@ -5,45 +5,45 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
-from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.ema import EMA
-from paco_grpo.checkpoint.state import Checkpoints, TrainState
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.checkpoint.files import CheckpointError
+from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
+from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.distributed.launch import build_accelerator, build_strategy, set_threads
-from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.distributed.launch import start_processes
+from paco_grpo.distributed.processes import Replicated
 from paco_grpo.monitoring.observe import BaseProbe
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, build_tracker
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.options.parse import options_to_dict, options_to_yaml
-from paco_grpo.policies import Policy, PolicyLoadError, load_policy
+from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
+from paco_grpo.policies import Policy, PolicyLoadError, load_policy, policy_class
 from paco_grpo.policies.lora import add_lora, add_snapshot
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.queue import JournaledReward, ScoreJournal
-from paco_grpo.rewards.registry import Reward, build_rewards, reward_weights, short_name
+from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
 from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
 from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
+from paco_judge.client import JudgeError
 
 logger = logging.getLogger(__name__)
 
+# What a command reports in one line.
+REFUSALS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError)
 _FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
 
 
@@ -94,30 +94,25 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model.
 
     Raises:
-        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError, TrackingError: One clear message each.
+        REFUSALS: One clear message each.
     """
     objective = check_run(options)
-    accelerator = build_accelerator()
-    strategy = build_strategy(options, accelerator)
-    threads = set_threads(options.num_threads, accelerator.num_processes)
+    strategy = start_processes(options)
+    accelerator = strategy.accelerator
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     run_name, folder = _run_folder(options, configuration_name, accelerator)
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
+    train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
     # What is saved and used from here on: with the folder's name and the length that apply.
-    options = dataclasses.replace(
-        options,
-        run_name=run_name,
-        max_sequence_length=length,
-        train=dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)),
-    )
+    options = dataclasses.replace(options, run_name=run_name, max_sequence_length=length, train=train)
     check_device(options, accelerator.device)
-    rewards = build_reward_sets(options, accelerator, folder / "scores", items["train"], items["test"])
+    rewards = _reward_sets(options, accelerator, folder, items)
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
     if accelerator.is_main_process:
         values = options_to_dict(options)
-        tracker = build_tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
+        tracker = build_tracker(options.logging_platform, folder, options.project_name, run_name, values)
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
@@ -125,13 +120,12 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps, batch_size)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
-    train = options.train
     state = TrainState(
         policy=policy,
         parameters=parameters,
         snapshots=snapshots,
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
-        optimizer=strategy.prepare(policy, list(parameters.values()), lambda these: _optimizer(options, these)),
+        optimizer=strategy.prepare(_optimizer(options, list(parameters.values()))),
         strategy=strategy,
         sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed),
     )
@@ -153,16 +147,22 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         tracker=tracker,
     )
     if accelerator.is_main_process:
-        _log_start(run, threads)
+        _log_start(run)
     return run
 
 
 def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accelerator) -> tuple[str, Path]:
-    name = [options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"]
-    if not options.run_name:
-        name = broadcast_object_list(name)
-    folder = (Path(options.save_dir).expanduser() / name[0]).absolute()
+    name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    (name,) = broadcast_object_list([name])  # clocks differ
+    folder = (Path(options.save_dir).expanduser() / name).absolute()
     occupied = (folder / "metrics.jsonl").is_file() and not options.resume_from
+    earlier = folder / "config.yaml"
+    if options.resume_from and earlier.is_file() and policy_class(options.pretrained.model).text_sees_image:
+        positions = load_options(str(earlier)).pretrained.image_positions
+        if positions != options.pretrained.image_positions:
+            raise ConfigError(
+                f"{folder} was trained otherwise: resume with --config.pretrained.image_positions={positions}"
+            )
     accelerator.wait_for_everyone()
     if occupied:
         raise ConfigError(
@@ -170,7 +170,7 @@ def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accel
             "--config.run_name"
         )
     check_writable(folder, _FIRST_DISK_CHECK)
-    return name[0], folder
+    return name, folder
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------
@@ -183,42 +183,38 @@ def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
     return {name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {})) for name in names}
 
 
-def build_reward_sets(
-    options: RunOptions,
-    accelerator: Accelerator,
-    journal_folder: Path,
-    train_items: Sequence[Item] = (),
-    test_items: Sequence[Item] = (),
+def _reward_sets(
+    options: RunOptions, accelerator: Accelerator, folder: Path, items: Mapping[str, Sequence[Item]]
 ) -> RewardSets:
-    """Build all rewards and check each: does the judge answer, can every item be scored?
-
-    Raises:
-        ConfigError: The aggregation is unknown.
-        RewardError, JudgeError: One message that names the reward or the item.
-    """
-    weights = reward_weights(options.train.reward_fn)
+    """Build all rewards and check each: does the judge answer, can every item be scored?"""
     train, global_std = options.train, options.sample.global_std
+    weights = reward_weights(train.reward_fn)
     try:
         aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    journal = ScoreJournal(journal_folder, accelerator.process_index)
+    journal = ScoreJournal(folder / "scores", accelerator.process_index)
     built: dict[str, JournaledReward] = {}
 
     def build(name: str, kwargs: Mapping) -> JournaledReward:
         identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
         if identity not in built:  # the same scorer for training and test is loaded once
             (reward,) = build_rewards({name: 1.0}, {name: kwargs}, accelerator.device).values()
-            built[identity] = JournaledReward(reward, identity, journal)
+            # A question file's text may change under its name.
+            asked = json.dumps(reward.record) if kwargs.get("question") else ""
+            built[identity] = JournaledReward(reward, identity + asked, journal)
         return built[identity]
 
     trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}
     tested = {short_name(name): build(name, kwargs) for name, kwargs in test_reward_kwargs(options).items()}
     for reward in built.values():
         reward.check()
-    for rewards, items in ((trained, train_items), (tested, test_items)):
+    for rewards, split in ((trained, "train"), (tested, "test")):
         for reward in rewards.values():
-            reward.check_items(items)
+            reward.check_items(items[split])
+    if accelerator.is_main_process:
+        others = {f"test {name}": reward for name, reward in tested.items() if reward is not trained.get(name)}
+        write_records(trained | others, folder)
     only_test = {name: reward for name, reward in tested.items() if name not in trained}
     return RewardSets(trained, tested, only_test if train.watch_test_rewards else {}, weights, aggregate_fn, journal)
 
@@ -240,6 +236,7 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         guidance_scale=options.sample.guidance_scale,
         negative_prompt=options.sample.negative_prompt,
         quantize=options.pretrained.quantize,
+        image_positions=options.pretrained.image_positions,
     )
 
 
@@ -284,9 +281,10 @@ def _make_trainable(
     policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """Attach the LoRA and the objective's snapshots, and place the policy; returns the parameters of both by name."""
-    _seed_everything(options.seed)  # the adapter's gaussian init is the same on every process
+    set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
-        add_lora(policy, options.train.lora_rank, options.train.lora_alpha, lora_path=options.train.lora_path)
+        train = options.train
+        add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets, train.lora_path)
     else:
         policy.transformer.float().requires_grad_(True)
     if options.enable_gradient_checkpointing:
@@ -294,16 +292,10 @@ def _make_trainable(
     for snapshot in objective.snapshots:
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
-    _seed_everything(options.seed + 1 + strategy.accelerator.process_index)
+    set_seed((options.seed + 1 + strategy.accelerator.process_index) % 2**32)
     named = list(policy.transformer.named_parameters())
     snapshots = {s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots}
     return {n: p for n, p in named if p.requires_grad}, snapshots
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -321,14 +313,13 @@ def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, fused=on_cuda(options.speed.fused_adam, parameters[0].device), **kwargs)
 
 
-def _log_start(run: Run, threads: int) -> None:
+def _log_start(run: Run) -> None:
     """Write config.yaml and plan.json, and log what will be done (main process)."""
-    options, plan, strategy = run.options, run.plan, run.state.strategy
+    options, plan, strategy, threads = run.options, run.plan, run.state.strategy, torch.get_num_threads()
     text = options_to_yaml(options)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    files.save_json(
-        run.folder / "plan.json", plan.as_dict() | {"threads_per_process": threads, "engine": strategy.name}
-    )
+    saved = dataclasses.asdict(plan) | {"threads_per_process": threads, "engine": strategy.name}
+    (run.folder / "plan.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)

@@ -6,8 +6,10 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,14 +17,18 @@ from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.monitoring.trackers import TRACKERS
 from paco_grpo.objectives import Objective, get_objective
-from paco_grpo.options import ConfigError, RunOptions, did_you_mean, find_problems, refuse
+from paco_grpo.options import PUBLISHED, ConfigError, RunOptions, did_you_mean, find_problems, refuse
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
+from paco_grpo.policies.hub import hub_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance import AccelerationError, quantize
 from paco_grpo.policies.performance.attention import attention_problem, try_attention
 from paco_grpo.policies.performance.compile import require_compiler
 from paco_grpo.rewards.registry import RewardError, find_factory, reward_weights
 from paco_grpo.types import Item
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +48,42 @@ def check_run(options: RunOptions) -> Objective:
         ConfigError: All problems found, one line each; every line names the option to change.
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
-    problems = find_problems(options)
-    for name, known in (("prompt_fn", KINDS), ("logging_platform", TRACKERS)):
-        problems += _not_among(name, getattr(options, name), known)
-    problems += _not_among("pretrained.quantize", options.pretrained.quantize, (None, *quantize.KINDS))
-    problems += _library_problems(options)
-    problems += _reward_problems(options)
+    train, problems, objective = options.train, find_problems(options), None
+    for name, value, known in (
+        ("prompt_fn", options.prompt_fn, [*KINDS]),
+        ("logging_platform", options.logging_platform, [*TRACKERS]),
+        ("pretrained.quantize", options.pretrained.quantize, [None, *quantize.KINDS]),
+    ):
+        if value not in known:
+            names = [choice for choice in known if choice]
+            published = PUBLISHED.get(f"{name}={value}")
+            hint = f" Here it is {published}." if published else did_you_mean(str(value), names)
+            problems.append(f"{name}={value!r} is unknown.{hint} Known: {', '.join(names)}")
+    for name, value in (
+        ("pretrained.quantize", options.pretrained.quantize),
+        ("sample.tail_weights", options.sample.tail_weights),
+    ):
+        if value in quantize.KINDS and (problem := quantize.missing_library()):
+            problems.append(f"{name}={value!r}: {problem}")
+    if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
+        problems.append(f"speed.attention={problem}")
+    if train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(
+            "train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]', or set it to False"
+        )
+    for group in ("train", "test"):
+        names = getattr(options, group).reward_fn
+        for look_up in (lambda: reward_weights(dict.fromkeys(names, 1.0)), *(partial(find_factory, n) for n in names)):  # noqa: B023
+            try:
+                look_up()
+            except RewardError as error:
+                problems.append(f"{group}.reward_fn: {error}")
     try:
-        describe(options.train.aggregate_fn)
+        describe(train.aggregate_fn)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    objective = None
     try:
-        objective = get_objective(options.train.loss_type)
+        objective = get_objective(train.loss_type)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     else:
@@ -62,12 +91,6 @@ def check_run(options: RunOptions) -> Objective:
     refuse(problems)
     check_model(options)
     return objective
-
-
-def _not_among(name: str, value: object, known: Iterable) -> Iterator[str]:
-    names = [str(choice) for choice in known if choice]
-    if value is not None and value not in names:
-        yield f"{name}={value!r} is unknown.{did_you_mean(str(value), names)} Known: {', '.join(names)}"
 
 
 def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
@@ -81,33 +104,6 @@ def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[s
         yield f"train.decay_type={train.decay_type} has no effect: train.loss_type={train.loss_type!r} keeps no old policy"
     if not options.use_lora and objective.snapshots:
         yield f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter"
-
-
-def _library_problems(options: RunOptions) -> Iterator[str]:
-    for name, value in (
-        ("pretrained.quantize", options.pretrained.quantize),
-        ("sample.tail_weights", options.sample.tail_weights),
-    ):
-        if value in quantize.KINDS and (problem := quantize.missing_library()):
-            yield f"{name}={value!r}: {problem}"
-    if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
-        yield f"speed.attention={problem}"
-    if options.train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
-        yield "train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]', or set it to False"
-
-
-def _reward_problems(options: RunOptions) -> Iterator[str]:
-    def problem_of(action: Callable[[], object]) -> Iterator[str]:
-        try:
-            action()
-        except RewardError as error:
-            yield f"{group}.reward_fn: {error}"
-
-    for group in ("train", "test"):
-        table = getattr(options, group).reward_fn
-        yield from problem_of(lambda: reward_weights(dict.fromkeys(table, 1.0)))  # noqa: B023 - called at once
-        for name in table:
-            yield from problem_of(lambda: find_factory(name))  # noqa: B023 - called at once
 
 
 def check_model(options: RunOptions) -> None:
@@ -143,16 +139,16 @@ def check_device(options: RunOptions, device: torch.device) -> None:
             "config.pretrained.model=%s has %.0f GB of transformer weights, and torch %s sees no GPU: a step will take "
             "minutes, if there is enough memory", options.pretrained.model, stored / 1e9, torch.__version__,
         )  # fmt: skip
+    speed = options.speed
     try:
-        if options.speed.compile:
+        if speed.compile:
             require_compiler()
     except AccelerationError as error:
         raise ConfigError(f"config.speed.compile=True: {error}. Install one, or set it to False") from error
-    if options.speed.attention is None:
-        return
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     try:
-        try_attention(options.speed.attention, device, dtype, policy_class(options.pretrained.model).masks_text)
+        if speed.attention is not None:
+            try_attention(speed.attention, device, dtype, policy_class(options.pretrained.model).masks_text)
     except AccelerationError as error:
         raise ConfigError(f"config.speed.attention: {error}. None uses diffusers' default") from error
 
@@ -163,20 +159,19 @@ def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     Raises:
         DataError: It is otherwise.
     """
-    edits_images = policy_class(options.pretrained.model).edits_images
-    where = f"of config.dataset={options.dataset}"
+    model, edits_images = options.pretrained.model, policy_class(options.pretrained.model).edits_images
     for split, items in splits.items():
         has_images = items[0].image is not None  # a kind of prompt set has them everywhere or nowhere
+        where = f"the {split} items of config.dataset={options.dataset} (config.prompt_fn={options.prompt_fn!r})"
         if edits_images and not has_images:
             raise DataError(
-                f"config.pretrained.model={options.pretrained.model} edits images, but the {split} items {where} have none: "
-                f"config.prompt_fn={options.prompt_fn!r} reads only text, use 'geneval_image' or 'arrow_editing'"
+                f"config.pretrained.model={model} edits images, but {where} have none: use 'geneval_image' or "
+                "'arrow_editing'"
             )
         if has_images and not edits_images:
             raise DataError(
-                f"config.pretrained.model={options.pretrained.model} generates from text alone, but the {split} items {where} "
-                f"have reference images (config.prompt_fn={options.prompt_fn!r}): use config.prompt_fn=geneval, or an "
-                "editing model"
+                f"config.pretrained.model={model} generates from text alone, but {where} have reference images: use "
+                "'geneval', or an editing model"
             )
 
 
@@ -220,42 +215,33 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
             "longest prompt of the data set"
         )
     prompts = sorted({item.prompt for item in items})
-    lengths = count_tokens(model, policy.tokenizer_folder, prompts)
-    longest = max(lengths, default=1)
+    tokens = _tokenizer(model, policy.tokenizer_folder)(prompts, verbose=False).input_ids if prompts else []
+    longest = max(map(len, tokens), default=1)
     if length == 0:
         length = min(policy.text_limit, -(-longest // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
         logger.info(
             "max_sequence_length: %d text tokens for prompts of at most %d tokens (the model supports %d)",
             length, longest, policy.text_limit,
         )  # fmt: skip
-    truncated = sum(count > length for count in lengths)
+    truncated = sum(len(of_prompt) > length for of_prompt in tokens)
     if truncated:
         logger.warning(
             "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated (the longest has %d)",
-            truncated, len(lengths), length, longest,
+            truncated, len(tokens), length, longest,
         )  # fmt: skip
     return length
 
 
-def count_tokens(model: str, tokenizer_folder: str, texts: Sequence[str]) -> list[int]:
-    """Tokens of each of ``texts``, special ones included, by the tokenizer in ``tokenizer_folder`` of a pipeline.
-
-    Raises:
-        PolicyLoadError: It cannot be loaded.
-    """
+def _tokenizer(model: str, folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    folder = Path(model).expanduser()
+    path = Path(model).expanduser()
+    # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
+    path = (path if path.is_dir() else hub_folder(model, folder)) / folder
     try:
-        # A local folder by its own path: given as "subfolder", some tokenizers are looked for on the hub.
-        tokenizer = (
-            AutoTokenizer.from_pretrained(folder / tokenizer_folder)
-            if folder.is_dir()
-            else AutoTokenizer.from_pretrained(model, subfolder=tokenizer_folder)
-        )
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, RuntimeError) as error:
         raise PolicyLoadError(
-            f"cannot load the tokenizer in {model}/{tokenizer_folder} ({type(error).__name__}: {str(error)[:300]}). "
-            "The folder may be incomplete: download or build it again."
+            f"cannot load the tokenizer in {model}/{folder} ({type(error).__name__}: {str(error)[:300]}). The folder may be "
+            "incomplete: download or build it again."
         ) from error
-    return [len(tokens) for tokens in tokenizer(list(texts)).input_ids] if texts else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -27,39 +26,20 @@ _IMAGES_ON_CPU = 16  # main memory is shared with other programs, and batches ma
 
 @dataclass(frozen=True)
 class Plan:
-    """Derived numbers of a run.
+    """Derived numbers of a run."""
 
-    Attributes:
-        num_processes: From the launcher.
-        prompts: m, unique prompts an epoch over all processes, possibly raised.
-        images_per_prompt: k.
-        samples: m·k, images an epoch over all processes.
-        samples_per_process: Images an epoch on each process.
-        sample_batch_size: Images per rollout batch on each process.
-        rollout_batches: Rollout batches an epoch on each process, when all images have one size.
-        gradient_steps: Optimizer steps in one pass over the epoch's samples.
-        samples_per_step: Images (over all processes) behind one optimizer step, before missing ones are left out.
-        train_batch_size: Images per training forward on each process.
-        accumulation: Training micro-batches per optimizer step on each process (per trained noise step).
-        notes: Where the plan departs from the options, for the log.
-    """
-
-    num_processes: int
-    prompts: int
-    images_per_prompt: int
-    samples: int
-    samples_per_process: int
-    sample_batch_size: int
-    rollout_batches: int
-    gradient_steps: int
-    samples_per_step: int
-    train_batch_size: int
-    accumulation: int
-    notes: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict:
-        """Plain values, for saving."""
-        return dataclasses.asdict(self)
+    num_processes: int  # from the launcher
+    prompts: int  # m, unique prompts an epoch over all processes, possibly raised
+    images_per_prompt: int  # k
+    samples: int  # m·k, images an epoch over all processes
+    samples_per_process: int  # images an epoch on each process
+    sample_batch_size: int  # images per rollout batch on each process
+    rollout_batches: int  # an epoch on each process, when all images have one size
+    gradient_steps: int  # optimizer steps in one pass over the epoch's samples
+    samples_per_step: int  # images over all processes behind one optimizer step, before missing ones are left out
+    train_batch_size: int  # images per training forward on each process
+    accumulation: int  # training micro-batches per optimizer step on each process (per trained noise step)
+    notes: tuple[str, ...] = ()  # where the plan departs from the options, for the log
 
 
 def make_plan(options: RunOptions, num_processes: int, gradient_steps: int, batch_size: int | None = None) -> Plan:
@@ -80,9 +60,9 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int, batc
     unit = num_processes * batch
     step = unit // math.gcd(unit, k)
     prompts = math.ceil(wanted / step) * step
-    samples = prompts * k
-    share = samples // num_processes
+    share = prompts * k // num_processes
     steps = options.train.gradient_step_per_epoch or gradient_steps
+    per_step = math.ceil(prompts * k / steps)
     notes = []
     if batch != asked:
         notes.append(f"sample.batch_size {asked} exceeds a process's share; {batch} is used")
@@ -91,12 +71,11 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int, batc
             f"sample.unique_sample_num_per_epoch raised from {wanted} to {prompts}, so that {k} images each divide "
             f"evenly over {num_processes} processes in batches of {batch}"
         )
-    per_step = math.ceil(samples / steps)
     return Plan(
         num_processes=num_processes,
         prompts=prompts,
         images_per_prompt=k,
-        samples=samples,
+        samples=prompts * k,
         samples_per_process=share,
         sample_batch_size=batch,
         rollout_batches=share // batch,

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from paco_grpo.data.sampler import EpochSamples
-from paco_grpo.distributed.collectives import rounds
-from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.distributed.processes import Replicated, rounds
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoringQueue

@@ -9,16 +9,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.state import Progress
+from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
-from paco_grpo.distributed.collectives import Stopped, any_process
 from paco_grpo.distributed.launch import StopSignal
+from paco_grpo.distributed.processes import Stopped, any_process
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
@@ -28,7 +28,7 @@ from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError, ScoringQueue
 from paco_grpo.training.build import Run
 from paco_grpo.training.sample import Rollouts, sample_epoch
-from paco_grpo.training.update import NonFiniteError
+from paco_grpo.training.update import NonFiniteError, NonFiniteWeights
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Trainer:
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
         self.started = time.perf_counter()
-        self.rng = files.capture_rng()
+        self.rng = capture_rng()
 
     @property
     def progress(self) -> Progress:
@@ -92,7 +92,7 @@ class Trainer:
     def _epoch(self) -> None:
         started = time.perf_counter()
         self.run.rewards.journal.epoch = self.progress.epoch
-        self.rng = files.capture_rng()
+        self.rng = capture_rng()
         samples = self.state.sampler.samples()
         rewards = {**self.run.rewards.train, **self.run.rewards.evaluation_only}
         queue, observer = ScoringQueue(rewards, self.options.sample.reward_batch_size), SampleObserver()
@@ -122,7 +122,7 @@ class Trainer:
         observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1
         self.state.sampler.advance()
-        self.rng = files.capture_rng()
+        self.rng = capture_rng()
         ended = time.perf_counter()
         self.progress.train_seconds += ended - started
         times = {
@@ -176,10 +176,7 @@ class Trainer:
         try:
             scores = queue.gathered(self.accelerator, local, total, self._signaled)
         except ScoringError as error:
-            self._save()
-            raise TrainingStopped(
-                f"a reward failed in epoch {self.progress.epoch + 1} ({error}). {self._how_to_resume()}"
-            ) from error
+            self._stop(f"a reward failed in epoch {self.progress.epoch + 1} ({error})")
         except Stopped:
             self._stop_if_asked()
             raise
@@ -189,15 +186,12 @@ class Trainer:
         """Stop where too many images have no score."""
         share = float(np.isnan(np.stack(list(rewards.values()))).any(axis=0).mean())
         limit = self.options.train.max_missing_reward_fraction
-        if share <= limit:
-            return
-        self._save()
-        each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in rewards.items())
-        raise TrainingStopped(
-            f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
-            f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server. "
-            + self._how_to_resume()
-        )
+        if share > limit:
+            each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in rewards.items())
+            self._stop(
+                f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
+                f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server"
+            )
 
     def _update(
         self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray
@@ -207,6 +201,11 @@ class Trainer:
         except NonFiniteError as error:
             folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
             raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error
+        except NonFiniteWeights as error:
+            raise TrainingStopped(
+                f"{error}: the optimizer's moments or config.train.learning_rate are the cause. Nothing of epoch "
+                f"{self.progress.epoch + 1} is saved. {self._how_to_resume()}"
+            ) from error
         for snapshot in self.run.objective.snapshots:
             lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
         return losses
@@ -261,38 +260,24 @@ class Trainer:
                     merge_lora=self.options.sample.merge_lora and self.options.use_lora,
                 )
         except ScoringError as error:
-            self._save()
-            raise TrainingStopped(
-                f"a reward failed in the evaluation after epoch {epoch} ({error}). {self._how_to_resume()}"
-            ) from error
+            self._stop(f"a reward failed in the evaluation after epoch {epoch} ({error})")
         if metrics is None:
             self._stop_if_asked()
             return
         metrics["time/eval_s"] = time.perf_counter() - started
         self._write("eval", metrics)
-        if self.saved_epoch == epoch and self.accelerator.is_main_process:  # saved before its scores were known
-            self.run.checkpoints.write_cards(
-                self.run.checkpoints.root / files.checkpoint_name(epoch), self._last_evaluation()
-            )
-        self._compare_rewards()
-        if self.run.tracker is not None:
+        if self.accelerator.is_main_process:
+            rows = self.run.metrics.rows("eval")
+            if self.saved_epoch == epoch:  # saved before its scores were known
+                folder_of_epoch = self.run.checkpoints.root / files.checkpoint_name(epoch)
+                self.run.checkpoints.write_cards(folder_of_epoch, rows[-1])
+            trained = [name for name, weight in self.run.rewards.weights.items() if weight]
+            if line := health.changes_since_first(rows, trained):
+                logger.info("since the first evaluation: %s", line)
+            for finding in health.judge_evaluation(rows, trained, self.options.health):
+                logger.warning("%s (config.health.%s)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch, images=self.options.test.save_eval_images)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
-
-    def _last_evaluation(self) -> dict[str, Any] | None:
-        rows = self.run.metrics.rows("eval")
-        return rows[-1] if rows else None
-
-    def _compare_rewards(self) -> None:
-        """Log the change of trained and of evaluation-only rewards since the first evaluation."""
-        if not self.accelerator.is_main_process:
-            return
-        rows = self.run.metrics.rows("eval")
-        trained = [name for name, weight in self.run.rewards.weights.items() if weight]
-        if line := health.changes_since_first(rows, trained):
-            logger.info("since the first evaluation: %s", line)
-        for finding in health.judge_evaluation(rows, trained, self.options.health):
-            logger.warning("%s (config.health.%s)", finding.message, finding.sign)
 
     # --- resuming and stopping ------------------------------------------------------------------------------------------
 
@@ -304,21 +289,18 @@ class Trainer:
             logger.info("no checkpoint in %s yet: starting from the beginning", self.run.folder)
         else:
             self.run.checkpoints.load(found)
-            self.rng = files.capture_rng()
+            self.rng = capture_rng()
             if found.parent.parent == self.run.folder:
                 self.saved_epoch = self.progress.epoch
-            self._archive_superseded()
+            if self.accelerator.is_main_process:
+                for name in ("checkpoints", "eval"):
+                    for path in files.archive_superseded(self.run.folder / name, self.progress.epoch):
+                        logger.info("%s is later than the resumed checkpoint; it is now %s", name, path)
             logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
         self.run.rewards.journal.load()
         if self.accelerator.is_main_process:
             self.run.metrics.keep_until(self.progress.epoch if found else -1)
         self.accelerator.wait_for_everyone()
-
-    def _archive_superseded(self) -> None:
-        if self.accelerator.is_main_process:
-            for name in ("checkpoints", "eval"):
-                for path in files.archive_superseded(self.run.folder / name, self.progress.epoch):
-                    logger.info("%s is later than the resumed checkpoint; it is now %s", name, path)
 
     def _finished(self) -> bool:
         limit = self.options.max_train_minutes
@@ -332,8 +314,11 @@ class Trainer:
 
     def _stop_if_asked(self) -> None:
         if any_process(self.accelerator, self._signaled()):
-            self._save()
-            raise TrainingStopped(f"by a signal. {self._how_to_resume()}", self.signals.received)
+            self._stop("by a signal", self.signals.received)
+
+    def _stop(self, why: str, signal_number: int | None = None) -> NoReturn:
+        self._save()
+        raise TrainingStopped(f"{why}. {self._how_to_resume()}", signal_number)
 
     def _save(self) -> None:
         """Save a checkpoint of the last finished epoch, unless there is one already."""
@@ -344,7 +329,8 @@ class Trainer:
 
     def _write_checkpoint(self, name: str | None = None) -> Any:
         self.progress.elapsed, self.started = self._elapsed(), time.perf_counter()
-        return self.run.checkpoints.save(self.rng, self._last_evaluation(), name)
+        evaluations = self.run.metrics.rows("eval")
+        return self.run.checkpoints.save(self.rng, evaluations[-1] if evaluations else None, name)
 
     def _how_to_resume(self) -> str:
         return f"To resume: the same command with --config.run_name={self.options.run_name} --config.resume_from=latest"

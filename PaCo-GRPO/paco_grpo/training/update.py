@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint.state import TrainState
-from paco_grpo.distributed.collectives import any_process, largest_count, rounds
+from paco_grpo.distributed.processes import any_process, rounds
 from paco_grpo.objectives import Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import recompute_old
@@ -29,6 +31,10 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is not finite; raised before the optimizer changes anything."""
 
 
+class NonFiniteWeights(RuntimeError):
+    """The optimizer made a trained weight NaN or infinite."""
+
+
 class Meter:
     """Sums of metrics on the device, read once per optimizer step."""
 
@@ -37,14 +43,11 @@ class Meter:
         self.losses: list[torch.Tensor] = []  # one per backward
         self.batches: list[np.ndarray] = []  # global positions behind each loss
 
-    def add(
-        self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], share: tuple[int, int], batch: np.ndarray
-    ) -> None:
-        """Add the loss of one backward and per-sample ``metrics`` (B,); the means over the batch count ``share`` [0] /
-        [1]."""
+    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], batch: np.ndarray, total: int) -> None:
+        """Add the loss of one backward; per-sample ``metrics`` (B,) are summed and divided by ``total``."""
         self.losses.append(loss.detach())
         self.batches.append(batch)
-        values = {name: value.detach().mean().double() * share[0] / share[1] for name, value in metrics.items()}
+        values = {name: value.detach().mean().double() * len(batch) / total for name, value in metrics.items()}
         for name, value in {"loss": loss.detach().double(), **values}.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
@@ -75,10 +78,6 @@ class Updater:
     objective: Objective
     options: RunOptions
     gradient_steps: int
-    parameters: list[torch.nn.Parameter] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parameters = list(self.state.parameters.values())
 
     def prepare(self, rollouts: Rollouts) -> None:
         """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1; needs no
@@ -108,6 +107,7 @@ class Updater:
 
         Raises:
             NonFiniteError: On every process, before the update.
+            NonFiniteWeights: On every process, after the epoch's last step.
         """
         local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
@@ -119,10 +119,22 @@ class Updater:
                 mine = [local[p] for p in chosen.tolist() if p in local]
                 batches = rollouts.batches(mine, self.options.train.batch_size)
                 weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch)
-                meter = Meter()
-                self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, meter)
+                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch)
                 collected.append(self._optimizer_step(meter, epoch))
-        return self._means(collected)
+        self._check_weights()
+        totals: Counter[str] = Counter()
+        for sums in gather_object(collected):
+            totals.update(sums)
+        return {name: value / len(collected) for name, value in totals.items()}
+
+    def _check_weights(self) -> None:
+        """A finite gradient can still give weights that are not, from the optimizer's moments."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
+        finite = torch.stack([tensor.isfinite().all() for tensor in local]).tolist()  # one read
+        names = [name for name, good in zip(self.state.parameters, finite, strict=True) if not good]
+        if any_process(self.state.strategy.accelerator, bool(names)):
+            where = ", ".join(names[:3]) or "those of another process"
+            raise NonFiniteWeights(f"trained weights are not finite after optimizer step {self.state.step} ({where})")
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
@@ -157,26 +169,25 @@ class Updater:
         weights: Mapping[int, np.ndarray],
         kept: int,
         epoch: int,
-        meter: Meter,
-    ) -> None:
+    ) -> Meter:
         """Gradients of all micro-batches, one step of the schedule at a time."""
-        strategy, policy = self.state.strategy, self.state.policy
+        strategy, meter = self.state.strategy, Meter()
         filler = rollouts.samples[0][:1] if strategy.collective_backwards else None
-        total = largest_count(strategy.accelerator, len(batches)) if strategy.collective_backwards else len(batches)
-        for number, (numbers, idle) in enumerate(rounds(strategy.accelerator, batches, filler=filler)):
+        together = list(rounds(strategy.accelerator, batches, filler=filler))
+        for number, (numbers, idle) in enumerate(together, start=1):
             steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch)
             for place, step in enumerate(steps):
                 if weights and not idle:
                     rows = np.stack([weights[int(sample)] for sample in numbers])[:, place]
                     step.group_weights = torch.as_tensor(rows, dtype=torch.float32, device=step.advantages.device)
-                terms = self.objective(step, policy, self.options.train)
+                terms = self.objective(step, self.state.policy, self.options.train)
                 # An idle process takes part in collective backwards with a loss that has no gradient.
                 active = torch.full_like(terms.loss, not idle, dtype=torch.bool)
                 loss = torch.where(active, terms.loss, 0.0).sum() / (len(steps) * kept)
-                strategy.backward(loss, last=number == total - 1 and place == len(steps) - 1)
+                strategy.backward(loss, last=number == len(together) and place == len(steps) - 1)
                 if not idle:
-                    share = (len(numbers), len(steps) * kept)
-                    meter.add(loss, terms.metrics, share, rollouts.positions[numbers])
+                    meter.add(loss, terms.metrics, rollouts.positions[numbers], len(steps) * kept)
+        return meter
 
     def _group_weights(
         self, rollouts: Rollouts, batches: list[np.ndarray], item_ids: np.ndarray, advantages: np.ndarray, epoch: int
@@ -206,10 +217,10 @@ class Updater:
         state, train = self.state, self.options.train
         strategy = state.strategy
         finite = meter.finite(strategy.accelerator.device)
-        finite, norm = strategy.finish_gradients(self.parameters, finite, train.max_grad_norm)
+        finite, norm = strategy.finish_gradients(list(state.parameters.values()), finite, train.max_grad_norm)
         sums, losses, (everywhere, norm) = meter.read(finite, norm)
         if not everywhere or not math.isfinite(norm):
-            strategy.drop_gradients(state.optimizer)
+            state.optimizer.zero_grad(set_to_none=True)
             what = next(
                 (
                     f"the loss is {loss} in the batch of samples {batch.tolist()}"
@@ -230,38 +241,20 @@ class Updater:
             state.ema.update(state.step)
         return sums | {"grad_norm": norm / strategy.accelerator.num_processes}
 
-    def _means(self, collected: list[dict[str, float]]) -> dict[str, float]:
-        """Average over optimizer steps of what all processes summed up."""
-        totals: dict[str, float] = {}
-        for sums in gather_object([collected]):
-            for part in sums:
-                for name, value in part.items():
-                    totals[name] = totals.get(name, 0.0) + value
-        return {name: value / len(collected) for name, value in totals.items()}
-
     # --- old log-probabilities in low precision -------------------------------------------------------------------------
 
     def _recompute(self, rollouts: Rollouts) -> None:
-        policy, size = self.state.policy, self.options.train.batch_size
-
-        def batches() -> Iterator[tuple[int, slice]]:
-            for number, part in enumerate(rollouts.parts):
-                for start in range(0, len(part), size):
-                    yield number, slice(start, start + size)
-
-        strategy = self.state.strategy
-        done: dict[int, list[Rollout]] = {}
+        strategy, size = self.state.strategy, self.options.train.batch_size
+        done: list[list[Rollout]] = [[] for _ in rollouts.parts]
         filler = (0, slice(0, 1)) if strategy.collective_forwards else None
-        for (number, rows), idle in rounds(strategy.accelerator, list(batches()), filler=filler):
+        batches = [(n, slice(i, i + size)) for n, part in enumerate(rollouts.parts) for i in range(0, len(part), size)]
+        for (number, rows), idle in rounds(strategy.accelerator, batches, filler=filler):
             part = rollouts.parts[number].select(rows)
             full = dataclasses.replace(part, conditioning=rollouts.conditioning.select(part.conditioning.rows))
-            if idle:
-                recompute_old(policy, full)
-            else:
-                recomputed = dataclasses.replace(recompute_old(policy, full), conditioning=part.conditioning)
-                done.setdefault(number, []).append(recomputed)
-        for number, parts in done.items():
-            rollouts.parts[number] = Rollout.cat(parts)
+            recomputed = recompute_old(self.state.policy, full)
+            if not idle:
+                done[number].append(dataclasses.replace(recomputed, conditioning=part.conditioning))
+        rollouts.parts = [Rollout.cat(parts) for parts in done]
 
     def _deviates(self, rollouts: Rollouts) -> bool:
         """Whether the ratio of the first micro-batch, which should be 1, is off by a quarter of the clip range."""

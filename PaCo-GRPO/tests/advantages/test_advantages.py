@@ -69,22 +69,6 @@ def test_weighted_sum(epoch, global_std, per_prompt):
     assert result.stats["dropped_share"] == pytest.approx(1 - kept.mean())
 
 
-def test_one_missing_reward_leaves_the_sample_out():
-    nan = float("nan")
-    result = compute_advantages(
-        {"a": [1, nan, 3, 1, nan, 5], "b": [0, 0, 0, 0, 0, 0.0]},
-        [0, 0, 0, 1, 1, 2],
-        list("xxxyyz"),
-        reward_weights=WEIGHTS,
-    )
-    assert result.kept.tolist() == [True, False, True, False, False, False]
-    np.testing.assert_allclose(result.advantages, [-1, 0, 1, 0, 0, 0])
-    assert result.stats["missing_share"] == pytest.approx(2 / 6)
-    assert result.stats["dropped_share"] == pytest.approx(4 / 6)
-    nothing = compute_advantages({"a": [nan, nan]}, [0, 0], list("xx"), reward_weights=WEIGHTS)
-    assert not nothing.kept.any() and nothing.stats["missing_share"] == 1
-
-
 def test_one_image_per_prompt_is_normalized_over_everything():
     result = compute_advantages({"a": [1.0, 2, 3]}, [4, 5, 6], list("xyz"), reward_weights={"a": 1})
     np.testing.assert_allclose(result.advantages, np.array([-1, 0, 1]) / np.std([1, 2, 3]))

@@ -18,8 +18,8 @@ TINY = ["--preset", "tiny", "--k", "2", "--m", "2", "--steps", "3", "--batch", "
 def measured(tmp_path):
     """Runs epoch.py's measurement in this process; the report's result."""
 
-    def run(*arguments):
-        given, overrides = epoch.parser().parse_known_args([*arguments, "--warmup", "0", "--repeats", "1"])
+    def run(arguments):
+        given, overrides = epoch.parser().parse_known_args(f"--preset tiny {arguments} --warmup 0 --repeats 1".split())
         folder = tmp_path / ("published" if given.published_work else "ours")
         (result,) = epoch.measure(given, overrides, folder)["results"]
         return result
@@ -30,17 +30,8 @@ def measured(tmp_path):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     output = tmp_path_factory.mktemp("epoch") / "epoch.json"
-    command = [
-        *TINY,
-        "--repeats",
-        "2",
-        "--profile",
-        "--lora-scale",
-        "0.01",
-        "--images",
-        str(output.with_suffix(".npz")),
-    ]
-    assert epoch.main([*command, "--output", str(output), "--config.train.lora_rank=4"]) == 0
+    command = [*TINY, "--repeats", "2", "--profile", "--lora-scale", "0.01", "--config.train.lora_rank=4"]
+    assert epoch.main([*command, "--images", str(output.with_suffix(".npz")), "--output", str(output)]) == 0
     return json.loads(output.read_text()) | {"page": output.with_suffix(".md").read_text()}
 
 
@@ -60,23 +51,14 @@ def test_seconds_rates_and_counts(report):
     assert len(result["epochs"]) == 2 == result["seconds"]["epoch"]["n"]
     assert seconds["epoch"] > seconds["sampling"] > seconds["denoising"] > 0
     assert seconds["encode"] > 0 and seconds["decode"] > 0 and seconds["training"] > seconds["optimizer"] > 0
-    assert result["calls"] == {
-        "transformer": 4 * 3 + 4,
-        "backward": 4,
-        "text_encoder": 2,
-        "text_encoder_2": 2,
-        "decoder": 4,
-    }
+    texts = {"text_encoder": 2, "text_encoder_2": 2}
+    assert result["calls"] == {"transformer": 4 * 3 + 4, "backward": 4, "decoder": 4} | texts
     forwards = {(each["phase"], each["gradient"]): each["images"] for each in result["epochs"][0][0]["forwards"]}
     assert forwards == {("sampling", False): 12, ("training", True): 4}
-    rates = result["rates"]
+    rates, flops, peak = result["rates"], result["flops"], report["peak"]["flops_per_second"]
     assert rates["sampling_tokens_per_second"] == pytest.approx(12 * 16 / seconds["sampling"])
-    assert rates["epoch_mfu"] == pytest.approx(
-        sum(result["flops"].values()) / seconds["epoch"] / report["peak"]["flops_per_second"]
-    )
-    assert rates["training_mfu"] == pytest.approx(
-        result["flops"]["training"] / seconds["training"] / report["peak"]["flops_per_second"]
-    )
+    assert rates["epoch_mfu"] == pytest.approx(sum(flops.values()) / seconds["epoch"] / peak)
+    assert rates["training_mfu"] == pytest.approx(flops["training"] / seconds["training"] / peak)
     assert 0 <= rates["reward_hidden"] <= 1 and result["memory"]["peak_rss_mib"] > 100
     assert result["config"]["train"]["lora_rank"] == 4
 
@@ -88,7 +70,7 @@ def test_the_profile_names_operations(report):
 
 
 def test_calls_are_those_of_the_counting_test_and_of_the_published_code(measured):
-    ours, published = measured("--preset", "tiny"), measured("--preset", "tiny", "--published-work")
+    ours, published = measured(""), measured("--published-work")
     assert (ours["calls"], published["calls"]) == (workload.OUR_CALLS, workload.PUBLISHED_CALLS)
     # the forwards of the old and of the reference policy
     assert published["flops"]["training"] - ours["flops"]["training"] == 2 * 64 * ours["flops"]["sampling"] / 640
@@ -96,21 +78,7 @@ def test_calls_are_those_of_the_counting_test_and_of_the_published_code(measured
 
 
 def test_a_slow_reward_overlaps_sampling(measured):
-    arguments = [
-        "--k",
-        "8",
-        "--m",
-        "1",
-        "--steps",
-        "4",
-        "--batch",
-        "1",
-        "--train-batch",
-        "8",
-        "--reward-seconds",
-        "0.001",
-    ]
-    result = measured("--preset", "tiny", *arguments)
+    result = measured("--k 8 --m 1 --steps 4 --batch 1 --train-batch 8 --reward-seconds 0.001")
     assert 0 < result["rates"]["reward_hidden"] <= 1
 
 
@@ -131,9 +99,8 @@ def test_editors_run_and_are_counted(family, measured, monkeypatch):
             vae=full.vae | {"base_dim": 4, "num_res_blocks": 1},
         )  # fmt: skip
     monkeypatch.setitem(workload.PRESETS, "tiny", tiny)
-    arguments = ["--k", "2", "--m", "1", "--steps", "3", "--train-steps", "1", "--batch", "2", "--train-batch", "2"]
-    result = measured("--preset", "tiny", "--resolution", "64", *arguments, "--config.train.lora_rank=4",
-                      "--config.max_sequence_length=128")  # fmt: skip
+    work = "--resolution 64 --k 2 --m 1 --steps 3 --train-steps 1 --batch 2 --train-batch 2"
+    result = measured(f"{work} --config.train.lora_rank=4 --config.max_sequence_length=128")
     guided = 2 if family == "qwen_image_edit" else 1  # true CFG: two forwards per step, in training too
     assert result["calls"]["transformer"] == guided * (2 * 3 + 2)
     tokens = {each["image_tokens"] for each in result["epochs"][0][0]["forwards"]}

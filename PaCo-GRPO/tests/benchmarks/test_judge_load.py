@@ -1,19 +1,12 @@
 """benchmarks/judge_load.py against small HTTP judges with a known delay."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from fakes import fake_judge
 
 import judge_load
 
-ROOT = Path(__file__).resolve().parents[2]
-_SPEC = importlib.util.spec_from_file_location(
-    "fake_judge", ROOT.parent / "PaCo-Reward" / "judge" / "tests" / "fake_judge.py"
-)
-fake_judge = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(fake_judge)
 FakeJudge = fake_judge.FakeJudge
 
 

@@ -18,12 +18,12 @@ import sweep
 from measuring import report
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--preset", "tiny", "--k", "2", "--m", "2"]
 
 
 def test_variants():
-    found = sweep.Variant.parse(
-        "sample.tail_steps=4 train.reward_fn='{\"a\": 1}' OMP_NUM_THREADS=2 A= processes=2 work=published"
-    )
+    text = "sample.tail_steps=4 train.reward_fn='{\"a\": 1}' OMP_NUM_THREADS=2 A= processes=2 work=published"
+    found = sweep.Variant.parse(text)
     assert found.options == ["--config.sample.tail_steps=4", '--config.train.reward_fn={"a": 1}', "--published-work"]
     assert (found.environment, found.processes) == ({"OMP_NUM_THREADS": "2", "A": ""}, 2)
     assert sweep.Variant.parse("").label == "as configured" and sweep.Variant.parse("work=ours").options == []
@@ -36,22 +36,7 @@ def test_variants():
 def test_a_sweep_compares_options_processes_and_images(tmp_path):
     output = tmp_path / "sweep.json"
     variants = ["sample.tail_steps=1", "train.resolution=16", "processes=2 OMP_NUM_THREADS=1"]
-    tiny = [
-        "--preset",
-        "tiny",
-        "--k",
-        "2",
-        "--m",
-        "2",
-        "--steps",
-        "4",
-        "--batch",
-        "2",
-        "--train-batch",
-        "2",
-        "--warmup",
-        "0",
-    ]
+    tiny = [*TINY, "--steps", "4", "--batch", "2", "--train-batch", "2", "--warmup", "0"]
     command = ["--rounds", "1", "--repeats", "1", "--images", "--output", str(output)]
     assert sweep.main([*command, *(part for text in variants for part in ("--variant", text)), "--", *tiny]) == 0
     base, tail, small, two = json.loads(output.read_text())["results"]
@@ -60,10 +45,8 @@ def test_a_sweep_compares_options_processes_and_images(tmp_path):
     seconds = [each["seconds"]["cpu"]["median"] for each in (base, tail)]
     assert tail["ratio"]["cpu"]["median"] == pytest.approx(seconds[1] / seconds[0])
     assert "pixel_rms" not in small and small["config"]["train"]["resolution"] == 16
-    assert (
-        two["calls"]["transformer"] == base["calls"]["transformer"]
-        and two["flops"]["training"] == base["flops"]["training"]
-    )
+    assert two["calls"]["transformer"] == base["calls"]["transformer"]
+    assert two["flops"]["training"] == base["flops"]["training"]
     assert 0 < two["rates"]["collectives_share"] < 1
     assert two["efficiency"] == pytest.approx(1 / two["ratio"]["epoch"]["median"] / 2)
     assert all(each["ratio_deviation"] == 0 for each in (base, tail, small))
@@ -74,15 +57,8 @@ def test_a_sweep_compares_options_processes_and_images(tmp_path):
 
 @pytest.mark.slow
 def test_a_failed_launch_ends_the_sweep(tmp_path, capfd):
-    command = [
-        "--variant",
-        "sample.merge_lra=true",
-        "--base",
-        "sample.merge_lra=false",
-        "--output",
-        str(tmp_path / "s.json"),
-    ]
-    assert sweep.main([*command, "--", "--preset", "tiny"]) == epoch.REFUSED
+    command = ["--variant", "sample.merge_lra=true", "--base", "sample.merge_lra=false"]
+    assert sweep.main([*command, "--output", str(tmp_path / "s.json"), "--", "--preset", "tiny"]) == epoch.REFUSED
     assert "config.sample.merge_lora" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -94,12 +70,7 @@ def test_run_all_passes_arguments_that_are_understood(size, tmp_path):
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     assert not (tmp_path / "results").exists()
-    programs = {
-        "epoch.py": epoch,
-        "sweep.py": sweep,
-        "judge_load.py": judge_load,
-        "compare_engines.py": compare_engines,
-    }
+    programs = {f"{each.__name__}.py": each for each in (epoch, sweep, judge_load, compare_engines)}
     assert {line[0] for line in lines} >= {"epoch.py", "sweep.py", "compare_engines.py"}
     for name, *arguments in lines:
         split = arguments.index("--") if "--" in arguments else len(arguments)

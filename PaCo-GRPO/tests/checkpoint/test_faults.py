@@ -66,7 +66,8 @@ def assert_resumes(flux: Path, folder: Path, expected: Path, processes: int = 1)
 )
 def test_killed_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_path, phase, processes):
     killed = run(tiny_flux_dir, tmp_path, processes, kills(processes)[phase])
-    assert killed == [-signal.SIGKILL] * processes
+    # Where one is killed, the other may end by itself, without a partner, before the launcher kills it.
+    assert -signal.SIGKILL in killed and 0 not in killed
     assert [name for name in checkpoints(tmp_path) if not name.startswith(".")] == ["epoch_0001"]
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(processes), processes)
     assert checkpoints(tmp_path) == ["epoch_0001", "epoch_0002", "epoch_0003"]

@@ -1,12 +1,14 @@
 """Checkpoint folders and files, and the average of the weights."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.checkpoint.ema import EMA
-from paco_grpo.distributed.replicated import Replicated
+from paco_grpo.checkpoint.state import EMA, capture_rng, load_rng, save_rng
+from paco_grpo.distributed.processes import Replicated
 
 
 @pytest.mark.parametrize(("interval", "limit"), [(1, 0.9), (3, 0.2)])
@@ -27,8 +29,6 @@ def test_ema_against_numpy(interval, limit):
     with ema.applied():
         np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5)
     assert torch.equal(parameter, before)
-    with pytest.raises(KeyError):
-        ema.load_state_dict({"v": torch.zeros(4)})
 
 
 def write_checkpoint(root, epoch):
@@ -39,10 +39,13 @@ def write_checkpoint(root, epoch):
 def test_the_newest_checkpoints_are_kept_by_number(tmp_path):
     for epoch in (9, 10000, 11, 2):
         write_checkpoint(tmp_path, epoch)
+    for name in ("epoch_0001_keep", "epoch_"):  # the user's own
+        shutil.copytree(tmp_path / "epoch_0009", tmp_path / name)
     (tmp_path / ".epoch_0099.partial" / "state").mkdir(parents=True)
     (tmp_path / "epoch_0050").mkdir()  # without state: not finished by us
     ckpt.prune(tmp_path, 2)
     assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["epoch_0011", "epoch_10000"]
+    assert (tmp_path / "epoch_0001_keep").is_dir() and ckpt.archive_superseded(tmp_path, 10**6) == []
 
 
 def test_finding_a_checkpoint(tmp_path):
@@ -56,6 +59,10 @@ def test_finding_a_checkpoint(tmp_path):
     assert ckpt.find_checkpoint(str(run / "checkpoints" / "epoch_0003"), run).name == "epoch_0003"
     with pytest.raises(ckpt.CheckpointError, match="nothing"):
         ckpt.find_checkpoint(str(tmp_path / "nothing"), run)
+    (newest / "state" / "trainer.json").unlink()
+    for place in ("latest", str(run)):
+        with pytest.raises(ckpt.CheckpointError, match="epoch_0004.*trainer.json"):
+            ckpt.find_checkpoint(place, run)
 
 
 def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
@@ -71,9 +78,9 @@ def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
 def test_random_generators_are_restored(tmp_path):
     torch.manual_seed(3)
     np.random.seed(3)
-    ckpt.save_rng(tmp_path, 0, ckpt.capture_rng())
+    save_rng(tmp_path, 0, capture_rng())
     numbers = torch.rand(3), np.random.rand(3)
-    ckpt.load_rng(tmp_path, 0)
+    load_rng(tmp_path, 0)
     assert torch.equal(torch.rand(3), numbers[0])
     assert np.array_equal(np.random.rand(3), numbers[1])
 
@@ -106,3 +113,14 @@ def test_damaged_files_are_named(tmp_path):
         ckpt.load_tensors(tmp_path / "x.safetensors")
     with pytest.raises(ckpt.CheckpointError, match="x.json"):
         ckpt.load_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_not_resumed(tmp_path, value):
+    broken = {"w": torch.tensor([1.0, value])}
+    ckpt.save_tensors(tmp_path / "trainable.safetensors", broken)
+    with pytest.raises(ckpt.CheckpointError, match=r"trainable\.safetensors: w"):
+        ckpt.load_parameters(tmp_path / "trainable.safetensors", {"w": torch.zeros(2)})
+    ckpt.save_optimizer(tmp_path, {"state": {0: {"exp_avg": broken["w"], "step": 1}}, "param_groups": []})
+    with pytest.raises(ckpt.CheckpointError, match=r"optimizer\.safetensors: 0\.exp_avg"):
+        ckpt.load_optimizer(tmp_path)

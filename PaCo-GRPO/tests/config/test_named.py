@@ -45,6 +45,7 @@ def one_image(reward: str, resolution: int, noise_level: float) -> dict:
         ("t2is", PUBLISHED),
         ("kontext_editing", KONTEXT),
         ("qwen_editing", QWEN),
+        ("qwen_editing_no_cfg", QWEN | {"sample.guidance_scale": 1.0, "sample.negative_prompt": None}),
         ("ocr", one_image("ocr", 256, 0.8)),
         ("ocr_128", one_image("ocr", 128, 0.8)),
         ("ocr_512", one_image("ocr", 512, 0.8)),

@@ -65,11 +65,22 @@ def test_t2is_in_one_file_is_divided_by_theme(fetch, source, tmp_path):
     assert not themes["train"] & themes["test"]
 
 
-def test_t2is_with_splits_keeps_them(fetch, source, tmp_path):
-    (source / "train_metadata.jsonl").write_text(lines([grid_row(1), grid_row(2)]))
-    (source / "test_metadata.jsonl").write_text(lines([grid_row(3)]))
-    assert run(fetch, "t2is", source) == 0
-    assert [len(load_prompts(tmp_path / "out", split)) for split in ("train", "test")] == [2, 1]
+def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsys):
+    for name in ("all", "half_leq_4"):  # T2IS/NAME, train and test of the same items
+        (source / name).mkdir()
+        for split in ("train", "test"):
+            (source / name / f"{split}_metadata.jsonl").write_text(lines([grid_row(2), grid_row(1)]))
+    assert run(fetch, "t2is", source) == 1 and "all, half_leq_4" in capsys.readouterr().err
+    assert run(fetch, "t2is", source / "half_leq_4", "--output", str(tmp_path / "out")) == 0
+    for split in ("train", "test"):
+        assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == [grid_row(2), grid_row(1)]
+
+
+def test_published_caption_lists_stay_as_they_are(fetch, source, tmp_path):
+    for name, text in {"train": "a cat\na cat\n", "test": "a dog\n", "test_all": "a dog\na bird\n"}.items():
+        (source / f"{name}.txt").write_text(text)
+    assert run(fetch, "pickscore", source) == 0
+    assert {f.name: f.read_text() for f in (tmp_path / "out").iterdir()} == {"train.txt": "a cat\na cat\n", "test.txt": "a dog\n"}
 
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from paco_grpo.data.prompts import load_prompts
 from paco_judge.grid import split_prompt
-from paco_judge.questions import criteria_questions
+from paco_judge.questions import load_question
 
 FOLDER = Path(__file__).resolve().parents[2] / "dataset" / "T2IS"
 CELL = 512  # every cell of the stated shape is square
@@ -55,7 +55,7 @@ def test_every_item_is_complete(items):
         assert item.metadata["layout"] == f"{grid.rows}x{grid.cols}"
         assert item.metadata["theme"].endswith((".", "?")) and item.metadata["task_name"]
         assert {name.lower() for name in item.metadata["criteria"]} == {"style", "logic", "identity"}
-        assert set(criteria_questions(item.metadata["criteria"])) == set(item.metadata["criteria"])
+        assert set(load_question("criteria").texts(item.metadata["criteria"])) == set(item.metadata["criteria"])
         # what a CLIP text encoder sees of a panel (77 tokens), and T5 of a prompt (512)
         assert all(4 <= len(panel.split()) <= 45 for panel in grid.panels), item.metadata["idx"]
         assert len(item.prompt.split()) <= 260

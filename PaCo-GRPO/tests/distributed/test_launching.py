@@ -13,10 +13,9 @@ from serving_reward import free_port
 from tiny_run import ROOT, overrides_for
 
 SCRIPTS = ROOT / "scripts"
-CONFIGS = sorted((SCRIPTS / "accelerate_configs").glob("*.yaml"))
-ALL = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp2"} | {
+CONFIGS = ("cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp2") + tuple(
     f"deepspeed_zero{stage}" for stage in ("1", "2", "2_offload", "3", "3_offload")
-}
+)
 
 
 def parsed(*arguments: str):
@@ -25,13 +24,10 @@ def parsed(*arguments: str):
     return parsed
 
 
-def test_every_configuration_is_there():
-    assert {path.stem for path in CONFIGS} == ALL
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_reads_the_configuration(path):
-    content, name = yaml.safe_load(path.read_text()), path.stem
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_reads_the_configuration(name):
+    path = SCRIPTS / "accelerate_configs" / f"{name}.yaml"
+    content = yaml.safe_load(path.read_text())
     assert "num_processes" not in content and content["mixed_precision"] == "no"  # decided elsewhere
     read = parsed("--config_file", str(path), "--num_processes", "4")
     assert read.num_processes == 4
@@ -51,7 +47,8 @@ def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> 
     """Run a script with an interpreter that only records how it was called."""
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
+        '#!/bin/sh\n[ "$1" != -P ] || exit 0  # asked which packages it has\n'
+        f'printf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
     )
     python.chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")}

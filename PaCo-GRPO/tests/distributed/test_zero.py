@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO-1 and 2 against one process, where DeepSpeed is installed (a CPU will do)."""
 
 import functools
-import os
 
 import pytest
 from forked_runs import (
@@ -22,22 +21,9 @@ pytest.importorskip("deepspeed", reason="DeepSpeed not installed")
 pytestmark = pytest.mark.long
 
 
-def start_deepspeed(stage: int) -> None:
-    """What accelerate finds when launched with deepspeed_zero1.yaml or deepspeed_zero2.yaml, on a CPU."""
-    os.environ |= {
-        "ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    }  # fmt: skip
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: the other wants compiling
-
-
 def train(flux, folder, stage, **changes):
     """Of one process without a stage, of two with one."""
-    before = functools.partial(start_deepspeed, stage) if stage else None
-    run_to_end(flux, folder, 2 if stage else 1, before=before, **COMPARABLE | {"save_freq": 1} | changes)
+    run_to_end(flux, folder, 2 if stage else 1, zero=stage, **COMPARABLE | {"save_freq": 1} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +61,6 @@ def test_a_checkpoint_resumes_with_another_strategy(trained, tiny_flux_dir):
 
 def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_dir, tmp_path):
     fault = Fault("backward", 3, lose_log_probs, rank=1)  # in the second step
-    status = run(tiny_flux_dir, tmp_path, 2, fault, before=functools.partial(start_deepspeed, 2))
+    status = run(tiny_flux_dir, tmp_path, 2, fault, zero=2)
     assert status == [STOPPED, STOPPED]
     assert "the loss is nan" in message(tmp_path, 1) and "another process" in message(tmp_path, 0)

@@ -10,7 +10,7 @@ import yaml
 from diffusers import FluxPipeline
 from fakes import fake_judge
 from PIL import Image
-from tiny_run import rows_of, tiny_options, train
+from tiny_run import load_script, rows_of, tiny_options, train
 
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
 from paco_grpo.options import options_to_yaml
@@ -18,7 +18,6 @@ from paco_grpo.policies import load_policy
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.training.build import load_adapter
 from paco_grpo.types import Item
-from scripts import load_script
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_policies import EDITORS, NAMES, disturb, draw, load, picture
-from tiny_run import ROOT
+from tiny_run import ROOT, load_script
 
 from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
-from scripts import load_script
 
 CONFIGURATIONS = {"flux": "toy_t2is", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
@@ -32,7 +31,8 @@ def arguments(name, model, *more):
 @pytest.mark.parametrize("name", NAMES)
 def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, name, capsys):
     guidance = {"flux": 3.5, "flux_kontext": 2.5, "qwen_image_edit": 4.0}[name]
-    policy = load(name, tiny_folder(name), guidance_scale=guidance)
+    positions = {"image_positions": "stock"} if name == "qwen_image_edit" else {}  # as in toy_qwen_edit
+    policy = load(name, tiny_folder(name), guidance_scale=guidance, **positions)
     add_lora(policy, rank=2, alpha=4)
     disturb(policy)
     save_peft(policy, tmp_path / "adapter")

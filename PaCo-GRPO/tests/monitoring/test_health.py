@@ -86,10 +86,12 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first, good], ["judge"], LIMITS) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
     assert judge_evaluation([first], ["judge"], LIMITS) == []
+    exact = {"eval/exact_mean": 0.5, "eval/exact_stderr": 0.0}  # nothing to divide by
+    more = hacked | exact | evaluation(late=0.1)  # no first value to compare with
+    assert judge_evaluation([first | exact, more], ["judge"], LIMITS) == [finding]
+    assert changes_since_first([first, more], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
     wider = load("t2is", *{"health.max_reward_divergence": "8"}.items()).health
     assert judge_evaluation([first, hacked], ["judge"], wider) == []
-    summary = changes_since_first([first, hacked], ["judge"])
-    assert "judge +0.4000" in summary and "oracle -0.3000" in summary
     assert changes_since_first([first], ["judge"]) == ""
 
 

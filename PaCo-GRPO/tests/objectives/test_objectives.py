@@ -12,7 +12,6 @@ from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import old_decay
 from paco_grpo.options import TrainOptions
 from paco_grpo.sampling.denoise import rollout, step_noise
-from paco_grpo.sampling.sde import cps_step
 from paco_grpo.types import Item
 
 NAMES = sorted(OBJECTIVES)
@@ -141,16 +140,6 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_samples_loss_does_not_depend_on_its_batch(name):
-    policy = ToyPolicy()
-    result, train = sample(policy), train_options(beta=0.3)
-    together = evaluate(name, result, policy, train)[0]
-    for b in range(3):
-        alone = evaluate(name, result.select([b]), policy, train, ADVANTAGES[b : b + 1])[0]
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     policy = ToyPolicy()
     result = sample(policy)
@@ -203,17 +192,6 @@ def test_a_sigma_outside_the_schedule():
     result, advantages = sample(policy), torch.tensor(ADVANTAGES)
     step = Step(result, float(result.sigmas[2]), advantages)
     assert torch.equal(step.sigma, Step(result, 2, advantages).sigma)
-
-
-def test_flow_cps_uses_the_cps_step():
-    policy = ToyPolicy()
-    result = sample(policy, cps=True, moved=False)
-    step, advantages = result.noise_steps[0], torch.tensor(ADVANTAGES)
-    sigma, following = (s.expand(3) for s in result.sigmas[:2])
-    velocity = policy.velocity(step.latents, sigma, result.conditioning, 8, 12)
-    expected = cps_step(step.latents, velocity, sigma, following, 0.0, 0.8)
-    torch.testing.assert_close(Step(result, 0, advantages).transition(policy).mean, expected.mean)
-    torch.testing.assert_close(expected.mean, step.mean)
 
 
 @pytest.mark.parametrize(

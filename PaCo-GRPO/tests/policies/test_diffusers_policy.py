@@ -26,32 +26,12 @@ def velocity_of(policy, name, *prompts):
         return policy.velocity(*arguments, policy.encode(items(name, *prompts)), 32, 32)
 
 
-def test_guidance_and_sequence_length_change_the_velocity(flux, tiny_flux_dir):
-    prompt = "abc" * 20
-    plain = velocity_of(flux, "flux", prompt)
-    longer = load("flux", tiny_flux_dir, max_sequence_length=64)
-    assert longer.encode([Item(0, "a")]).prompt_embeds.shape[1] == 64
-    for policy in (longer, load("flux", tiny_flux_dir, guidance_scale=9.0)):
-        assert not torch.allclose(velocity_of(policy, "flux", prompt), plain, atol=1e-5)
-
-
 @pytest.mark.parametrize(("name", "limit"), [("flux", 512), ("qwen_image_edit", 1024)])
 def test_sequence_length_has_a_limit(tiny_folder, name, limit):
     for length in (0, limit + 1):
         with pytest.raises(ValueError, match=rf"config\.max_sequence_length.*{limit}"):
             load(name, tiny_folder(name), max_sequence_length=length)
     load(name, tiny_folder(name), max_sequence_length=limit)
-
-
-def test_each_prompt_is_encoded_once_while_it_is_cached(flux):
-    calls = []
-    flux.pipeline.text_encoder_2.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    first = flux.encode([Item(i, prompt) for i, prompt in enumerate("abaa")])
-    second = flux.encode([Item(0, "b"), Item(1, "c")])
-    assert calls == [1, 1, 1]
-    assert len(first) == 4 and torch.equal(first.prompt_embeds[1], second.prompt_embeds[0])
-    assert torch.equal(first.prompt_embeds[2], first.prompt_embeds[0])
-    assert not torch.equal(first.prompt_embeds[1], first.prompt_embeds[0])
 
 
 def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
@@ -65,12 +45,6 @@ def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
     flux._texts.max_bytes = 1  # one entry always stays
     flux.encode([Item(4, "prompt 4")])
     assert flux._texts.num_bytes == size and "prompt 4" in flux._texts
-
-
-def test_initial_latents_depend_only_on_their_seed(flux):
-    batch = flux.initial_latents([1, 2, 3], 16, 24)
-    assert batch.shape == (3, 6, 16) and batch.dtype == torch.float32
-    assert torch.equal(batch[1:2], flux.initial_latents([2], 16, 24))
 
 
 def test_sizes_are_rounded_with_a_log_line(flux, caplog):

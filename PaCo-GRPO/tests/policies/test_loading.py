@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from paco_grpo.policies import PolicyLoadError, load_policy, transformer_bytes
 
@@ -42,6 +43,18 @@ def test_damaged_weights(tmp_path, tiny_flux_dir, size):
     if weights:
         file.write_bytes(weights)
     with pytest.raises(PolicyLoadError, match=str(tmp_path / "model")):
+        load_policy(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("name", "encoder"), [("flux", "text_encoder"), ("flux", "text_encoder_2"), ("qwen", "text_encoder")])
+def test_a_text_encoder_without_one_of_its_tensors(tmp_path, tiny_folder, name, encoder):
+    shutil.copytree(tiny_folder(name), tmp_path / "model")
+    file = tmp_path / "model" / encoder / "model.safetensors"
+    weights = load_file(file)
+    removed = next(key for key in weights if "layer" in key or "block" in key)
+    del weights[removed]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(PolicyLoadError, match=removed.split(".", 2)[2]):
         load_policy(tmp_path / "model")
 
 

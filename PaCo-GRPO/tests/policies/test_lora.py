@@ -9,6 +9,7 @@ from peft import PeftModel
 from tiny_flux import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError
 from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import (
@@ -118,25 +119,38 @@ def test_lora_weights_are_float32_on_a_low_precision_base(tiny_flux_dir):
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable_parameters(policy))
 
 
-def test_merging_loses_the_adapter_in_low_precision_only(tiny_flux_dir):
-    """A bfloat16 weight has 8 bits, so merging drops smaller updates: why sample.merge_lora is off by default."""
-    errors = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        policy = load("flux", tiny_flux_dir, dtype=dtype)
-        add_lora(policy, 4, 8)
-        disturb(policy, scale=1e-3)
-        with reference(policy):
-            base = latents_of(policy)
-        change = latents_of(policy) - base
-        with merged(policy):
-            after = latents_of(policy) - base
-        errors[dtype] = float((after - change).norm() / change.norm())
-    assert errors[torch.float32] < 1e-2 and errors[torch.bfloat16] > 0.1
+@pytest.mark.parametrize(
+    ("targets", "kinds"),
+    [
+        ("attention", {f"attn.{n}" for n in (
+            "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}),
+        (["to_q", "img_mlp.net.2"], {"attn.to_q", "img_mlp.net.2"}),
+        ("attn.to_k", {"attn.to_k"}),
+        (r"transformer_blocks\.1\..*(attn|norm).*v.*", {"attn.to_v", "attn.add_v_proj"}),
+    ],
+)  # fmt: skip
+def test_targets(tiny_folder, targets, kinds):
+    policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
+    add_lora(policy, 2, 4, targets)
+    layers = [n.split(".lora_A")[0] for n, _ in unwrap(policy.transformer).named_parameters() if ".lora_A" in n]
+    assert {layer.split(".", 2)[2] for layer in layers} == kinds
+    assert {layer.split(".")[1] for layer in layers} == ({"1"} if "1" in targets else {"0", "1"})
 
 
-def test_unknown_target(tiny_flux_dir):
-    with pytest.raises(ValueError, match="no_such_layer"):
-        add_lora(load("flux", tiny_flux_dir), targets=["no_such_layer"])
+@pytest.mark.parametrize(
+    ("targets", "near"),
+    [
+        (["attn.to_q", "ff.net.2"], "'img_mlp.net.2'"),  # FLUX's name, which the published training gave Qwen-Image-Edit
+        ("attenton", "'attention'"),
+        (r".*\.attn\.to_qq", "'attn.to_q'"),
+        ("attn.(", "regular expression"),
+    ],
+)
+def test_a_target_without_a_layer_names_near_ones(tiny_folder, targets, near):
+    policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
+    with pytest.raises(ConfigError, match=rf"config\.train\.lora_targets.*{near}"):
+        add_lora(policy, targets=targets)
+    assert not lora_parameters(policy)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -166,6 +180,16 @@ def test_plain_peft_reads_it(tiny_flux_dir, tmp_path):
     other = load("flux", tiny_flux_dir)
     other.transformer = PeftModel.from_pretrained(other.transformer, str(tmp_path))
     torch.testing.assert_close(latents_of(other), latents_of(policy), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("save", [save_peft, save_diffusers])
+def test_a_lora_that_is_not_finite_is_refused(tiny_flux_dir, tmp_path, save):
+    policy = with_lora(tiny_flux_dir)
+    with torch.no_grad():
+        trainable_parameters(policy)[1][0, 0] = float("nan")
+    save(policy, tmp_path)
+    with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path.*not finite"):
+        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
 
 
 def test_bad_lora_paths(tiny_flux_dir, tmp_path):

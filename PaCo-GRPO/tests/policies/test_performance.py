@@ -17,7 +17,7 @@ from paco_grpo.policies.performance.compile import compile_blocks, is_compiled
 from paco_grpo.policies.performance.offload import Offloaded
 
 
-def ready(name, folder, targets=None):
+def ready(name, folder, targets="default"):
     policy = load(name, folder)
     lora.add_lora(policy, 4, 8, targets)
     lora.add_snapshot(policy, "old")

@@ -105,17 +105,6 @@ def test_a_lazy_image_is_read_once(policy):
     assert len(reads) == 1
 
 
-def test_text_and_image_reach_the_velocity(policy):
-    def velocity(item_id, text, image):
-        conditioning = policy.encode([Item(item_id, text, 32, 32, image=picture(image))])
-        return policy.velocity(policy.initial_latents([1], 32, 32), torch.tensor([0.5]), conditioning, 32, 32)
-
-    base = velocity(0, "a", 1)
-    assert (velocity(0, "another", 1) - base).abs().max() > 1e-4
-    assert (velocity(0, "a", 2) - base).abs().max() > 1e-4
-    assert torch.equal(velocity(5, "a", 1), base)
-
-
 def test_an_item_without_an_image_is_named(policy):
     with pytest.raises(ValueError, match="item 4"):
         policy.encode([Item(4, "x", 32, 32)])

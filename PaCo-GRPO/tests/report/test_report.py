@@ -9,26 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from paco_grpo.report.__main__ import main
 from paco_grpo.report.build import write_report
-from paco_grpo.report.data import Picture, curves, read_json_lines, read_run
+from paco_grpo.report.data import Picture, curves, read_run
 from paco_grpo.report.page import choose_pairs
 
 NAMES = ("consistency_score", "oracle_consistency", "oracle_alignment", "oracle_view", "oracle_valid", "oracle_distinct")
-COLORS = ("#dc1f1f", "#1f40dc", "#199438", "#9e29bd", "#f2c70d")
-
-
-def _grid(rng: np.random.Generator, consistent: bool, side: int) -> Image.Image:
-    image = Image.new("RGB", (side, side), "white")
-    pen, half = ImageDraw.Draw(image), side // 2
-    colors = [str(rng.choice(COLORS))] * 4 if consistent else rng.choice(COLORS, 4).tolist()
-    for i, color in enumerate(colors):
-        x, y = i % 2 * half + half // 2, i // 2 * half + half // 2
-        r = int(half * rng.uniform(0.2, 0.35))
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
-    return image
 
 
 def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) -> Path:
@@ -54,17 +42,17 @@ def fake_run(folder: Path, epochs: int = 30, images: int = 16, side: int = 128) 
             for name, value in means.items():
                 row |= {f"eval/{name}_mean": value, f"eval/{name}_stderr": 0.03}
             rows.append(row)
-            _evaluation(folder / "eval" / f"epoch_{epoch:04d}", images, side, consistent=epoch == epochs, means=means)
+            _evaluation(folder / "eval" / f"epoch_{epoch:04d}", images, side, means)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def _evaluation(folder: Path, images: int, side: int, consistent: bool, means: dict[str, float]) -> None:
+def _evaluation(folder: Path, images: int, side: int, means: dict[str, float]) -> None:
     folder.mkdir(parents=True)
     rows = []
     for i in range(images):
         name = f"{i:05d}.png"
-        _grid(np.random.default_rng(i), consistent, side).save(folder / name)
+        Image.new("RGB", (side, side), (10 * i, 80, 120)).save(folder / name)
         rows.append({"file": name, "prompt": f"2x2 grid layout of <one> shape number {i}. [TOP]-[LEFT]: big center", "item_id": i,
                      "seed": i, "idx": f"test-{i:04d}", "category": ("training character", "held-out character")[i % 2],
                      "rewards": {n: (None if i == 3 and n == "consistency_score" else v) for n, v in means.items()}})  # fmt: skip
@@ -84,40 +72,29 @@ def written(tmp_path_factory):
     return folder, files
 
 
-class Links(HTMLParser):
+class Tags(HTMLParser):
     """Everything a page would load, and its open tags."""
-
-    VOID = ("meta", "img", "br", "link", "input", "hr")
 
     def __init__(self):
         super().__init__()
-        self.found, self.open, self.unbalanced = [], [], []
+        self.loaded, self.open = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.found += [(tag, k, v) for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "data")]
-        if tag not in self.VOID:
+        self.loaded += [v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "data")]
+        if tag not in ("meta", "img", "br"):
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attrs):
-        self.found += [(tag, k, v) for k, v in attrs if k in ("src", "href", "xlink:href")]
-
     def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
-            self.unbalanced.append(tag)
+        assert self.open.pop() == tag
 
 
 def test_page_is_self_contained_and_well_formed(written):
     page = written[1][0].read_text()
-    links = Links()
-    links.feed(page)
-    assert {(t, k) for t, k, v in links.found if not v.startswith(("data:", "#"))} == set()
-    assert links.open == [] and links.unbalanced == []
+    tags = Tags()
+    tags.feed(page)
+    assert all(link.startswith(("data:", "#")) for link in tags.loaded) and tags.open == []
     assert "<script" not in page and "@import" not in page and "url(http" not in page
     assert len(page) < 3_000_000
-
-
-def test_ids_are_unique_and_references_resolve(written):
-    page = written[1][0].read_text()
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
@@ -155,7 +132,6 @@ def test_numbers_are_those_of_the_run(written):
     oracle = run.test["oracle_consistency"]
     assert oracle.epoch == (0, 15, 30) and oracle.error == (0.03,) * 3
     assert run.train["consistency_score"].error == pytest.approx((0.32 / 8,) * 30)  # 64 images an epoch
-    assert oracle.minutes == pytest.approx((0, 3, 6))
     assert run.seconds == pytest.approx({"sampling": 210, "waiting for rewards": 36, "training": 102, "evaluation": 60})
     assert len(run.pairs) == 16
     assert all(a.file.parent.name == "epoch_0000" and b.file.parent.name == "epoch_0030" for a, b in run.pairs)
@@ -174,7 +150,7 @@ def test_pairs_are_chosen_by_place_not_by_score():
 def test_curve_without_errors_everywhere_has_none():
     rows = [{"epoch": 0, "time": 60.0, "eval/x_mean": 1.0, "eval/x_stderr": 0.1}, {"epoch": 1, "time": 120.0, "eval/x_mean": 2.0}]
     curve = curves(rows, "eval/")["x"]
-    assert curve.error is None and curve.value == (1.0, 2.0) and curve.minutes == (1.0, 2.0)
+    assert curve.error is None and curve.value == (1.0, 2.0)
 
 
 def test_a_run_that_has_only_begun(tmp_path):
@@ -213,9 +189,3 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # raises ModuleNotFoundError, as an absent package does
     assert main([str(tmp_path)]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_the_last_row_may_be_cut_short(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"epoch": 1}\n{"epo')
-    assert read_json_lines(path) == [{"epoch": 1}]

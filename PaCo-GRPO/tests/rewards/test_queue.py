@@ -8,7 +8,7 @@ import pytest
 from reward_factories import sleeping
 from tiny_policies import picture
 
-from paco_grpo.distributed.collectives import Stopped
+from paco_grpo.distributed.processes import Stopped
 from paco_grpo.rewards.queue import ScoringError, ScoringQueue
 
 

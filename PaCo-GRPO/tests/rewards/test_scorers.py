@@ -1,7 +1,6 @@
 """Local scorers with tiny weights of the same architectures, against a direct computation."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_clip import save_clip, save_open_clip
 
 from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.dreamsim import DreamSim
@@ -27,35 +27,18 @@ ITEMS = [Item(0, PROMPT), Item(1, PROMPT.replace("cat", "dog")), Item(0, PROMPT)
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = sizes | {
-        "vocab_size": 32,
-        "max_position_embeddings": 77,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    vision = sizes | {"image_size": 16, "patch_size": 8}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
-    words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    CLIPProcessor(processor, fast).save_pretrained(folder)
-    return str(folder)
+    return save_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.mark.parametrize(("factory", "scale"), [(pickscore, 26), (clipscore, 30)])
-def test_whole_image_scores_are_scaled_cosines(clip_folder, factory, scale):
+def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(clip_folder, factory, scale, monkeypatch):
     from transformers import CLIPModel, CLIPProcessor
 
-    scores = factory(clip_folder, clip_folder, batch_size=2)(IMAGES, ITEMS)
+    reward = factory(clip_folder, clip_folder, batch_size=2)
+    assert reward._model is None  # nothing is loaded early
+    scores = reward(IMAGES, ITEMS)
+    monkeypatch.setattr(reward._model.text_model, "forward", None)  # not needed any more
+    assert np.array_equal(reward(IMAGES, ITEMS), scores)
     model, processor = CLIPModel.from_pretrained(clip_folder).eval(), CLIPProcessor.from_pretrained(clip_folder)
     for image, item, score in zip(IMAGES, ITEMS, scores, strict=True):
         inputs = processor(text=[item.prompt], images=[image], return_tensors="pt")
@@ -64,32 +47,10 @@ def test_whole_image_scores_are_scaled_cosines(clip_folder, factory, scale):
             assert score == pytest.approx(model(**inputs).logits_per_image.item() / scale, rel=1e-5)
 
 
-def test_a_prompt_is_encoded_once_and_nothing_is_loaded_early(clip_folder, monkeypatch):
-    score = pickscore(clip_folder, clip_folder)
-    assert score._model is None
-    first = score(IMAGES, ITEMS)
-    monkeypatch.setattr(score._model.text_model, "forward", None)  # not needed any more
-    assert np.array_equal(score(IMAGES, ITEMS), first)
-
-
 @pytest.fixture(scope="module")
 def tiny_open_clip(tmp_path_factory):
     """Name and file of weights of a tiny OpenCLIP; the file is safetensors."""
-    import open_clip
-    from safetensors.torch import save_file
-
-    folder = tmp_path_factory.mktemp("open_clip")
-    sizes = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
-        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
-    }
-    (folder / "tiny-test.json").write_text(json.dumps(sizes))
-    open_clip.add_model_config(folder)
-    torch.manual_seed(0)
-    model = open_clip.create_model("tiny-test")
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "tiny.safetensors")
-    return "tiny-test", str(folder / "tiny.safetensors")
+    return save_open_clip(tmp_path_factory.mktemp("open_clip"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from serving_reward import ROOT, free_port, remote, running, service
 from paco_grpo.rewards.registry import RewardError, build_rewards
 from paco_grpo.rewards.remote.service import main
 from paco_grpo.types import Item
-from paco_judge.images import png_data_url
+from paco_judge.images import data_url
 
 IMAGES = [Image.fromarray(np.random.default_rng(i).integers(0, 255, (24, 24, 3), dtype=np.uint8)) for i in range(5)]
 ITEMS = [Item(i % 2, f"item {i % 2}", metadata={"idx": i % 2}) for i in range(5)]
@@ -125,7 +125,7 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
     """EditScore, whose package is not in this environment, in a real one behind the service."""
     images = [Image.new("RGB", (16, 16), color) for color in COLORS]
     items = [Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))]
-    color_of = {png_data_url(image): color for image, color in zip(images, COLORS, strict=True)}
+    color_of = {data_url(image): color for image, color in zip(images, COLORS, strict=True)}
 
     def respond(number, request):
         """Reasons and two scores of 25, as EditScore answers; nonsense about black images."""

@@ -2,12 +2,15 @@
 
 import threading
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_policy import ToyPolicy
 
-from paco_grpo.sampling.images import Batch, Decoder, batches_by_key
+from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.sampling.images import Batch, batches_by_key, sample_images
+from paco_grpo.types import Item
 
 
 @given(st.lists(st.sampled_from([(8, 8), (8, 16), (16, 16)]), max_size=30), st.integers(1, 7))
@@ -18,30 +21,55 @@ def test_batches_hold_one_size_each_and_are_as_few_as_possible(sizes, batch_size
     assert len(batches) == sum(-(-sizes.count(size) // batch_size) for size in set(sizes))
 
 
-class Decoding:
-    """A policy that only decodes."""
-
-    device = torch.device("cpu")
-
-    def __init__(self):
-        self.threads = []
+class Decoding(ToyPolicy):
+    """Its images are the first latents, with the thread that decoded them."""
 
     def decode(self, latents, height, width):
-        self.threads.append(threading.current_thread().name)
-        if latents[0, 0, 0] < 0:
+        if len(latents) == 1:
             raise ValueError("the VAE is gone")
-        return [float(x) for x in latents[:, 0, 0]]
+        return [(float(x), threading.current_thread().name) for x in latents[:, 0, 0]]
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_decoder_keeps_order_and_passes_errors_on(background):
+def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
     policy, got = Decoding(), []
-    with Decoder(policy, lambda images, batch: got.append((images, batch.numbers[0])), background) as decoder:
-        for mark in range(5):
-            decoder.submit(torch.full((2, 1, 1), float(mark)), Batch([mark], 8, 8))
-        decoder.wait()
-    assert got == [([float(mark)] * 2, mark) for mark in range(5)]
-    assert all(name.startswith("decode") == background for name in policy.threads)
-    with pytest.raises(ValueError, match="VAE is gone"), Decoder(policy, print, background) as decoder:
-        decoder.submit(torch.full((1, 1, 1), -1.0), Batch([0], 8, 8))
-        decoder.wait()
+
+    def run(counts, idle=()):
+        def inputs(batch):
+            items = [Item(batch.numbers[0], "x")] * counts[batch.numbers[0]]
+            return {"conditioning": policy.encode(items), "item_ids": range(len(items)), "seeds": range(len(items))}
+
+        rounds = [(Batch([number], 8, 8), number in idle) for number in range(len(counts))]
+        deliver = lambda images, batch: got.append((images, batch.numbers[0]))
+        return list(sample_images(policy, rounds, inputs, deliver, overlap_decode=background, num_steps=2))
+
+    results = run([2, 2, 3, 2], idle={1})
+    assert [batch.numbers[0] for batch, _ in results] == [number for _, number in got] == [0, 2, 3]
+    for (_, result), (images, _) in zip(results, got, strict=True):
+        assert [value for value, _ in images] == result.clean_latents[:, 0, 0].tolist()
+        assert all(name.startswith("decode") == background for _, name in images)
+    for counts in ([2, 1, 2], [2, 1]):
+        with pytest.raises(ValueError, match="VAE is gone"):
+            run(counts)
+
+
+class Diverging(Decoding):
+    """The second image of each batch is not finite."""
+
+    def initial_latents(self, seeds, height, width):
+        latents = super().initial_latents(seeds, height, width)
+        latents[1] = float("nan")
+        return latents
+
+
+def test_an_image_that_is_not_finite_has_no_score():
+    policy, got, items = Diverging(), [], [Item(0, "x")] * 3
+    inputs = lambda batch: {"conditioning": policy.encode(items), "item_ids": range(3), "seeds": range(3)}
+    list(sample_images(policy, [(Batch([4, 5, 6], 8, 8), False)], inputs, lambda *images: got.append(images), num_steps=2))
+    ((images, batch),) = got
+    assert [image is None for image in images] == [False, True, False]
+    queue = ScoringQueue({"one": lambda images, items: np.ones(len(images))})
+    queue.submit(images, items, batch.numbers)
+    scores = queue.results(7)[:, 0]
+    queue.close()
+    assert np.isnan(scores[[0, 1, 2, 3, 5]]).all() and scores[[4, 6]].tolist() == [1, 1]

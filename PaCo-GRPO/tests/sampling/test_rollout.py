@@ -7,9 +7,7 @@ import pytest
 import torch
 from toy_policy import ToyConditioning, ToyPolicy
 
-from paco_grpo.policies import load_policy
-from paco_grpo.policies.lora import add_lora
-from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout, step_noise
+from paco_grpo.sampling.denoise import rollout, step_noise
 from paco_grpo.types import Item, Rollout
 
 
@@ -57,15 +55,6 @@ def test_against_numpy(cps, noise_steps):
         direction = record.conditioning.direction[b].double().numpy()
         expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, cps)
         np.testing.assert_allclose(record.clean_latents[b].numpy(), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_a_sample_does_not_depend_on_its_batch():
-    policy = ToyPolicy()
-    full = toy_rollout(policy)
-    alone = toy_rollout(policy, ids=(1,), seeds=(12,))
-    torch.testing.assert_close(full.clean_latents[2:3], alone.clean_latents, rtol=0, atol=1e-6)
-    for step, alone_step in zip(full.noise_steps, alone.noise_steps, strict=True):
-        torch.testing.assert_close(step.log_prob[2:3], alone_step.log_prob, rtol=0, atol=1e-6)
 
 
 def test_noise_depends_on_seed_and_step():
@@ -117,26 +106,6 @@ def test_bad_arguments():
         toy_rollout(ToyPolicy(), group_index=torch.tensor([0, 1, 2]))
 
 
-@pytest.mark.parametrize("cps", [False, True])
-def test_flux_ratio_is_exactly_one(tiny_flux_dir, cps):
-    policy = load_policy(tiny_flux_dir, max_sequence_length=16)
-    add_lora(policy, rank=4, alpha=8)
-    conditioning = policy.encode([Item(i, f"prompt {i}") for i in range(3)])
-    record = rollout(
-        policy, conditioning, range(3), [1, 2, 3], 16, 24, num_steps=4, noise_steps=(0, 2), noise_level=0.8, cps=cps
-    )
-    for step in record.noise_steps:
-        assert not step.log_prob.requires_grad
-        transition = current_transition(policy, record, step)
-        assert transition.mean.requires_grad
-        assert torch.equal((transition.log_prob(step.next_latents) - step.log_prob).exp(), torch.ones(3))
-        assert torch.equal(transition.mean, step.mean)
-    wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in record.noise_steps]
-    again = recompute_old(policy, dataclasses.replace(record, noise_steps=wiped))
-    for step, new in zip(record.noise_steps, again.noise_steps, strict=True):
-        assert torch.equal(new.log_prob, step.log_prob) and torch.equal(new.mean, step.mean)
-
-
 def test_select_cat_to():
     record = toy_rollout(ToyPolicy())
     back = Rollout.cat([record.select([0, 1]), record.select(torch.tensor([2])), record.select(slice(3, None))])
@@ -148,8 +117,7 @@ def test_select_cat_to():
         assert step.index == original.index
         for name in ("latents", "next_latents", "mean", "log_prob"):
             assert torch.equal(getattr(step, name), getattr(original, name)), name
-    assert len(record.to("cpu")) == len(record.noise_steps[0]) == 4
-    assert record.conditioning.to("cpu", torch.float16).direction.dtype == torch.float16
+    assert len(record) == len(record.noise_steps[0]) == 4
     for other in (toy_rollout(ToyPolicy(), num_steps=6), dataclasses.replace(record, height=16),
                   toy_rollout(ToyPolicy(), noise_steps=(1, 2)), toy_rollout(ToyPolicy(), noise_steps=(1,))):  # fmt: skip
         with pytest.raises(ValueError, match="cannot join"):

@@ -1,7 +1,6 @@
 """The steps against NumPy in float64 and against torch.distributions.Normal (arXiv 2505.05470, 2509.05952)."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,13 +87,3 @@ def test_flow_sde_keeps_the_marginal_distribution():
     after = step.sample(torch.randn(x.shape, generator=generator))
     assert abs(after.mean() - (1 - 0.58) * data) < 0.005
     assert abs(after.std() - 0.58) < 0.01
-
-
-@pytest.mark.parametrize("function", [sde_step, cps_step])
-def test_a_sample_does_not_depend_on_its_batch(function):
-    x, v, noise, sigma, sigma_next = tensors(*random_step(1))
-    full = function(x, v, sigma, sigma_next, 0.9, 0.7)
-    one = function(x[1:2], v[1:2], sigma[1:2], sigma_next[1:2], 0.9, 0.7)
-    assert torch.equal(full.mean[1:2], one.mean) and torch.equal(full.std[1:2], one.std)
-    next_latents = full.sample(noise)
-    torch.testing.assert_close(full.log_prob(next_latents)[1:2], one.log_prob(next_latents[1:2]), rtol=0, atol=0)

@@ -56,16 +56,17 @@ def judge(judge_folder):
 def engine_url(judge_folder):
     """The transformers engine as a separate process, serving the tiny judge as ``Tiny-Judge``."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_server.transformers_engine",
-        "--model",
-        str(judge_folder),
+    command = [sys.executable, "-m", "vllm_server.transformers_engine", "--model", str(judge_folder)]
+    command += [
         "--port",
         str(port),
+        "--served-model-name",
+        "Tiny-Judge",
+        "--max-model-len",
+        "1024",
+        "--max-body-mb",
+        "4",
     ]
-    command += ["--served-model-name", "Tiny-Judge", "--max-model-len", "1024", "--max-body-mb", "4"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

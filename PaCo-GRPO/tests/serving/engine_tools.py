@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from paco_judge.images import png_data_url
+from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
 from vllm_server.transformers_engine.batching import Batcher, Job
 from vllm_server.transformers_engine.protocol import ChatRequest, parse_request
@@ -20,7 +20,7 @@ def parse(served: tuple[str, ...] = ("m",), adapters: Sequence[str] = (), **fiel
 
 
 def request(*images: Image.Image, question: str = "same?", **fields) -> ChatRequest:
-    return parse(messages=build_messages(*map(png_data_url, images), question), **fields)
+    return parse(messages=build_messages(*map(data_url, images), question), **fields)
 
 
 def pair_requests(tiny, count: int, **fields) -> list[tuple[list, str, ChatRequest]]:
@@ -73,6 +73,6 @@ def ids(answer: tuple) -> list[int]:
 
 
 def chat_body(tiny, **fields) -> dict:
-    urls = [png_data_url(tiny.picture(seed)) for seed in (0, 1)]
+    urls = [data_url(tiny.picture(seed)) for seed in (0, 1)]
     body = {"model": "Tiny-Judge", "messages": build_messages(*urls, "same?"), "temperature": 0} | fields
     return json.loads(json.dumps(body))

@@ -11,7 +11,7 @@ import time
 
 PORT = int(sys.argv[1])
 mode = "ok"
-counts = {"asked": 0, "in_flight": 0, "most": 0, "abandoned": 0, "connections": 0}
+counts = {"path": "", "asked": 0, "in_flight": 0, "most": 0, "abandoned": 0, "connections": 0}
 
 
 def answer(status: int, body: bytes, kind: str = "application/json", extra: str = "") -> bytes:
@@ -89,6 +89,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
                     await asyncio.sleep(600)
                 writer.write(answer(503 if mode == "sick" else 200, b""))
             else:
+                counts["path"] = path
                 again = await counted(reader, writer, json.loads(body))
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):

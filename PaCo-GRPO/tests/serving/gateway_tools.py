@@ -1,13 +1,12 @@
 """A gateway and its fake servers as processes, for tests."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import aiohttp
 import httpx
 from serving_tools import ROOT, free_port, wait_for
 
@@ -76,21 +75,17 @@ class GatewayProcess:
     def ask_many(self, model: str, count: int, at_once: int) -> list[int]:
         """Status of each of ``count`` requests; 0 for a broken connection."""
 
-        async def ask() -> list[int]:
-            connector = aiohttp.TCPConnector(limit=at_once)
-            async with aiohttp.ClientSession(connector=connector, headers=self.headers) as session:
-                return await asyncio.gather(*[one(session, number) for number in range(count)])
-
-        async def one(session: aiohttp.ClientSession, number: int) -> int:
+        def one(number: int) -> int:
             try:
-                async with session.post(self.chat_url, json={"model": model, "id": number}) as response:
-                    if response.status == 200:
-                        assert (await response.json())["seen"]["id"] == number, "everybody gets the right answer"
-                    return response.status
-            except aiohttp.ClientError:
+                response = self.ask(client, model, id=number)
+            except httpx.TransportError:
                 return 0
+            if response.status_code == 200:
+                assert response.json()["seen"]["id"] == number, "everybody gets the right answer"
+            return response.status_code
 
-        return asyncio.run(ask())
+        with self.client() as client, ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(one, range(count)))
 
     def curl(self, model: str = "Solo") -> subprocess.Popen:
         """A request in the background."""

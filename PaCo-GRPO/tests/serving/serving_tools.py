@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 from vllm_server.processes import Process
@@ -32,19 +33,21 @@ class Shell:
     """Runs our scripts with their own environment and working folder."""
 
     def __init__(self, tmp_path: Path, **variables):
-        package = tmp_path / "fake" / "vllm" / "entrypoints" / "openai"
+        self.vllm = tmp_path / "vllm-environment"  # with nothing but a fake vLLM
+        venv.create(self.vllm, symlinks=True)
+        (site,) = self.vllm.glob("lib/python3*/site-packages")
+        package = site / "vllm" / "entrypoints" / "openai"
         package.mkdir(parents=True)
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
         shutil.copy(FAKE, package / "api_server.py")
         self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
         self.bin.mkdir()
-        python = self.program("vllm-python", f'PYTHONPATH="{tmp_path / "fake"}" exec "{sys.executable}" "$@"')
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "VLLM_PYTHON": str(python),
+            "VLLM_PYTHON": str(self.vllm / "bin" / "python"),
             "VLLM_MODEL_PATHS": "model",
             "VLLM_MODEL_NAMES": "Judge",
             "VLLM_PORT": str(self.port),

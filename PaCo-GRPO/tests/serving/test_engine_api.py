@@ -10,8 +10,8 @@ import torch
 from engine_tools import chat_body, parse, plain_logprobs, plain_model
 
 from paco_judge.client import JudgeClient, Pair
-from paco_judge.images import png_data_url
-from paco_judge.questions import build_messages, grid_layout_question, theme_question
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages, load_question, theme_question
 from paco_judge.verdict import p_yes_from_logits
 from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine.protocol import parse_request
@@ -34,7 +34,8 @@ def test_the_judges_client_gets_the_models_own_scores(engine_url, judge, judge_f
     plain = plain_model(judge_folder)
     yes, no = (judge.tokenizer.convert_tokens_to_ids(word) for word in ("Yes", "No"))
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1 + i % 3), theme_question(f"fox {i % 5}")) for i in range(18)]
-    pairs += [Pair(tiny.picture(i), None, grid_layout_question(1 + i % 3, 2 + i)) for i in range(6)]  # one image alone
+    layout = load_question("grid_layout")
+    pairs += [Pair(tiny.picture(i), None, layout.text(rows=1 + i % 3, cols=2 + i)) for i in range(6)]  # one image alone
     verdicts = JudgeClient(engine_url, model="tiny-judge", deadline_s=300).score_blocking(pairs)
     scored = {1: 0, 2: 0}
     for pair, verdict in zip(pairs, verdicts, strict=True):
@@ -71,7 +72,7 @@ def test_openai_client_with_logprobs_and_streaming(engine_url, tiny):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unreadable_image_is_refused(http, tiny, stream):
-    messages = build_messages(png_data_url(tiny.picture(2)), "data:image/png;base64,AAAA", "same?")
+    messages = build_messages(data_url(tiny.picture(2)), "data:image/png;base64,AAAA", "same?")
     answer = http.post("/v1/chat/completions", json=chat_body(tiny, messages=messages, stream=stream))
     assert answer.status_code == 400, "before a stream starts"
     assert answer.json()["error"]["code"] == "invalid_image"

@@ -3,17 +3,11 @@
 import threading
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
-from engine_tools import ids, pair_requests, parse, request, run
-from PIL import Image
+from engine_tools import ids, pair_requests, run
 
-from paco_judge.questions import build_messages
 from vllm_server.asgi import ApiError
-from vllm_server.transformers_engine import model as model_module
 from vllm_server.transformers_engine.batching import Batcher, Job
-from vllm_server.transformers_engine.model import JudgeModel
 
 
 @pytest.fixture
@@ -39,25 +33,6 @@ async def test_the_next_batch_is_prepared_while_the_model_runs(judge, scores):
     with mock.patch.object(judge, "prepare", counting), mock.patch.object(judge, "first_token_logprobs", waiting):
         answers = await run(judge, scores[:4], max_batch=2)
     assert all(len(tokens) == 1 for tokens, _ in answers)
-
-
-async def test_few_requests_are_prepared_ahead(judge, scores):
-    """Prepared requests hold image features: a long queue must not fill the memory with them."""
-    forward, prepare, ahead = judge.first_token_logprobs, judge.prepare, []
-    count = {"prepared": 0, "run": 0}
-
-    def counting(requests):
-        count["prepared"] += len(requests)
-        return prepare(requests)
-
-    def watching(batch):
-        count["run"] += len(batch)
-        ahead.append(count["prepared"] - count["run"])
-        return forward(batch)
-
-    with mock.patch.object(judge, "prepare", counting), mock.patch.object(judge, "first_token_logprobs", watching):
-        await run(judge, scores, max_batch=2)
-    assert max(ahead) <= 6
 
 
 async def test_batches_respect_their_limits(judge, scores):
@@ -132,30 +107,3 @@ async def test_a_full_queue_refuses(judge, scores):
     with pytest.raises(ApiError) as refused:
         batcher.submit(Job(scores[1]))
     assert refused.value.status == 429 and refused.value.retry_after_s == 1
-
-
-def photograph(seed: int) -> Image.Image:
-    """Noise: a PNG of about 300 kB."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (320, 320, 3), dtype=np.uint8))
-
-
-def test_large_images_are_decoded_on_threads_with_the_same_result(judge_folder, monkeypatch):
-    images = [photograph(seed) for seed in range(3)]
-    requests = [request(images[0], images[1]), request(images[1], images[2])]
-    url = requests[0].images[0]
-    broken = parse(messages=build_messages(url, url[: len(url) // 8 * 4], "same?"))
-    names: set[str] = set()
-    open_url = model_module._open_url
-    monkeypatch.setattr(
-        model_module, "_open_url", lambda url: names.add(threading.current_thread().name) or open_url(url)
-    )
-    found = []
-    for limit in (model_module._INLINE_BYTES, 1 << 40):
-        monkeypatch.setattr(model_module, "_INLINE_BYTES", limit)
-        found.append(JudgeModel.load(str(judge_folder), 1024).prepare([*requests, broken]))
-    threaded, inline = found
-    assert any(name.startswith("engine-decode") for name in names) and "MainThread" in names
-    for a, b in zip(threaded[:2], inline[:2], strict=True):
-        for one, other in zip(a.features, b.features, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert isinstance(threaded[2], ApiError) and isinstance(inline[2], ApiError)

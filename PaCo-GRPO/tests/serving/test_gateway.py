@@ -3,12 +3,11 @@
 ``Solo`` has one replica, ``Pair`` two; ``Adapter`` is served by Solo's server.
 """
 
-import asyncio
 import json
 import os
 import signal
-import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -75,7 +74,15 @@ def test_requests_that_cannot_be_routed_are_refused_in_openais_format(client, bo
     assert status != 404 or "Solo, Adapter, Pair" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_other_routes_of_the_engine_are_passed_on(client, servers, path):
+    assert port_of(client.post(path, json={"model": "Solo", "input": "a fox"})) == servers[0].port
+    assert servers[0].counts()["path"] == path
+    assert client.post(path, json={"model": "Nobody's"}).status_code == 404
+
+
 def test_models_and_health(client):
+    assert client.get("/").json()["models"] == ["Solo", "Adapter", "Pair"]
     models = client.get("/v1/models").json()
     assert [row["id"] for row in models["data"]] == ["Solo", "Adapter", "Pair"]
     assert models["object"] == "list" and {row["object"] for row in models["data"]} == {"model"}
@@ -85,8 +92,9 @@ def test_models_and_health(client):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/chat/completions", 405), ("GET", "/v1/nothing", 404), ("PUT", "/health", 405)],
-)
+    [("GET", "/v1/chat/completions", 405), ("GET", "/v1/nothing", 404), ("PUT", "/health", 405),
+     ("POST", "/v1/%2e%2e/sleep", 404)],
+)  # fmt: skip
 def test_other_routes_are_refused(client, method, path, status):
     response = client.request(method, path)
     assert response.status_code == status
@@ -126,12 +134,6 @@ def test_the_least_busy_replica_is_asked(gateway, client, servers):
     assert all(b'"port"' in one.communicate()[0] for one in busy)
 
 
-def test_connections_to_servers_are_kept(gateway, client, servers):
-    for _ in range(20):
-        assert port_of(gateway.ask(client, "Solo"))
-    assert servers[0].counts()["connections"] <= 4, "of the pool, the health check, and this question"
-
-
 def test_nobody_works_for_a_caller_who_left(gateway, client, servers):
     servers[0].mode("hang")
     with pytest.raises(httpx.ReadTimeout):
@@ -159,13 +161,6 @@ def test_metrics_count_requests(gateway, client):
     assert more('errors_total{kind="model_not_found"}') == 1
     assert after["paco_gateway_in_flight"] == 0
     assert "Nobody" not in "".join(after), "callers cannot invent labels"
-
-
-def test_curl_waits_for_100_continue_before_a_large_body(gateway, client):
-    body = json.dumps({"model": "Solo", "messages": ["x" * 2_000_000]})
-    command = ["curl", "-sS", "-H", "Expect: 100-continue", "--data-binary", "@-", gateway.chat_url]
-    done = subprocess.run(command, input=body, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["seen"]["keys"] == ["messages", "model"]
 
 
 FAULTS = ("garbage", "text", "half", "close", "500")
@@ -202,14 +197,11 @@ def test_a_replica_killed_under_load_costs_no_request(gateway, client, servers):
     for server in servers[1:]:
         server.mode("slow:0.05")
 
-    async def kill_soon() -> list[int]:
-        asking = asyncio.create_task(asyncio.to_thread(gateway.ask_many, "Pair", 150, 32))
-        while (await asyncio.to_thread(victim.counts))["asked"] < 20:
-            await asyncio.sleep(0.01)
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(gateway.ask_many, "Pair", 150, 32)
+        wait_for(lambda: victim.counts()["asked"] >= 20)
         os.kill(victim.process.pid, signal.SIGKILL)
-        return await asking
-
-    assert asyncio.run(kill_soon()) == [200] * 150
+        assert asking.result() == [200] * 150
     victim.process.wait()
     wait_for(lambda: gateway.up("Pair") == 1)
     response = LOCAL.get(f"{gateway.url}/health")
@@ -240,12 +232,6 @@ def test_requests_of_a_stuck_server_go_to_another(gateway, client, servers):
     assert gateway.up("Pair") == 1
     stuck.mode("ok")
     wait_for(lambda: gateway.up("Pair") == 2)
-
-
-def test_an_unhealthy_server_is_out(gateway, client, servers):
-    servers[1].mode("sick")
-    wait_for(lambda: gateway.up("Pair") == 1)
-    assert set(gateway.ask_many("Pair", 6, 2)) == {200} and servers[1].counts()["asked"] == 0
 
 
 def test_a_stream_that_breaks_ends_with_an_error(gateway, client, servers):

@@ -1,10 +1,5 @@
 """A launched gateway with a key in front of a real engine, asked by the clients that people use."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import openai
 import pytest
@@ -12,7 +7,7 @@ from PIL import Image
 from serving_tools import REPO, VLLM_PYTHON, Shell, all_ended
 
 from paco_judge.client import JudgeClient, Pair
-from paco_judge.images import png_data_url
+from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
 
 TOY_JUDGE = REPO / "quickstart" / "models" / "judge"
@@ -25,7 +20,7 @@ def picture(seed: int) -> Image.Image:
 
 
 def messages(seed: int = 1) -> list[dict]:
-    urls = (png_data_url(picture(seed)), png_data_url(picture(seed + 1)))
+    urls = (data_url(picture(seed)), data_url(picture(seed + 1)))
     return build_messages(*urls, theme_question("a red star"))
 
 
@@ -61,23 +56,6 @@ def client(served) -> openai.OpenAI:
 
 
 @pytest.mark.slow
-def test_the_openai_client(served, client):
-    assert [model.id for model in client.models.list()] == ["Toy-Judge"]
-    whole = client.chat.completions.create(model="Toy-Judge", messages=messages(), max_tokens=8, temperature=0)
-    parts = client.chat.completions.create(
-        model="Toy-Judge", messages=messages(), max_tokens=8, temperature=0, stream=True
-    )
-    text = "".join(part.choices[0].delta.content or "" for part in parts)
-    assert text == whole.choices[0].message.content
-    with pytest.raises(openai.NotFoundError, match="served: Toy-Judge"):
-        client.chat.completions.create(model="Other", messages=messages())
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(model="Toy-Judge", messages=messages(), temperature=0.7)
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong").models.list()
-
-
-@pytest.mark.slow
 def test_scores_are_those_of_the_engine(served, client):
     assert first_tokens(client, "Toy-Judge") == first_tokens(engine_client(served), "Toy-Judge")
     pairs = [Pair(picture(i), picture(i + 1), theme_question("a red star")) for i in range(4)]
@@ -85,24 +63,11 @@ def test_scores_are_those_of_the_engine(served, client):
     assert all(verdict.ok for verdict in judge.score_blocking(pairs))
 
 
-@pytest.mark.slow
-def test_schemathesis_finds_nothing_against_our_openapi_page(served, tmp_path):
-    command = [str(Path(sys.executable).with_name("schemathesis")), "run"]
-    command += [f"{served.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}"]
-    command += ["--max-examples", "15", "--seed", "1", "--generation-deterministic", "--no-color"]
-    # Which requests are valid beyond `model` is decided by the engine.
-    command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--request-timeout", "60"]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "Tested: 4" in done.stdout, "all four routes"
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
-def test_real_vllm_behind_the_gateway(tmp_path):
-    """Two models (the toy judge twice), a key; the scores are the engine's own, and stop ends everything."""
+def test_real_vllm_gives_the_scores_of_transformers(served, client, tmp_path):
+    """Two models (the toy judge twice) behind the gateway, a key; stop ends everything."""
     shell = Shell(tmp_path, VLLM_MODEL_PATHS=f"{TOY_JUDGE},{TOY_JUDGE}", VLLM_MODEL_NAMES="One,Two", VLLM_API_KEY=KEY)
     shell.environment |= {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_ENGINE": "vllm"}
     shell.environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_START_TIMEOUT": "1500", "OMP_NUM_THREADS": "1"}
@@ -110,10 +75,13 @@ def test_real_vllm_behind_the_gateway(tmp_path):
         shell.launch(timeout=1700)
         assert [row["state"] for row in shell.status()] == ["healthy"] * 3
         front = openai.OpenAI(base_url=f"{shell.url}/v1", api_key=KEY)
-        direct = first_tokens(engine_client(shell), "One")
+        direct, ours = first_tokens(engine_client(shell), "One"), first_tokens(client, "Toy-Judge")
         for name in ("One", "Two"):
-            for ours, theirs in zip(first_tokens(front, name), direct, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-3)
+            for found, same, other in zip(first_tokens(front, name), direct, ours, strict=True):
+                assert found == pytest.approx(same, abs=1e-3)
+                shared = found.keys() & other.keys()
+                assert len(shared) >= 15
+                assert [found[token] for token in shared] == pytest.approx([other[token] for token in shared], abs=2e-2)
         stream = front.chat.completions.create(model="Two", messages=messages(), max_tokens=4, stream=True)
         assert len(list(stream)) > 2
     finally:

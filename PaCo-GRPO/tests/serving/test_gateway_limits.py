@@ -77,16 +77,6 @@ def test_a_body_of_50_mb_is_refused(open_gateway, server):
     assert server.counts()["asked"] == 1
 
 
-@pytest.mark.slow
-def test_500_requests_at_once(open_gateway, server):
-    server.mode("slow:0.3")
-    assert open_gateway.ask_many("Solo", 500, 500) == [200] * 500
-    assert server.counts()["most"] > 100
-    metrics = open_gateway.metrics()
-    assert metrics["paco_gateway_in_flight"] == 0
-    assert not any("outstanding" in name and value for name, value in metrics.items())
-
-
 def test_too_many_requests_at_once_are_refused(guarded, server):
     server.mode("hold")
     answers = []

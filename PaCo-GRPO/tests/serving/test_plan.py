@@ -12,7 +12,6 @@ from serving_tools import VLLM_PYTHON, option
 from vllm_server.engines import Engine, engine_command, gateway_command
 from vllm_server.gpus import choose_gpus, divide_gpus, tensor_parallel_size
 from vllm_server.models import Model
-from vllm_server.plan import free_ports
 from vllm_server.settings import LaunchError, LaunchSettings, Weights
 from vllm_server.state import Server
 
@@ -97,19 +96,9 @@ def test_gpus_must_exist(wanted, chosen):
             choose_gpus(wanted, LISTING)
 
 
-def test_private_ports_differ():
-    ports = free_ports(50)
-    assert len(set(ports)) == 50 and all(20000 <= port < 32768 for port in ports)
-
-
 SETTINGS = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/m/judge/"})
-VLLM, TRANSFORMERS = Engine("vllm", "py", "1", "vllm"), Engine("transformers", "py", "1", "transformers")
+VLLM, TRANSFORMERS = Engine("vllm", "py", "1", ""), Engine("transformers", "py", "1", "")
 ADAPTERS = (Weights("/a/x", "x"), Weights("/a/y", "y"))
-
-
-def test_defaults():
-    assert SETTINGS.models == (Weights("/m/judge", "judge"),)
-    assert (SETTINGS.host, SETTINGS.port, SETTINGS.label) == ("127.0.0.1", 8000, "default")
 
 
 def command(engine=VLLM, gpus=(), copies=1, **model) -> list[str]:
@@ -140,7 +129,7 @@ def test_the_gateway_gets_every_replica_and_adapter():
         Server("Judge", "Judge", "/m", "127.0.0.1", 20001, "vllm", names=("Judge", "x")),
         Server("Judge-2", "Judge", "/m", "127.0.0.1", 20002, "vllm", names=("Judge",)),
     ]
-    words = gateway_command(SETTINGS, servers)
+    words = gateway_command("py", SETTINGS, servers)
     upstreams = [words[i + 1] for i, word in enumerate(words) if word == "--upstream"]
     assert upstreams == [
         f"{name}=http://127.0.0.1:{port}" for name, port in (("Judge", 20001), ("x", 20001), ("Judge", 20002))

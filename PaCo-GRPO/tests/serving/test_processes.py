@@ -1,16 +1,11 @@
 """Ending processes: gently, then forcibly, with their children, and never a process of somebody else."""
 
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from serving_tools import wait_for
 
 from vllm_server.processes import Process, end_processes, session_members
-
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-POLITE = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(60)"
 
 
 def start(*command) -> subprocess.Popen:
@@ -45,18 +40,6 @@ def test_a_reused_pid_is_left_alone():
     assert innocent.poll() is None
     innocent.kill()
     innocent.wait()
-
-
-def test_sigterm_comes_first():
-    child = start(sys.executable, "-c", POLITE)
-    assert end_processes([], [Process.of(child.pid)]) == []
-    assert child.wait() == 7
-
-
-def test_sigkill_where_sigterm_is_ignored():
-    child = start(sys.executable, "-c", STUBBORN)
-    assert end_processes([], [Process.of(child.pid)], gently_s=0.3) == []
-    assert child.wait() == -signal.SIGKILL
 
 
 def test_children_end_with_their_leader_and_after_it():

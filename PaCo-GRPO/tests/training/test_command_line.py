@@ -10,9 +10,7 @@ import time
 import pytest
 import torch
 from forked_runs import weights
-from tiny_run import ROOT, overrides_for, write_edits
-
-from scripts import load_script
+from tiny_run import ROOT, load_script, overrides_for, write_edits
 
 SINGLE_NODE = ROOT / "scripts" / "single_node"
 

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, tiny_edit_options, tiny_options
 
-from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.training.build import build_run
@@ -35,9 +34,7 @@ def make(tiny_flux_dir, tmp_path_factory):
 
 def epoch(run, batch_size=None, resolution=16, **sample):
     """Sample one epoch of ``run`` with changed options; returns samples, rollouts, latents and scores by position."""
-    samples = GroupSampler(
-        len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, run.options.seed
-    ).samples(0)
+    samples = run.state.sampler.samples(0)
     options = dataclasses.replace(
         run.options,
         sample=dataclasses.replace(run.options.sample, **sample),
@@ -75,17 +72,6 @@ def test_same_latent_shares_the_steps_before_the_noise(make):
     assert len(torch.unique(after.flatten(1), dim=0)) == len(after)
 
 
-def test_micro_batches_are_the_requested_samples(make):
-    _, rollouts, latents, _ = epoch(make(), batch_size=3)
-    batches = rollouts.batches([6, 1, 4, 3, 0], 2)
-    assert [numbers.tolist() for numbers in batches] == [[6, 1], [4, 3], [0]]
-    for numbers in batches:
-        part = rollouts.rollout(numbers)
-        assert torch.equal(part.clean_latents, latents[numbers])
-        row = rollouts.conditioning.select(torch.unique(part.item_ids, return_inverse=True)[1])
-        assert type(part.conditioning) is type(row) and len(part.conditioning) == len(numbers)
-
-
 def gradients(run, train_batch_size, monkeypatch):
     """Gradient of one epoch's loss, with fixed advantages."""
     samples, rollouts, _, _ = epoch(run)
@@ -112,7 +98,6 @@ def test_gradient_does_not_depend_on_the_micro_batch(make, monkeypatch):
 def one_epoch(run):
     """Train one epoch, without evaluation and checkpoint; returns the run."""
     Trainer(run)._epoch()
-    run.close()
     return run
 
 
@@ -309,6 +294,19 @@ def test_how_the_old_adapter_follows(make, decay_type, follows):
     assert all(same) == follows
     for name, p in run.state.snapshots["old"].items():
         torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
+
+
+def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
+    names = make(train__lora_targets="attn.to_q,attn.to_k").state.parameters
+    assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in names} == {"to_q", "to_k"}
+    changes = {"pretrained__image_positions": "mrope", "health__probe_images": 0}
+    run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes))
+    assert run.state.policy.pipeline_setup
+    options = dataclasses.replace(run.options, resume_from="latest")
+    build_run(options)
+    stock = dataclasses.replace(run.options.pretrained, image_positions="stock")
+    with pytest.raises(ConfigError, match=r"config\.pretrained\.image_positions=mrope"):
+        build_run(dataclasses.replace(options, pretrained=stock))
 
 
 def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):

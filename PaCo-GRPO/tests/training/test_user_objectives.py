@@ -9,7 +9,6 @@ from forked_runs import COMPARABLE, rows, run_to_end, state
 from tiny_run import rows_of, tiny_options, train
 from user_objectives import joint_loss, matching_error
 
-from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
@@ -26,8 +25,7 @@ def test_a_plain_function_trains(tiny_flux_dir, tmp_path):
 
 def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path):
     run = build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, train__max_grad_norm=1e9, **COUPLED))
-    samples = GroupSampler(len(run.train_items), run.plan.prompts, run.plan.images_per_prompt, 0).samples(0)
-    policy, strategy = run.state.policy, run.state.strategy
+    samples, policy, strategy = run.state.sampler.samples(0), run.state.policy, run.state.strategy
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)

@@ -1,4 +1,4 @@
-"""Passes a chat request to a replica and its answer back, as a plain ASGI application.
+"""Passes a request to a replica of its model and the answer back, as a plain ASGI application.
 
 A whole answer is collected before it is sent, so that a replica that dies in the middle costs only a second try on
 another; an event stream is passed on as it comes. The body is passed on as it was read; it is parsed for ``model``.
@@ -6,15 +6,21 @@ another; an event stream is passed on as it comes. The body is passed on as it w
 
 import asyncio
 import contextlib
+import json
 import time
-from dataclasses import dataclass
 
 import aiohttp
-import orjson
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
 
 from vllm_server.asgi import ApiError, read_body
 from vllm_server.gateway.metrics import UNKNOWN, Metrics
 from vllm_server.gateway.replicas import Replica, Replicas
+
+try:
+    from orjson import loads  # several times faster on a request with images
+except ImportError:  # in vLLM's environment
+    from json import loads
 
 _REQUEST_HEADERS = {b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate"}
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id")
@@ -22,19 +28,10 @@ _FAILED = (500, 502, 503, 504)
 _TRIES = 2
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A replica's whole answer."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-
 class ReplicaFailed(Exception):
     """A replica gave no useful answer, and nothing was sent to the caller. ``answer``: its error, if it gave one."""
 
-    def __init__(self, cause: str, answer: Answer | None = None):
+    def __init__(self, cause: str, answer: Response | None = None):
         super().__init__(cause)
         self.answer = answer
 
@@ -42,7 +39,8 @@ class ReplicaFailed(Exception):
 class Exchange:
     """One request in progress: where its answer goes, and how much of it was sent."""
 
-    def __init__(self, send, metrics: Metrics):
+    def __init__(self, scope, send, metrics: Metrics):
+        self.scope = scope
         self._send, self._metrics = send, metrics
         self._began = time.perf_counter()
         self.model = UNKNOWN
@@ -51,32 +49,33 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
+        """Since the request came."""
         return time.perf_counter() - self._began
 
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        self._metrics.first_byte.labels(self.model).observe(self.seconds)
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+    async def send(self, message: dict) -> None:
+        """Sends a message of the answer (ASGI)."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self._metrics.first_byte.labels(self.model).observe(self.seconds)
+        else:
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
 
     async def part(self, body: bytes, last: bool = False) -> None:
-        self.complete = last
-        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
-
-    async def answer(self, answer: Answer) -> None:
-        await self.start(answer.status, [*answer.headers, (b"content-length", str(len(answer.body)).encode())])
-        await self.part(answer.body, last=True)
+        """Sends a part of a stream."""
+        await self.send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def refuse(self, error: ApiError) -> None:
+        """Answers with an error; the reader of a stream gets it as an event, as from vLLM itself."""
         self._metrics.errors.labels(error.kind).inc()
-        if self.status:  # of a stream: its reader gets an event, as from vLLM itself
-            await self.part(b"data: " + orjson.dumps(error.body()) + b"\n\n", last=True)
+        if self.status:
+            await self.part(b"data: " + json.dumps(error.body()).encode() + b"\n\n", last=True)
         else:
-            self.status = error.status
-            await error(None, None, self._send)
+            await error(self.scope, None, self.send)
 
 
-class ChatForwarder:
-    """The application behind ``/v1/chat/completions``. ``session`` is set before it is called.
+class Forwarder:
+    """The application behind every ``POST /v1/…``. ``session`` is set before it is called.
 
     Args:
         max_in_flight: Requests in progress beyond which new ones are refused with 429.
@@ -91,7 +90,7 @@ class ChatForwarder:
         self._in_flight = 0
 
     async def __call__(self, scope, receive, send) -> None:
-        exchange = Exchange(send, self._metrics)
+        exchange = Exchange(scope, send, self._metrics)
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -123,8 +122,8 @@ class ChatForwarder:
     def _model(self, body: bytes) -> str:
         """The served model that a request names. Raises ApiError."""
         try:
-            request = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            request = loads(body)
+        except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is not JSON: {error}") from error
         if not isinstance(request, dict):
             raise ApiError("the body must be a JSON object")
@@ -155,34 +154,34 @@ class ChatForwarder:
                     raise ApiError(message, 502, code="bad_gateway", kind="broken_stream") from error
                 continue
             replica.succeeded()
-            return await exchange.answer(answer) if answer else await exchange.part(b"", last=True)
+            return await (answer(exchange.scope, None, exchange.send) if answer else exchange.part(b"", last=True))
         if failure is None:
             message = f"no replica of {model!r} is up; see /health"
             raise ApiError(message, 503, code="no_replica", kind="no_replica", retry_after_s=1)
         if failure.answer:
-            return await exchange.answer(failure.answer)
+            return await failure.answer(exchange.scope, None, exchange.send)
         message = f"no replica of {model!r} gave an answer: {failure}"
         raise ApiError(message, 502, code="bad_gateway", kind="bad_gateway", retry_after_s=1)
 
-    async def _ask(self, exchange: Exchange, replica: Replica, headers: dict, body: bytes) -> Answer | None:
+    async def _ask(self, exchange: Exchange, replica: Replica, headers: dict, body: bytes) -> Response | None:
         """One try: the whole answer, or None for an event stream, which was passed on.
 
         Raises:
             ReplicaFailed: Through the replica's fault; another one may answer unless a stream has begun.
             ApiError: When the time is over.
         """
-        url = f"{replica.url}/v1/chat/completions"
         try:
             async with (
                 replica.request(self._timeout_s) as scope,
-                self.session.post(url, data=body, headers=headers) as response,
+                self.session.post(replica.url + exchange.scope["path"], data=body, headers=headers) as response,
             ):
                 if response.status != 200 or response.content_type != "text/event-stream":
                     return await _whole(response)
                 part = await response.content.readany()  # until then, a failure costs only a second try
                 if not part:
                     raise aiohttp.ClientPayloadError("an empty stream")
-                await exchange.start(200, _headers(response))
+                headers = Headers(_headers(response)).raw
+                await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
                 while part:
                     await exchange.part(part)
                     scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
@@ -223,7 +222,7 @@ async def _until_caller_leaves(exchange: Exchange, receive, serving) -> None:
         watcher.cancel()
 
 
-async def _whole(response: aiohttp.ClientResponse) -> Answer:
+async def _whole(response: aiohttp.ClientResponse) -> Response:
     """The whole answer.
 
     Raises:
@@ -232,23 +231,20 @@ async def _whole(response: aiohttp.ClientResponse) -> Answer:
     """
     body, headers = await response.read(), _headers(response)
     is_object = False
-    with contextlib.suppress(orjson.JSONDecodeError):
-        is_object = isinstance(orjson.loads(body), dict)
+    with contextlib.suppress(ValueError, RecursionError):
+        is_object = isinstance(loads(body), dict)
     if not is_object:
         if response.status < 400:
             raise aiohttp.ClientPayloadError(f"an answer that is not a JSON object: {body[:80]!r}")
-        error = ApiError(
-            f"the server answered {response.status}: {body[:200].decode(errors='replace')}", response.status
-        )
-        body = orjson.dumps(error.body())
-        headers = [(name, value) for name, value in headers if name != b"content-type"]
-        headers.append((b"content-type", b"application/json"))
-    answer = Answer(response.status, headers, body)
+        text = body[:200].decode(errors="replace")
+        error = ApiError(f"the server answered {response.status}: {text}", response.status)
+        answer = JSONResponse(error.body(), response.status, headers | {"content-type": "application/json"})
+    else:
+        answer = Response(body, response.status, headers)
     if response.status in _FAILED:
         raise ReplicaFailed(f"answers {response.status}", answer)
     return answer
 
 
-def _headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    given = response.headers
-    return [(name.encode(), given[name].encode("latin-1", "replace")) for name in _ANSWER_HEADERS if name in given]
+def _headers(response: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: response.headers[name] for name in _ANSWER_HEADERS if name in response.headers}

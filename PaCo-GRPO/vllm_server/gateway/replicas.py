@@ -60,6 +60,7 @@ class Replica:
             gauge.set(self.outstanding)
 
     def succeeded(self) -> None:
+        """A request was answered."""
         self._failures = 0
 
     def failed(self, cause: str) -> None:

@@ -87,6 +87,7 @@ class Batcher:
             await asyncio.to_thread(thread.shutdown)
 
     def alive(self) -> bool:
+        """False when a task has ended: requests would wait forever."""
         return not any(task.done() for task in self._tasks)
 
     def submit(self, job: Job) -> None:

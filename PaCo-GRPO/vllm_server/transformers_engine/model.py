@@ -27,8 +27,7 @@ SUPPORTED = ("qwen2_5_vl",)
 _PROMPT_CACHE_ENTRIES = 8192
 _MAX_PIXELS = 64_000_000  # of a decoded image: a larger one is an attack on memory rather than a picture to judge
 _VISION_PATCHES = 1 << 15  # in one pass of the vision tower
-# Decoding releases the interpreter's lock: worth threads for photographs, not for panels of a few kilobytes.
-_INLINE_BYTES = 1 << 18
+# Decoding releases the interpreter's lock.
 _DECODERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="engine-decode")
 
 
@@ -96,7 +95,7 @@ class JudgeModel:
             adapters: LoRA folder of each adapter by its served name.
 
         Raises:
-            ValueError: For a model of another kind, or an adapter that does not fit.
+            ValueError: For a model of another kind, incomplete weights, or an adapter that does not fit.
             OSError: With transformers' message, where there is no model.
         """
         config = AutoConfig.from_pretrained(path)
@@ -106,7 +105,11 @@ class JudgeModel:
                 "Use VLLM_ENGINE=vllm for others"
             )
         on_gpu = torch.cuda.is_available()
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto" if on_gpu else torch.float32)
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            path, dtype="auto" if on_gpu else torch.float32, output_loading_info=True
+        )
+        if absent := sorted(report["missing_keys"]):  # transformers fills them with random values
+            raise ValueError(f"the weights in {path} lack {', '.join(absent[:5])}: download or export them again")
         model = model.to("cuda" if on_gpu else "cpu").eval()
         keys = load_adapters(model, adapters or {})
         processor = AutoProcessor.from_pretrained(path)
@@ -214,8 +217,7 @@ class JudgeModel:
         for key in results:
             self._images.move_to_end(key)
         new = {key: url for key, url in urls.items() if key not in results}
-        large = sum(map(len, new.values())) > _INLINE_BYTES
-        decoded = dict(zip(new, (_DECODERS.map if large else map)(_open_url, new.values()), strict=True))
+        decoded = dict(zip(new, _DECODERS.map(_open_url, new.values()), strict=True))
         results |= {key: error for key, error in decoded.items() if isinstance(error, ApiError)}
         readable = {key: image for key, image in decoded.items() if key not in results}
         if not readable:

@@ -21,7 +21,6 @@ from pydantic import (
 from vllm_server.asgi import ApiError
 
 MAX_TOP_LOGPROBS = 20
-MAX_IMAGES = 16
 
 
 def _check_data_url(url: str) -> str:
@@ -102,7 +101,9 @@ class ChatRequest:
     adapter: str | None = None  # None: the base
 
 
-def parse_request(content: bytes, served: tuple[str, ...], adapters: Collection[str] = ()) -> ChatRequest:
+def parse_request(
+    content: bytes, served: tuple[str, ...], adapters: Collection[str] = (), max_images: int = 16
+) -> ChatRequest:
     """Checks a request's body. ``adapters``: which of the served names are adapters. Raises ApiError."""
     try:
         body = orjson.loads(content)
@@ -122,8 +123,9 @@ def parse_request(content: bytes, served: tuple[str, ...], adapters: Collection[
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
     parts = [part for message in parsed.messages for part in message.content]
     images = tuple(part.image_url for part in parts if isinstance(part, _ImagePart))
-    if len(images) > MAX_IMAGES:
-        raise ApiError(f"{len(images)} images in one request; at most {MAX_IMAGES}", param="messages")
+    if len(images) > max_images:
+        message = f"{len(images)} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
+        raise ApiError(message, param="messages")
     turns = [
         (message.role, tuple(part.text if isinstance(part, _TextPart) else None for part in message.content))
         for message in parsed.messages

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import orjson
 from starlette.applications import Starlette
@@ -21,40 +22,43 @@ from vllm_server.transformers_engine.protocol import parse_request
 _ROUTES = "GET /health, GET /v1/models, POST /v1/chat/completions"
 
 
+@dataclass
 class Api:
-    """The routes. ``names``: of the base; ``adapters``: folder of each adapter by its name."""
+    """The routes."""
 
-    def __init__(
-        self,
-        model: JudgeModel,
-        batcher: Batcher,
-        names: tuple[str, ...],
-        adapters: Mapping[str, str],
-        max_body_bytes: int,
-    ):
-        self.model, self.batcher = model, batcher
-        self.names, self.adapters, self.max_body_bytes = (*names, *adapters), adapters, max_body_bytes
-        self.started = int(time.time())
-        self._token_entries: dict[int, dict] = {}
+    model: JudgeModel
+    batcher: Batcher
+    base: str
+    names: tuple[str, ...]  # everything served
+    adapters: Mapping[str, str]  # folder of each adapter by its name
+    max_images: int  # in a request
+    max_body_bytes: int
+    started: int = field(default_factory=lambda: int(time.time()))
+    _token_entries: dict[int, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
         # A random id per answer would cost a system call each.
         self._answer_ids = (f"chatcmpl-{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     async def health(self, request: Request) -> Response:
+        """200 while requests are worked on, else 503."""
         alive = self.batcher.alive()
         return JSONResponse({"status": "ok" if alive else "the engine has stopped working"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
+        """The served names, adapters with their base as ``parent``."""
         limit = self.model.max_model_len
         rows = [
             {"id": name, "object": "model", "created": self.started, "owned_by": "paco-rl", "max_model_len": limit}
-            | ({"root": self.adapters[name], "parent": self.names[0]} if name in self.adapters else {})
+            | ({"root": self.adapters[name], "parent": self.base} if name in self.adapters else {})
             for name in self.names
         ]
         return JSONResponse({"object": "list", "data": rows})
 
     async def chat(self, request: Request) -> Response:
+        """A chat completion, or its event stream. Raises ApiError."""
         body = await read_body(request.scope, request.receive, self.max_body_bytes)
-        job = Job(parse_request(body, self.names, self.adapters))
+        job = Job(parse_request(body, self.names, self.adapters, self.max_images))
         self.batcher.submit(job)
         answer = {"id": next(self._answer_ids), "created": int(time.time()), "model": job.request.model}
         tokens: list[Token] = []
@@ -132,6 +136,7 @@ def build_app(
     *,
     adapters: Mapping[str, str] | None = None,
     max_batch: int = 64,
+    max_images: int = 16,
     max_body_bytes: int = 32 << 20,
     api_key: str | None = None,
 ) -> Starlette:
@@ -152,7 +157,8 @@ def build_app(
         yield
         await batcher.stop()
 
-    api = Api(model, batcher, names, adapters or {}, max_body_bytes)
+    adapters = adapters or {}
+    api = Api(model, batcher, names[0], (*names, *adapters), adapters, max_images, max_body_bytes)
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),

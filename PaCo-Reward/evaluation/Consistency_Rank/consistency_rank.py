@@ -1,29 +1,33 @@
 """ConsistencyRank-Bench (arXiv 2512.04784): its items, the pairs to score, metrics, and a run over all items."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names
-from paco_eval.errors import BenchError, ItemError
+from paco_eval.results import BenchError, ItemError, read_jsonl
 from paco_eval.runner import Benchmark, Prepared, read_image, run_benchmark
 from paco_judge.client import Pair
-from paco_judge.questions import criteria_questions, pair_question
+from paco_judge.grid import split_prompt
+from paco_judge.questions import Question, form_of, load_question, record
 from paco_judge.verdict import mean_over_dimensions
 
 BENCH = "ConsistencyRank-Bench"
 RANKS = "consistency_full_rank.jsonl"
 PROMPTS = "prompt_data.jsonl"
+TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
 DEFAULT_TEMPLATE = 3
+DOWNLOAD = f"`hf download X-GenGroup/{BENCH} --repo-type dataset --local-dir {BENCH}`"
 METRICS = {  # name in results files -> heading in tables
     "accuracy": "accuracy",
     "kendalltau": "tau-b",
@@ -61,25 +65,42 @@ class RankItem:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options about the benchmark, the question and the engine."""
     parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
-    parser.add_argument(
-        "--prompt_template",
-        type=int,
-        choices=(1, 2, 3),
-        help=f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}",
-    )
+    question = parser.add_mutually_exclusive_group()
+    text = "shipped template, or text file with {theme}, {criterion} or neither"
+    question.add_argument("--question", metavar="NAME|FILE", help=text)
+    text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
+    question.add_argument("--prompt_template", type=int, choices=tuple(TEMPLATES), help=text)
     add_engine_arguments(parser)
 
 
-def run(args: argparse.Namespace, exact: str, short: str, engine: Callable[[], tuple[str, ScorePairs]]) -> int:
-    """``run_benchmark`` with the results file ``<results_dir>/<short>.jsonl`` and the scorer's name ``exact`` in it."""
-    bench = load_bench(find_bench(args.dataset_dir), args.prompt_template or DEFAULT_TEMPLATE)
+def run(
+    args: argparse.Namespace,
+    exact: str,
+    short: str,
+    engine: Callable[[], tuple[str, ScorePairs]],
+    question: Question | None = None,
+) -> int:
+    """``run_benchmark`` with the results file ``<results_dir>/<short>.jsonl`` and the scorer's name ``exact`` in it.
+
+    ``question``: None for scorers that are not asked anything.
+    """
+    root = find_bench(args.dataset_dir)
+    unpack_images(root)
+    bench = load_bench(root, question or load_question("pair"))
+    bench.asked = record((question,), form_of(args)) if question else None
     return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size)
 
 
 def run_judge(args: argparse.Namespace) -> int:
     """``run`` with the judge ``args.model``."""
+    template = args.prompt_template or DEFAULT_TEMPLATE
+    try:
+        question = load_question(args.question or TEMPLATES[template], ("theme", "criterion"))
+    except ValueError as error:
+        raise BenchError(f"--question: {error}") from error
     exact, short = model_names(args.model, args.adapter)
-    return run(args, exact, f"{short}-v{args.prompt_template or DEFAULT_TEMPLATE}", lambda: make_engine(args))
+    version = question.name if args.question else template
+    return run(args, exact, f"{short}-v{version}", lambda: make_engine(args), question)
 
 
 def find_bench(dataset_dir: str | None) -> Path:
@@ -90,43 +111,48 @@ def find_bench(dataset_dir: str | None) -> Path:
             if (folder / RANKS).is_file():
                 return folder
     searched = ", ".join(str(place.resolve()) for place in places)
-    raise BenchError(
-        f"no {BENCH} with {RANKS} in {searched}; download it with "
-        f"`hf download X-GenGroup/{BENCH} --repo-type dataset --local-dir {BENCH}` or pass --dataset_dir"
-    )
+    raise BenchError(f"no {BENCH} with {RANKS} in {searched}; download it with {DOWNLOAD}, or pass --dataset_dir")
 
 
-def load_bench(root: Path, template: int) -> Benchmark:
-    """Read the rankings. Broken rows are listed, not raised.
+def unpack_images(root: Path) -> None:
+    """Unpack ``images.zip`` to ``images/``, once; nothing is written outside (``zipfile`` drops .. and absolute paths).
 
-    Args:
-        root: The benchmark folder.
-        template: 1: one question per criterion; 2: Yes or No only; 3: Yes or No, then reasons.
+    Raises:
+        BenchError: Neither is there, or the archive cannot be unpacked.
+    """
+    archive, images = root / "images.zip", root / "images"
+    if images.is_dir():
+        return
+    if not archive.is_file():
+        raise BenchError(f"{root} holds neither images/ nor images.zip; download them with {DOWNLOAD}")
+    try:
+        with TemporaryDirectory(prefix="images-", dir=root) as folder, ZipFile(archive) as packed:
+            unpacked = Path(folder) / "images"
+            packed.extractall(unpacked)
+            inner = unpacked / "images"  # the archive may hold the folder or what is in it
+            (inner if inner.is_dir() else unpacked).rename(images)
+    except (OSError, BadZipFile, NotImplementedError, RuntimeError) as error:
+        if not images.is_dir():  # else another run was faster
+            raise BenchError(f"{archive} cannot be unpacked ({error}); unpack it yourself to {images}") from error
+
+
+def load_bench(root: Path, question: Question) -> Benchmark:
+    """Read the rankings, and the prompts if ``question`` is about them. Broken rows are listed, not raised.
 
     Raises:
         BenchError: A file is missing or not JSON lines.
     """
-    criteria = None
-    if template == 1:
-        criteria = {str(row.get("idx")): row.get("criteria") or {} for row in _read_jsonl(root / PROMPTS)}
+    prompts = {str(row.get("idx")): row for row in read_jsonl(root / PROMPTS)} if question.fields else {}
     bench = Benchmark(
-        prepare=partial(prepare, root, criteria, template),
+        prepare=partial(prepare, root, prompts, question),
         row_key=lambda row: (row["index"], row["folder"], row["ref_image"]),
     )
-    for index, row in enumerate(_read_jsonl(root / RANKS)):
+    for index, row in enumerate(read_jsonl(root / RANKS)):
         try:
             bench.items.append(_item(index, row))
         except (KeyError, TypeError, ValueError) as error:
-            folder = row.get("folder", f"line {index + 1}") if isinstance(row, dict) else f"line {index + 1}"
-            bench.broken.append((f"item {folder}", f"broken row: {error}"))
+            bench.broken.append((f"item {row.get('folder', f'line {index + 1}')}", f"broken row: {error}"))
     return bench
-
-
-def _read_jsonl(file: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{file} cannot be read: {error}") from error
 
 
 def _item(index: int, row: dict[str, Any]) -> RankItem:
@@ -139,26 +165,36 @@ def _item(index: int, row: dict[str, Any]) -> RankItem:
     return RankItem(index, str(row["folder"]), str(row["ref_image"]), tuple(listed), order)
 
 
-def prepare(root: Path, criteria: dict[str, dict] | None, template: int, item: RankItem) -> Prepared:
+def prepare(root: Path, prompts: dict[str, dict], question: Question, item: RankItem) -> Prepared:
     """An item's pairs, candidate after candidate, and the function that makes its row from their scores.
 
+    Args:
+        root: The benchmark folder.
+        prompts: Rows with ``prompt`` and ``criteria`` by ``idx``; folder ``0012`` may be idx 12.
+        question: Asked about the reference and each candidate.
+        item: What to rank.
+
     Raises:
-        ItemError: An unreadable image, or no criteria for template 1.
+        ItemError: An unreadable image, or a prompt or criterion that ``question`` needs is missing.
     """
-    if template == 1:
-        questions = _criteria_questions(criteria, item.folder)
-    else:
-        questions = [("", pair_question(reasons=template == 3))]
+    row = prompts.get(item.folder) or prompts.get(item.folder.lstrip("0") or "0", {})
+    if question.fields and not row:
+        raise ItemError(f"{PROMPTS} has no row with idx {item.folder}")
+    try:
+        theme = split_prompt(row["prompt"]).theme if "theme" in question.fields else ""
+        asked = question.texts(row.get("criteria") or {}, theme=theme)
+    except (KeyError, ValueError) as error:
+        raise ItemError(f"{PROMPTS}: {error}") from error
+    texts = [text for dimension in asked.values() for text in dimension]
     reference, *candidates = (_open(root, item.folder, name) for name in (item.ref_image, *item.comp_images))
-    pairs = [Pair(reference, candidate, text) for candidate in candidates for _, text in questions]
+    pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
     def to_row(values: list[float]) -> dict[str, Any]:
-        scores = []
-        for start in range(0, len(values), len(questions)):
-            by_dimension: dict[str, list[float]] = {}
-            for (dimension, _), value in zip(questions, values[start:]):
-                by_dimension.setdefault(dimension, []).append(value)
-            scores.append(mean_over_dimensions(by_dimension))
+        answers = iter(values)
+        scores = [
+            mean_over_dimensions({dimension: [next(answers) for _ in named] for dimension, named in asked.items()})
+            for _ in candidates
+        ]
         return {
             "index": item.index,
             "folder": item.folder,
@@ -171,18 +207,6 @@ def prepare(root: Path, criteria: dict[str, dict] | None, template: int, item: R
         }
 
     return pairs, to_row
-
-
-def _criteria_questions(criteria: dict[str, dict], folder: str) -> list[tuple[str, str]]:
-    """(dimension, question) for each criterion of an item; folder ``0012`` may be idx 12."""
-    idx = str(int(folder)) if folder.isdigit() and folder not in criteria else folder
-    if idx not in criteria:
-        raise ItemError(f"{PROMPTS} has no row with idx {folder}")
-    try:
-        asked = criteria_questions(criteria[idx])
-    except ValueError as error:
-        raise ItemError(str(error)) from error
-    return [(dimension, text) for dimension, texts in asked.items() for text in texts]
 
 
 def _open(root: Path, folder: str, name: str) -> Image.Image:

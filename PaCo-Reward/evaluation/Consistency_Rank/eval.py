@@ -17,7 +17,7 @@ Weights come from the hub (DreamSim: from its authors' release page). Local ones
 
 Similarities are in [0, 1]; a cosine becomes (1 + cosine) / 2, which gives the same ranking. Results, resuming, broken
 items and the exit status are as in eval_vllm.py. The file is <results_dir>/<scorer>.jsonl, for a VLM
-<model>-v<template>.jsonl; print_eval_table.py prints all of them in one table.
+<model>-v<template>.jsonl or <model>-v<question>.jsonl; print_eval_table.py prints all of them in one table.
 """
 
 import argparse
@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 from consistency_rank import add_arguments, run, run_judge
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
-from paco_eval.errors import BenchError
+from paco_eval.results import BenchError
 from paco_eval.runner import exit_status
 
 BASELINE_OPTIONS = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
-VLM_OPTIONS = ("engine", "server", "adapter", "prompt_template")
+FORM_OPTIONS = ("image_labels", "image_format", "answer_tokens")
+VLM_OPTIONS = ("engine", "server", "adapter", "prompt_template", "question", *FORM_OPTIONS)
 
 
 def evaluate(args: argparse.Namespace) -> int:

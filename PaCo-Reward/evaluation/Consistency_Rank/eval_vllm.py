@@ -3,10 +3,11 @@
   python eval_vllm.py --model X --tensor_parallel_size 1 --gpu_memory_utilization 0.85 --batch_size 8
   python eval_vllm.py --model X --server http://127.0.0.1:8000      a running server (bash vllm_server/launch.sh)
   python eval_vllm.py --model X --engine transformers               without vLLM
+  python eval_vllm.py --model X --question mine.txt                 your own wording
 
 vLLM runs in this process: use the interpreter that has vLLM (in this repository .venv-vllm/bin/python).
 
-Every item is written to <results_dir>/<model>-v<template>.jsonl at once; the same command continues a run that was
+Every item is written to <results_dir>/<model>-v<template or question>.jsonl at once; the same command continues a run that was
 stopped or killed. An item that cannot be scored is reported and left out. python print_eval_table.py prints the table
 of all models and baselines (eval.py) in the folder. Exit status: 0 all items have a result, 1 some have none, 2 the
 run could not continue, 130 stopped by Ctrl-C.

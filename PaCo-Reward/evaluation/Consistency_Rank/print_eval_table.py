@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 import numpy as np
 from consistency_rank import METRICS
 
-from paco_eval.errors import BenchError
-from paco_eval.results import Row, Table, as_latex, as_text, read_results
+from paco_eval.results import BenchError, Row, Table, as_latex, as_text, read_results
 
 
 def make_table(results: dict[str, list[Row]], print_std: bool) -> Table:

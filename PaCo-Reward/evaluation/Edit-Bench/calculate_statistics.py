@@ -7,15 +7,14 @@ pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from paco_eval.errors import BenchError
-from paco_eval.results import Row, Table, as_latex, as_text, read_results
+from paco_eval.results import BenchError, Row, Table, as_latex, as_text, read_results
 from paco_judge.questions import EDIT_DIMENSIONS
 
 GROUPS = {
@@ -28,31 +27,12 @@ OTHER = "other"  # task types of the user's own data set
 KINDS = ("strict", "lenient")
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares in [0, 1] of ``pairs`` in which the better edit scores higher (strict), or not lower (lenient)."""
-
-    pairs: int
-    strict: float
-    lenient: float
-    ties: int
-
-
-def pairwise_accuracy(rows: Sequence[Row]) -> Accuracy:
-    """Accuracy of rows with ``scores`` (2,), the better edit's first. Raises ValueError for no rows."""
-    if not rows:
-        raise ValueError("there are no pairs to compute an accuracy of")
-    strict = sum(better > worse for better, worse in (row["scores"] for row in rows))
-    lenient = sum(better >= worse for better, worse in (row["scores"] for row in rows))
-    return Accuracy(len(rows), strict / len(rows), lenient / len(rows), lenient - strict)
-
-
-def accuracies(rows: Sequence[Row], name_of: Callable[[str], str] = str) -> dict[str, Accuracy]:
-    """Accuracy for each task type, or for each name that ``name_of`` gives to a task type."""
-    named: dict[str, list[Row]] = {}
-    for row in rows:
-        named.setdefault(name_of(row["task_type"]), []).append(row)
-    return {name: pairwise_accuracy(found) for name, found in named.items()}
+def accuracy(rows: Sequence[Row], kind: str) -> float:
+    """Share in [0, 1] of rows whose better edit scores higher (strict), or not lower (lenient); NaN for no rows."""
+    right = [
+        better > worse or (kind == "lenient" and better == worse) for better, worse in (row["scores"] for row in rows)
+    ]
+    return sum(right) / len(right) if right else math.nan
 
 
 def group_of(task_type: str) -> str:
@@ -74,18 +54,15 @@ def group_table(models: dict[str, list[Row]]) -> Table:
     for model, rows in models.items():
         for dimension in EDIT_DIMENSIONS:
             selected = [row for row in rows if row["dimension"] == dimension]
-            if not selected:
-                continue
-            average, by_group, by_task = (
-                pairwise_accuracy(selected),
-                accuracies(selected, group_of),
-                accuracies(selected),
-            )
-            tasks = [by_task[task] for task in task_order(by_task) if task in by_task]
-            for kind in KINDS:
-                shares = [_share(accuracy, kind) for accuracy in (*map(by_group.get, groups), average)]
-                task_mean = f"{sum(getattr(task, kind) for task in tasks) / len(tasks):.4f}"
-                table.append([model, dimension, kind, str(average.pairs), *shares, task_mean, str(average.ties)])
+            parts = [[row for row in selected if group_of(row["task_type"]) == group] for group in groups]
+            tasks = {row["task_type"]: [] for row in selected}
+            for row in selected:
+                tasks[row["task_type"]].append(row)
+            ties = str(sum(better == worse for better, worse in (row["scores"] for row in selected)))
+            for kind in KINDS if selected else ():
+                task_mean = sum(accuracy(own, kind) for own in tasks.values()) / len(tasks)
+                cells = [_cell(accuracy(part, kind)) for part in (*parts, selected)]
+                table.append([model, dimension, kind, str(len(selected)), *cells, _cell(task_mean), ties])
     return table
 
 
@@ -94,17 +71,17 @@ def task_table(models: dict[str, list[Row]]) -> Table:
     headings = [heading for name in EDIT_DIMENSIONS for heading in (f"{name}: pairs", *KINDS)]
     table = [["model", "group", "task type", *headings]]
     for model, rows in models.items():
-        found = [accuracies([row for row in rows if row["dimension"] == name]) for name in EDIT_DIMENSIONS]
         for task in task_order(row["task_type"] for row in rows):
             cells = []
-            for accuracy in (tasks.get(task) for tasks in found):
-                cells += [str(accuracy.pairs if accuracy else 0), *(_share(accuracy, kind) for kind in KINDS)]
+            for dimension in EDIT_DIMENSIONS:
+                own = [row for row in rows if (row["task_type"], row["dimension"]) == (task, dimension)]
+                cells += [str(len(own)), *(_cell(accuracy(own, kind)) for kind in KINDS)]
             table.append([model, group_of(task), task, *cells])
     return table
 
 
-def _share(accuracy: Accuracy | None, kind: str) -> str:
-    return f"{getattr(accuracy, kind):.4f}" if accuracy else "-"
+def _cell(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.4f}"
 
 
 def parse_row(row: Row) -> Row:

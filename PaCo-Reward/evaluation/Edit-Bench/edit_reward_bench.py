@@ -1,7 +1,6 @@
 """EditReward-Bench: its rows (from the hub or from disk) and the pairs that each row asks about."""
 
-import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from paco_eval.errors import BenchError, ItemError, first_line
+from paco_eval.results import BenchError, ItemError, first_line, read_jsonl
 from paco_eval.runner import Benchmark, Prepared, read_image
 from paco_judge.client import Pair
-from paco_judge.questions import editing_dimension_questions
+from paco_judge.questions import Question, editing_texts
 from paco_judge.verdict import Verdict, editing_score
 
 HUB_NAME = "EditScore/EditReward-Bench"
@@ -27,7 +26,7 @@ class Source:
     """Rows without their images, and a function that returns the stored images of one row."""
 
     root: Path  # relative image paths start here
-    rows: list[dict[str, Any] | ItemError]
+    rows: list[dict[str, Any]]
     images: Callable[[int], dict[str, Any]]  # values: paths, or dicts of bytes and path
 
 
@@ -58,12 +57,16 @@ def row_name(index: int, edits: Any, dimension: Any) -> str:
     return " ".join(["row", str(index), *(str(part) for part in (edits, dimension) if part)])
 
 
-def load_bench(dataset: str | None, split: str | None = None) -> Benchmark:
+def load_bench(
+    dataset: str | None, questions: Sequence[Question], split: str | None = None, resize_edits: bool = False
+) -> Benchmark:
     """Read all rows but not their images. Broken rows are listed, not raised.
 
     Args:
         dataset: Hub name, folder or file; default: ``EditReward-Bench`` in ., .. or ../.., else the name on the hub.
+        questions: One or two (``paco_judge.questions.load_editing_questions``).
         split: Default: train, or the only one.
+        resize_edits: Give every edit the size of its input image (Pillow's default resampling).
 
     Raises:
         BenchError: The data set is missing, not readable, empty, or lacks a column.
@@ -75,32 +78,30 @@ def load_bench(dataset: str | None, split: str | None = None) -> Benchmark:
     if not source.rows:
         raise BenchError(f"dataset {dataset} holds no rows")
     bench = Benchmark(
-        prepare=partial(prepare, source), row_key=lambda row: (row["index"], *row["key"], row["dimension"])
+        prepare=partial(prepare, source, resize_edits=resize_edits),
+        row_key=lambda row: (row["index"], *row["key"], row["dimension"]),
     )
     for index, raw in enumerate(source.rows):
-        if isinstance(raw, ItemError):
-            bench.broken.append((row_name(index, None, None), str(raw)))
-            continue
         try:
-            bench.items.append(_row(index, raw))
+            bench.items.append(_row(index, raw, questions))
         except (KeyError, TypeError, ValueError) as error:
             reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
             bench.broken.append((row_name(index, raw.get("key"), raw.get("dimension")), f"broken row: {reason}"))
     return bench
 
 
-def _row(index: int, raw: dict[str, Any]) -> EditRow:
+def _row(index: int, raw: dict[str, Any], questions: Sequence[Question]) -> EditRow:
     edits, texts = raw["key"], {name: raw[name] for name in ("instruction", "task_type", "dimension")}
     if not isinstance(edits, list) or len(edits) != 2:
         raise ValueError(f"key must name two edits, not {edits!r}")
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{name} must be a text, not {text!r}")
-    questions = editing_dimension_questions(texts["dimension"], texts["instruction"])
-    return EditRow(index, (str(edits[0]), str(edits[1])), texts["task_type"], texts["dimension"], questions)
+    asked = editing_texts(questions, texts["instruction"], texts["dimension"])
+    return EditRow(index, (str(edits[0]), str(edits[1])), texts["task_type"], texts["dimension"], asked)
 
 
-def prepare(source: Source, row: EditRow) -> Prepared:
+def prepare(source: Source, row: EditRow, resize_edits: bool = False) -> Prepared:
     """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result.
 
     Raises:
@@ -116,6 +117,8 @@ def prepare(source: Source, row: EditRow) -> Prepared:
         raise ItemError(f"output_images must hold 2 images, the better first, not {number}")
     before = _open_image(reference, source.root, "input_image")
     edits = [_open_image(image, source.root, f"output_images[{i}]") for i, image in enumerate(outputs)]
+    if resize_edits:
+        edits = [edit.resize(before.size) for edit in edits]
     pairs = [Pair(before, edit, question) for edit in edits for question in row.questions.values()]
 
     def to_row(values: list[float]) -> dict[str, Any]:
@@ -127,13 +130,8 @@ def prepare(source: Source, row: EditRow) -> Prepared:
             "task_type": row.task_type,
             "dimension": row.dimension,
             "answers": answers,
-            "scores": [score(answer) for answer in answers],
+            "scores": [editing_score(*map(Verdict, answer.values())) for answer in answers],
         }
-
-    def score(answers: dict[str, float]) -> float:
-        if row.dimension != "overall":
-            return answers[row.dimension]
-        return editing_score(Verdict(answers["consistency"]), Verdict(answers["prompt_following"]))
 
     return pairs, to_row
 
@@ -207,20 +205,10 @@ def _from_dataset(loaded: Any, root: Path, name: str, split: str | None) -> Sour
 
 
 def _from_jsonl(file: Path) -> Source:
-    """JSON lines; a line that is not an object affects only its row."""
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise BenchError(f"dataset {file} cannot be read: {error}") from error
-    rows: list[dict[str, Any] | ItemError] = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            row = ItemError(f"broken row: {error}")
-        rows.append(row if isinstance(row, dict | ItemError) else ItemError("broken row: not a JSON object"))
+    """JSON lines; a row that lacks a column affects only itself."""
+    rows = read_jsonl(file)
     if rows:
-        _check_columns({column for row in rows if isinstance(row, dict) for column in row}, file)
+        _check_columns({column for row in rows for column in row}, file)
     return Source(file.parent, rows, rows.__getitem__)
 
 

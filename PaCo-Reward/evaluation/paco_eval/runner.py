@@ -15,8 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs
-from paco_eval.errors import BenchError, ItemError, first_line
-from paco_eval.results import ResultsFile, Row
+from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
 
@@ -35,12 +34,14 @@ class Benchmark:
         row_key: The key of the item that a row is about.
         items: Each has a ``key`` (identifies it in a results file) and a ``name`` (for messages).
         broken: (name, reason) of items that could not be read.
+        asked: What is asked and in which form (``paco_judge.questions.record``), recorded in every row.
     """
 
     prepare: Callable[[Any], Prepared]
     row_key: Callable[[Row], tuple]
     items: list[Any] = field(default_factory=list)
     broken: list[tuple[str, str]] = field(default_factory=list)
+    asked: Row | None = None
 
 
 def run_benchmark(
@@ -50,7 +51,7 @@ def run_benchmark(
 
     Args:
         bench: The benchmark.
-        file: Results file; one of another model or benchmark is refused.
+        file: Results file; one of another model, question or benchmark is refused.
         model: What gives the scores, recorded in every row.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
@@ -58,7 +59,7 @@ def run_benchmark(
     Raises:
         BenchError: The run cannot continue.
     """
-    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key) as results:
+    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked) as results:
         print(f"{len(bench.items)} items, {len(results.done)} already in {file}", flush=True)
         for name, reason in bench.broken:
             print(f"{name}: {reason}", file=sys.stderr)

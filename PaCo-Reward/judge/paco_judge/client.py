@@ -19,7 +19,7 @@ from PIL import Image
 
 from paco_judge import transport
 from paco_judge.images import ImageStore, UnreadableImage
-from paco_judge.questions import build_messages
+from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
 from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
@@ -61,7 +61,7 @@ class _Request(NamedTuple):
 
     base_url: str
     model: str
-    variants: bool
+    form: RequestForm
     question: str
     digests: tuple[bytes, ...]
 
@@ -76,7 +76,7 @@ class JudgeClient:
         max_concurrency: Requests of this client in flight.
         deadline_s: Seconds for a whole ``score`` call, retries included. A server that has accepted no connection for
             this long is not waited for by later calls either, until it answers again.
-        variants: Sum the probabilities of ``yes``, `` Yes`` … instead of exact ``Yes``/``No``.
+        form: Image labels, image format and the answer tokens that count.
         cache: False sends every request again.
 
     Raises:
@@ -91,7 +91,7 @@ class JudgeClient:
         api_key: str | None = None,
         max_concurrency: int = 64,
         deadline_s: float = 600.0,
-        variants: bool = False,
+        form: RequestForm = DEFAULT_FORM,
         cache: bool = True,
     ):
         transport.origin(base_url)
@@ -101,7 +101,7 @@ class JudgeClient:
         self.model = model
         self.max_concurrency = max_concurrency
         self.deadline_s = deadline_s
-        self.variants = variants
+        self.form = form
         self._cache = cache
         self._headers = transport.json_headers(api_key)
         self._served: str | None = None
@@ -162,14 +162,14 @@ class JudgeClient:
         runtime = transport.runtime()
         deadline = runtime.loop.time() + self.deadline_s
         model = await self._resolve()
-        store = ImageStore()
+        store = ImageStore(self.form.image_format)
 
         async def request_of(pair: Pair) -> _Request | Verdict:
             try:
                 digests = tuple([await store.digest(image) for image in pair.images])
             except UnreadableImage as error:
                 return Verdict(None, str(error))
-            return _Request(self.base_url, model, self.variants, pair.question, digests)
+            return _Request(self.base_url, model, self.form, pair.question, digests)
 
         requests = await asyncio.gather(*map(request_of, pairs))
         distinct = list(dict.fromkeys(request for request in requests if isinstance(request, _Request)))
@@ -211,7 +211,7 @@ class JudgeClient:
             return Verdict(None, str(error))
         except (Refused, Unreachable) as error:
             return Verdict(None, f"judge at {self.base_url}: {error}")
-        return _read_answer(answer, self.variants)
+        return _read_answer(answer, self.form.answer_tokens)
 
     def _semaphore(self, runtime: transport.Runtime) -> asyncio.Semaphore:
         if self._slots is None or self._slots[0] is not runtime:  # another runtime: we were forked
@@ -225,7 +225,7 @@ def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
     text = json.dumps(
         {
             "model": request.model,
-            "messages": build_messages(*slots, request.question),
+            "messages": build_messages(*slots, request.question, request.form),
             "max_tokens": 1,
             "temperature": 0,
             "logprobs": True,
@@ -250,10 +250,10 @@ def _pick_name(wanted: str, served: list[str], base_url: str) -> str:
     )
 
 
-def _read_answer(body: bytes, variants: bool) -> Verdict:
+def _read_answer(body: bytes, answer_tokens: str) -> Verdict:
     try:
         top = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        p_yes = p_yes_from_top_logprobs(top, variants)
+        p_yes = p_yes_from_top_logprobs(top, answer_tokens)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         return Verdict(None, f"the judge's answer cannot be read ({error!r}): {body[:200]!r}")
     if p_yes is None:

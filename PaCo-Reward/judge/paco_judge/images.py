@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import io
+from functools import partial
 
 from PIL import Image
 
@@ -15,12 +16,24 @@ class UnreadableImage(Exception):
     """An image that cannot be decoded; the message names it and the cause."""
 
 
-def png_data_url(image: Image.Image) -> str:
-    """``data:image/png;base64,…`` of an image, as RGB. Raises UnreadableImage."""
+def encode(image: Image.Image, image_format: str = "png") -> bytes:
+    """The file of an image, as RGB: lossless ``png``, or ``jpeg`` with Pillow's default quality. Raises UnreadableImage."""
     buffer = io.BytesIO()
     # Level 1: loopback bandwidth costs less than the processor time of a smaller file.
-    _as_rgb(image).save(buffer, format="PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(buffer.getbuffer()).decode("ascii")
+    _as_rgb(image).save(
+        buffer, **{"png": {"format": "PNG", "compress_level": 1}, "jpeg": {"format": "JPEG"}}[image_format]
+    )
+    return buffer.getvalue()
+
+
+def data_url(image: Image.Image, image_format: str = "png") -> str:
+    """``data:image/png;base64,…`` of an image. Raises UnreadableImage."""
+    return f"data:image/{image_format};base64," + base64.b64encode(encode(image, image_format)).decode("ascii")
+
+
+def as_received(image: Image.Image, image_format: str) -> Image.Image:
+    """The RGB image that a server decodes, for judges in this process. Raises UnreadableImage."""
+    return _as_rgb(image) if image_format == "png" else Image.open(io.BytesIO(encode(image, image_format)))
 
 
 def content_digest(image: Image.Image) -> bytes:
@@ -32,7 +45,8 @@ def content_digest(image: Image.Image) -> bytes:
 class ImageStore:
     """The images of one batch, hashed once per object and encoded once per content. Used on one event loop."""
 
-    def __init__(self):
+    def __init__(self, image_format: str = "png"):
+        self._format = image_format
         self._digests: dict[int, asyncio.Future] = {}
         self._images: dict[bytes, Image.Image] = {}
         self._urls: dict[bytes, asyncio.Future] = {}
@@ -50,7 +64,9 @@ class ImageStore:
         """Data URL of an image whose digest was taken."""
         future = self._urls.get(digest)
         if future is None:
-            future = self._urls[digest] = asyncio.ensure_future(_off_loop(png_data_url, self._images[digest]))
+            future = self._urls[digest] = asyncio.ensure_future(
+                _off_loop(partial(data_url, image_format=self._format), self._images[digest])
+            )
         return await future
 
 

@@ -1,78 +1,119 @@
-"""The wording of every question to the judge.
+"""What is asked about images (templates: ``questions.toml``, or the user's text files) and in which form."""
 
-Source of the pairwise question: arXiv 2512.04784 (PaCo-RL). The wording of the editing questions is ours.
-"""
+import argparse
+import hashlib
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from collections.abc import Mapping
+from paco_judge.verdict import ANSWER_TOKENS
 
-_ANSWER = 'Answer "Yes" and "No" first, and then provide detailed reasons.'
-_ANSWER_EDIT = "Answer Yes or No first, then reasons."
-
+EDITING = ("editing_consistency", "editing_instruction")
 EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them
+IMAGE_FORMATS = ("png", "jpeg")
+_FIELD = re.compile(r"\{([a-z_]+)\}")
+_KNOWN = ("theme", "criterion", "criterion_sentence", "instruction", "rows", "rows_s", "cols", "cols_s")
 
 
-def theme_question(theme: str) -> str:
-    """The default question on two sub-figures of one grid with this theme sentence (text-to-image-set)."""
-    return f"{_theme_part(theme)} {_ANSWER}"
+@cache
+def shipped() -> dict[str, str]:
+    """The templates that come with this package, by name."""
+    return tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 
 
-def theme_no_duplicates_question(theme: str) -> str:
-    """The theme question, with near-duplicates counting as No, so that copying one sub-figure does not pay."""
-    return f"{_theme_part(theme)} If the two images are near-duplicates of each other, the answer is No. {_ANSWER}"
+@dataclass(frozen=True)
+class Question:
+    """A template. ``name``: its shipped name, or its file's name without suffix."""
+
+    name: str
+    template: str
+
+    @property
+    def fields(self) -> set[str]:
+        """What the template is about: a subset of theme, criterion, instruction, rows, cols."""
+        return {field.partition("_")[0] for field in _FIELD.findall(self.template)}
+
+    def text(self, **values: str | int) -> str:
+        """The template with ``values`` (``theme="…"``, ``rows=2``, …) in place of its fields."""
+        if "criterion" in values:
+            sentence = values["criterion"] = str(values["criterion"]).strip()
+            values["criterion_sentence"] = sentence + "." * (not sentence.endswith((".", "!", "?", '"')))
+        values |= {f"{name}_s": "s" * (values[name] > 1) for name in ("rows", "cols") if name in values}
+        return _FIELD.sub(lambda field: str(values[field[1]]), self.template)
+
+    def texts(self, criteria: Mapping[str, Mapping[str, str]], **values: str) -> dict[str, tuple[str, ...]]:
+        """The texts to ask, by dimension: one for each non-empty criterion if the template is about criteria, else one.
+
+        ``verdict.mean_over_dimensions`` averages the scores; dimensions without a non-empty criterion are left out.
+
+        Args:
+            criteria: ``{dimension: {name: text}}``.
+
+        Raises:
+            ValueError: No criterion has text.
+        """
+        if "criterion" not in self.fields:
+            return {"": (self.text(**values),)}
+        stated = {
+            dimension: [c for c in (named or {}).values() if c and c.strip()] for dimension, named in criteria.items()
+        }
+        asked = {d: tuple(self.text(criterion=c, **values) for c in found) for d, found in stated.items() if found}
+        if not asked:
+            raise ValueError("the item has no criteria to ask about; use the theme question instead")
+        return asked
 
 
-def criterion_question(criterion: str) -> str:
-    """One criterion of an item's ``criteria``, without the theme."""
-    return f"Do images meet the following criteria? {_sentence(criterion)} {_ANSWER}"
+def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
+    """A shipped template by its name, or the one in a text file (a final line break is not part of it).
 
-
-def pair_question(reasons: bool = True) -> str:
-    """The question without a theme (ConsistencyRank's templates 3 and, without reasons, 2)."""
-    asked = "Do the two images maintain consistency in terms of style, logic and identity?"
-    return f"{asked} {_ANSWER}" if reasons else f'{asked} Answer only "Yes" or "No".'
-
-
-def criteria_questions(criteria: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
-    """One question for each non-empty criterion of ``{dimension: {name: text}}``, by dimension.
-
-    Dimensions without a non-empty criterion are left out. ``verdict.mean_over_dimensions`` averages the scores.
+    Args:
+        question: Name or path.
+        about: Fields that the caller can fill in: of theme, criterion, instruction, rows, cols.
 
     Raises:
-        ValueError: No criterion has text.
+        ValueError: Neither name nor readable text, or a field that is unknown or cannot be filled in here.
     """
-    questions = {
-        dimension: tuple(criterion_question(text) for text in named.values() if text and text.strip())
-        for dimension, named in criteria.items()
-        if named
-    }
-    questions = {dimension: asked for dimension, asked in questions.items() if asked}
-    if not questions:
-        raise ValueError("the item has no criteria to ask about; use the theme question instead")
-    return questions
+    loaded = Question(question, shipped().get(question, ""))
+    if question not in shipped():
+        file = Path(question).expanduser()
+        try:
+            loaded = Question(file.stem, file.read_text(encoding="utf-8").removesuffix("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"question {question!r} is neither a shipped template ({', '.join(shipped())}) nor a readable text "
+                f"file ({error})"
+            ) from error
+    if not loaded.template.strip():
+        raise ValueError(f"question file {question} is empty")
+    unknown = [
+        name for name in _FIELD.findall(loaded.template) if name not in _KNOWN or name.partition("_")[0] not in about
+    ]
+    if unknown:
+        possible = ", ".join(f"{{{name}}}" for name in _KNOWN if name in about) or "none"
+        raise ValueError(f"question {question!r} has the field {{{unknown[0]}}}, but the fields here are: {possible}")
+    return loaded
 
 
-def editing_consistency_question(instruction: str) -> str:
-    """On (reference, edited): does everything that the instruction does not mention stay consistent?"""
-    return (
-        f"{_edited_part(instruction)} Does everything that the instruction does not mention (identity, style, layout "
-        f"and background) stay consistent between the two images? {_ANSWER_EDIT}"
-    )
+def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Question, ...]:
+    """One question about an edit, or two: is the rest kept, and is the instruction followed.
+
+    Raises:
+        ValueError: As ``load_question``; or not one or two.
+    """
+    named = (question,) if isinstance(question, str) else tuple(question)
+    if len(named) not in (1, 2):
+        raise ValueError(f"an edit is asked about with one or two questions, not {len(named)}: {', '.join(named)}")
+    return tuple(load_question(name, ("instruction",)) for name in named)
 
 
-def editing_instruction_question(instruction: str) -> str:
-    """On (reference, edited): does the edit follow the instruction?"""
-    return f"{_edited_part(instruction)} Does the second image follow the instruction? {_ANSWER_EDIT}"
+def editing_texts(questions: Sequence[Question], instruction: str, dimension: str = "overall") -> dict[str, str]:
+    """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension that each is about.
 
-
-def editing_questions(instruction: str) -> tuple[str, str]:
-    """The two editing questions (consistency, instruction); the editing score is sqrt(q1 · q2)."""
-    return editing_consistency_question(instruction), editing_instruction_question(instruction)
-
-
-def editing_dimension_questions(dimension: str, instruction: str) -> dict[str, str]:
-    """The questions on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension each asks about.
-
-    ``overall`` asks both; its score is ``verdict.editing_score`` of the two.
+    ``overall`` needs both; a single question decides every dimension.
 
     Raises:
         ValueError: Unknown dimension, or an empty instruction.
@@ -81,37 +122,86 @@ def editing_dimension_questions(dimension: str, instruction: str) -> dict[str, s
         raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
     if not instruction.strip():
         raise ValueError("the editing instruction is empty")
-    consistency, following = editing_questions(instruction)
-    asked = {"prompt_following": following, "consistency": consistency}
+    consistency, *following = (question.text(instruction=instruction.strip()) for question in questions)
+    if not following:
+        return {"consistency": consistency}
+    asked = {"prompt_following": following[0], "consistency": consistency}
     return asked if dimension == "overall" else {dimension: asked[dimension]}
 
 
-def grid_layout_question(rows: int, cols: int) -> str:
-    """On one image: is it a grid of this layout? The wording is ours."""
-    return (
-        f"Is this image a {rows}x{cols} grid, that is {rows} row{'s' * (rows > 1)} of {cols} separate "
-        f"picture{'s' * (cols > 1)} of equal size, with nothing missing and nothing merged? {_ANSWER_EDIT}"
-    )
+def theme_question(theme: str) -> str:
+    """The default question on two sub-figures of one grid with this theme sentence."""
+    return load_question("theme").text(theme=theme)
 
 
-def build_messages(image_a_url: str, image_b_url: str | None, question: str) -> list[dict]:
+@dataclass(frozen=True)
+class RequestForm:
+    """How images and answers travel.
+
+    Attributes:
+        image_labels: Text before each image, ``{n}`` = its number: ``"<img{n}>: "``. None: no text.
+        image_format: ``png`` (lossless) or ``jpeg`` (Pillow's default quality).
+        answer_tokens: ``exact``: Yes and No; ``variants``: also y and n, in upper and lower case, after a space.
+
+    Raises:
+        ValueError: A value is none of these, or labels would give every image the same number.
+    """
+
+    image_labels: str | None = None
+    image_format: str = "png"
+    answer_tokens: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name, known in (("image_format", IMAGE_FORMATS), ("answer_tokens", tuple(ANSWER_TOKENS))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        if self.image_labels and "{n}" not in self.image_labels and re.search(r"\d", self.image_labels):
+            raise ValueError(
+                f"image_labels={self.image_labels!r}: write {{n}} for the image's number, as in '<img{{n}}>: '"
+            )
+
+    def label(self, number: int) -> str:
+        """The text before image ``number``, counted from 1."""
+        return (self.image_labels or "").replace("{n}", str(number))
+
+
+DEFAULT_FORM = RequestForm()
+
+
+def add_form_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options of ``form_of`` to a command."""
+
+    def labels(text: str) -> str:
+        try:
+            return RequestForm(text).image_labels
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    text = 'text before each image, {n} = its number: "<img{n}>: "'
+    parser.add_argument("--image_labels", type=labels, metavar="TEXT", help=text)
+    parser.add_argument("--image_format", choices=IMAGE_FORMATS, help="how the judge gets images; default: png")
+    text = "exact: Yes and No; variants: also y and n, upper and lower case, after a space"
+    parser.add_argument("--answer_tokens", choices=tuple(ANSWER_TOKENS), help=text)
+
+
+def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
+    """The form that a command's options state."""
+    stated = {field.name: getattr(options, field.name) for field in fields(RequestForm)}
+    return RequestForm(**defaults | {name: value for name, value in stated.items() if value is not None})
+
+
+def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
+    """What was asked, for the files of a run: each template's name, text and SHA-256, and the form."""
+    asked = [asdict(q) | {"sha256": hashlib.sha256(q.template.encode()).hexdigest()} for q in questions]
+    return {"questions": asked, **asdict(form)}
+
+
+def build_messages(
+    image_a_url: str, image_b_url: str | None, question: str, form: RequestForm = DEFAULT_FORM
+) -> list[dict]:
     """OpenAI chat messages of one pair: image 1, image 2 (None: one image alone), text. URLs may be data URLs."""
-    urls = [image_a_url] if image_b_url is None else [image_a_url, image_b_url]
-    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
-
-
-def _theme_part(theme: str) -> str:
-    return (
-        f'Given two subfigures generated based on the theme: "{theme}", do the two images maintain consistency '
-        "in terms of style, logic and identity?"
-    )
-
-
-def _edited_part(instruction: str) -> str:
-    return f'The second image was made by editing the first image with the instruction: "{instruction.strip()}".'
-
-
-def _sentence(text: str) -> str:
-    text = text.strip()
-    return text if text.endswith((".", "!", "?", '"')) else text + "."
+    content: list[dict[str, Any]] = []
+    for number, url in enumerate([image_a_url] if image_b_url is None else [image_a_url, image_b_url], start=1):
+        content += [{"type": "text", "text": form.label(number)}] * bool(form.image_labels)
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    return [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]

@@ -91,12 +91,14 @@ class Cache:
         self._scores: OrderedDict[tuple, float] = OrderedDict()
 
     def get(self, key: tuple) -> float | None:
+        """The score, which then counts as used; None if it is not known."""
         score = self._scores.get(key)
         if score is not None:
             self._scores.move_to_end(key)
         return score
 
     def put(self, key: tuple, score: float) -> None:
+        """Add a score; the least recently used one may be dropped."""
         self._scores[key] = score
         if len(self._scores) > self._entries:
             self._scores.popitem(last=False)

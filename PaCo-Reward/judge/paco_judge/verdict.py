@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-YES, NO = "Yes", "No"
+ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes and as No
+    "exact": (("Yes",), ("No",)),
+    "variants": tuple(
+        tuple(space + form for space in ("", " ") for word in words for form in (word, word.capitalize(), word.upper()))
+        for words in (("yes", "y"), ("no", "n"))
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,13 @@ class Verdict:
 
 
 def p_yes_from_top_logprobs(
-    top: Mapping[str, float] | Iterable[Mapping[str, object]], variants: bool = False
+    top: Mapping[str, float] | Iterable[Mapping[str, object]], answer_tokens: str = "exact"
 ) -> float | None:
     """P(Yes) / (P(Yes) + P(No)) from the top log-probabilities of the first answer token.
 
     Args:
         top: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``.
-        variants: Sum over upper and lower case and surrounding space instead of exact ``Yes`` and ``No``.
+        answer_tokens: The key of ``ANSWER_TOKENS`` whose tokens' probabilities are summed.
 
     Returns:
         None if neither Yes nor No is among the top; one that is not counts as probability 0.
@@ -48,12 +54,10 @@ def p_yes_from_top_logprobs(
         ValueError: A log-probability is NaN or infinite.
     """
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
-    found: dict[str, list[float]] = {YES: [], NO: []}
-    for token, logprob in entries:
-        answer = token.strip().capitalize() if variants else token
-        if answer in found:
-            found[answer].append(float(logprob))
-    return _share(_log_sum(found[YES]), _log_sum(found[NO]))
+    yes, no = (
+        [float(logprob) for token, logprob in entries if token in counted] for counted in ANSWER_TOKENS[answer_tokens]
+    )
+    return _share(_log_sum(yes), _log_sum(no))
 
 
 def p_yes_from_logits(
@@ -103,21 +107,19 @@ def mean_score(verdicts: Sequence[Verdict]) -> float | None:
     return float(np.mean([verdict.p_yes for verdict in verdicts]))
 
 
-def editing_score(consistency: Verdict, instruction: Verdict) -> float | None:
-    """``consistency_for_editing`` of one edit: sqrt(q1 · q2); None if one of the two is missing."""
-    if consistency.p_yes is None or instruction.p_yes is None:
+def editing_score(*answers: Verdict) -> float | None:
+    """``consistency_for_editing`` of one edit: sqrt(q1 · q2), or its only answer; None if one is missing."""
+    if any(answer.p_yes is None for answer in answers):
         return None
-    return math.sqrt(consistency.p_yes * instruction.p_yes)
+    product = math.prod(answer.p_yes for answer in answers)
+    return product if len(answers) == 1 else math.sqrt(product)
 
 
 def _log_sum(logprobs: list[float]) -> float:
     """log Σ exp; −inf for none."""
     if any(math.isnan(value) or value == math.inf for value in logprobs):
         raise ValueError(f"log-probabilities {logprobs} are not numbers")
-    highest = max(logprobs, default=-math.inf)
-    if highest == -math.inf or len(logprobs) == 1:
-        return highest
-    return highest + math.log(sum(math.exp(value - highest) for value in logprobs))
+    return float(np.logaddexp.reduce(logprobs, initial=-math.inf))
 
 
 def _share(yes: float, no: float) -> float | None:

@@ -22,8 +22,8 @@ from PIL import Image
 from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeModelMissing, JudgeUnavailable, Pair
 from paco_judge.grid import pairs, split_image
-from paco_judge.images import UnreadableImage, content_digest, png_data_url
-from paco_judge.questions import build_messages, theme_question
+from paco_judge.images import UnreadableImage, as_received, content_digest, data_url
+from paco_judge.questions import RequestForm, build_messages, theme_question
 
 FAKE = Path(__file__).with_name("fake_judge.py")
 _spec = importlib.util.spec_from_file_location("fake_judge", FAKE)
@@ -112,7 +112,7 @@ def test_the_request_follows_the_protocol():
         (verdict,) = client(judge).score_blocking([Pair(image_a, image_b, question)])
     (request,) = judge.requests
     assert verdict.p_yes == pytest.approx(0.75)
-    assert request.pop("messages") == build_messages(png_data_url(image_a), png_data_url(image_b), question)
+    assert request.pop("messages") == build_messages(data_url(image_a), data_url(image_b), question)
     assert request == {
         "model": "Paco-Reward-7B", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20
     }  # fmt: skip
@@ -127,18 +127,37 @@ def test_a_single_image_is_cached_apart_from_a_pair():
             for pair in (Pair(image, None, question), Pair(image, image, question), Pair(image, None, question))
         )
     assert (alone, twice, again) == pytest.approx((0.2, 0.4, 0.2))
-    assert judge.requests[0]["messages"] == build_messages(png_data_url(image), None, question)
+    assert judge.requests[0]["messages"] == build_messages(data_url(image), None, question)
+
+
+def test_the_form_of_a_request_is_part_of_what_is_cached():
+    asked, form = [Pair(picture(1), picture(2), "form")], RequestForm("<img{n}>: ", "jpeg")
+    with FakeJudge(lambda number, request: (200, answer(0.2 * number), {})) as judge:
+        plain, changed, again = (
+            client(judge, form=one).score_blocking(asked)[0].p_yes for one in (RequestForm(), form, form)
+        )
+    assert (plain, changed, again) == pytest.approx((0.2, 0.4, 0.4))
+    urls = [data_url(image, "jpeg") for image in asked[0].images]
+    assert judge.requests[1]["messages"] == build_messages(*urls, "form", form)
+    decoded = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
+    own = io.BytesIO()
+    picture(1).save(own, "JPEG")
+    for image in (decoded, as_received(picture(1), "jpeg")):
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(own)))
+    np.testing.assert_array_equal(np.asarray(as_received(picture(1), "png")), np.asarray(picture(1)))
 
 
 def test_data_urls_are_lossless():
     image = picture(3, size=33)
-    data = base64.b64decode(png_data_url(image).removeprefix("data:image/png;base64,"))
+    data = base64.b64decode(data_url(image).removeprefix("data:image/png;base64,"))
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), np.asarray(image))
 
 
 def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch):
     encoded = []
-    monkeypatch.setattr("paco_judge.images.png_data_url", lambda image: encoded.append(image) or png_data_url(image))
+    monkeypatch.setattr(
+        "paco_judge.images.data_url", lambda image, **form: encoded.append(image) or data_url(image, **form)
+    )
     cells = split_image(picture(4, size=64), 2, 2)
     asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
     with FakeJudge() as judge:
@@ -305,7 +324,9 @@ def test_neither_yes_nor_no_is_no_score():
         asked = batch(1, "neither")
         (verdict,) = client(judge).score_blocking(asked)
         assert verdict.p_yes is None and "neither Yes nor No" in verdict.error
-        assert client(judge, variants=True).score_blocking(asked)[0].p_yes == pytest.approx(0.5)
+        assert client(judge, form=RequestForm(answer_tokens="variants")).score_blocking(asked)[
+            0
+        ].p_yes == pytest.approx(0.5)
 
 
 def test_a_judge_killed_under_load_and_restarted_costs_only_time(caplog):
@@ -408,7 +429,7 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
         bad, good = client(judge).score_blocking([Pair(broken, picture(35), "q"), Pair(picture(36), picture(37), "q")])
     assert "half.png cannot be read" in bad.error and good.ok
     with pytest.raises(UnreadableImage, match=r"half\.png"):
-        png_data_url(broken)
+        data_url(broken)
 
 
 def test_digests_depend_on_content_only():

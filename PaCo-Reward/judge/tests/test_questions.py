@@ -1,72 +1,167 @@
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_judge import questions
+from paco_judge.questions import (
+    EDIT_DIMENSIONS,
+    RequestForm,
+    build_messages,
+    editing_texts,
+    load_editing_questions,
+    load_question,
+    record,
+    shipped,
+    theme_question,
+)
 
-instructions = st.text(min_size=1).filter(str.strip)
+texts = st.text(min_size=1).filter(str.strip)
+FIELDS = ("theme", "criterion", "instruction", "rows", "cols")
 
 
-def test_theme_question_is_the_published_wording():
-    assert questions.theme_question("a red star.") == (
+@pytest.fixture
+def template(tmp_path):
+    """``template(text)``: the path of a text file with a user's question."""
+
+    def write(text: str) -> str:
+        file = tmp_path / "mine.txt"
+        file.write_text(text, encoding="utf-8")
+        return str(file)
+
+    return write
+
+
+def test_the_theme_question_is_the_published_wording():
+    assert theme_question("a red star.") == (
         'Given two subfigures generated based on the theme: "a red star.", do the two images maintain consistency in '
         'terms of style, logic and identity? Answer "Yes" and "No" first, and then provide detailed reasons.'
     )
 
 
-def test_the_near_duplicate_variant_answers_no_to_copies():
-    question = questions.theme_no_duplicates_question("a red star.")
-    assert "near-duplicates" in question and '"a red star."' in question
-    assert question.endswith(questions.theme_question("a red star.").split("identity? ")[1])
-
-
-def test_criteria_are_one_question_each_and_empty_ones_are_not_asked():
-    asked = questions.criteria_questions(
-        {"Style": {"Palette": "Colours match", "Line": "  "}, "Logic": {"None": ""}, "Identity": {"A": "a.", "B": "b."}}
+def test_the_wording_of_earlier_versions_is_unchanged():
+    """Scores of other versions stay comparable: the SHA-256 of all shipped templates but the published one."""
+    others = "\n".join(text for name, text in sorted(shipped().items()) if name != "theme")
+    assert (
+        hashlib.sha256(others.encode()).hexdigest()
+        == "ed234ef5c14a515a2cecdf332c883d0281dd6391c0a5532a18cf6915a6435fa7"
     )
+    assert (
+        load_question("grid_layout")
+        .text(rows=1, cols=3)
+        .startswith("Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size")
+    )
+    assert "2x1 grid, that is 2 rows of 1 separate picture of" in load_question("grid_layout").text(rows=2, cols=1)
+
+
+@given(texts)
+def test_values_are_inserted_once_and_as_they_are(value):
+    for name, about in (("theme", "theme"), ("editing_consistency", "instruction")):
+        before, found, after = load_question(name).template.partition(f"{{{about}}}")
+        assert found and load_question(name).text(**{about: value}) == before + value + after
+
+
+@given(st.text(), st.booleans())
+def test_a_file_is_asked_as_it_is(tmp_path_factory, text, breaks):
+    """Braces that are no fields, other signs and inner line breaks stay; one line break at the end does not count."""
+    text = "?" + text.replace("\r", "").replace("{", "{ ").rstrip("\n")
+    file = tmp_path_factory.mktemp("question") / "mine.v1.txt"
+    file.write_text(text + "\n" * breaks, encoding="utf-8", newline="")
+    question = load_question(str(file), ())
+    assert question.name == "mine.v1" and question.text() == text and question.fields == set()
+
+
+def test_a_file_with_fields(template):
+    question = load_question(template('{rows} x {cols}: {"a": {theme}}\n'), ("theme", "rows", "cols"))
+    assert question.fields == {"theme", "rows", "cols"}
+    assert question.text(theme="{rows}", rows=2, cols=3) == '2 x 3: {"a": {rows}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "about", "named"),
+    [
+        ("{themes}?", FIELDS, "{themes}.*{theme}"),
+        ("{theme} {criterion}", ("theme",), "{criterion}.*: {theme}$"),
+        ("{rows}", (), "{rows}.* none"),
+        (" \n", FIELDS, "mine.txt"),
+    ],
+)
+def test_unusable_files(template, text, about, named):
+    with pytest.raises(ValueError, match=named):
+        load_question(template(text), about)
+
+
+def test_a_question_that_does_not_exist(tmp_path):
+    for question in ("themes", str(tmp_path), str(tmp_path / "none.txt")):
+        with pytest.raises(ValueError, match="theme_no_duplicates"):
+            load_question(question)
+    (tmp_path / "latin.txt").write_bytes(b"\xe4?")
+    with pytest.raises(ValueError, match="latin.txt"):
+        load_question(str(tmp_path / "latin.txt"))
+
+
+def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
+    criteria = {
+        "Style": {"Palette": "Colours match", "Line": "  "},
+        "Logic": {"None": ""},
+        "Identity": {"A": "a.", "B": "b."},
+    }
+    asked = load_question("criteria").texts(criteria | {"Empty": None})
     assert {dimension: len(each) for dimension, each in asked.items()} == {"Style": 1, "Identity": 2}
     assert asked["Style"][0].startswith("Do images meet the following criteria? Colours match. Answer")
-
-
-def test_no_criteria_is_an_error():
+    mine = load_question(template("{theme} {criterion}"))
+    assert mine.texts(criteria, theme="T") == {"Style": ("T Colours match",), "Identity": ("T a.", "T b.")}
+    assert load_question("pair").texts(criteria) == {"": (load_question("pair").text(),)}
     with pytest.raises(ValueError, match="no criteria"):
-        questions.criteria_questions({"Style": {"Palette": ""}})
+        mine.texts({"Style": {"Palette": ""}}, theme="T")
 
 
-@given(instructions)
+@given(texts)
 def test_editing_dimensions_ask_the_editing_questions(instruction):
-    consistency, following = questions.editing_questions(instruction)
-    asked = {name: questions.editing_dimension_questions(name, instruction) for name in questions.EDIT_DIMENSIONS}
-    assert asked["prompt_following"] == {"prompt_following": following}
-    assert asked["consistency"] == {"consistency": consistency}
-    assert asked["overall"] == asked["prompt_following"] | asked["consistency"] and consistency != following
-    for question in asked["overall"].values():
-        before, text, after = question.partition(f'"{instruction.strip()}"')
-        assert text and before.endswith("with the instruction: ")
-        assert after.endswith("Answer Yes or No first, then reasons.")
+    questions = load_editing_questions()
+    asked = {name: editing_texts(questions, instruction, name) for name in EDIT_DIMENSIONS}
+    assert asked["overall"] == asked["prompt_following"] | asked["consistency"]
+    assert list(asked["overall"]) == ["prompt_following", "consistency"]
+    assert asked["consistency"]["consistency"] == questions[0].text(instruction=instruction.strip())
+    assert asked["prompt_following"]["prompt_following"] == questions[1].text(instruction=instruction.strip())
+    alone = load_editing_questions("editing_instruction")
+    assert all(editing_texts(alone, instruction, name) == editing_texts(alone, instruction) for name in EDIT_DIMENSIONS)
 
 
-@given(st.text(alphabet=" \t\n\u2003", max_size=5), st.sampled_from(questions.EDIT_DIMENSIONS))
-def test_an_instruction_without_text_is_an_error(blank, dimension):
+def test_unusable_editing_questions():
     with pytest.raises(ValueError, match="instruction is empty"):
-        questions.editing_dimension_questions(dimension, blank)
+        editing_texts(load_editing_questions(), "\t\u2003")
+    with pytest.raises(ValueError, match="'quality'.*prompt_following, consistency"):
+        editing_texts(load_editing_questions(), "make it blue", "quality")
+    for wrong in ((), ("pair",) * 3, "theme"):
+        with pytest.raises(ValueError):
+            load_editing_questions(wrong)
 
 
-def test_an_unknown_dimension_is_an_error():
-    with pytest.raises(ValueError, match="no editing dimension 'quality'; there are prompt_following, consistency"):
-        questions.editing_dimension_questions("quality", "make it blue")
-
-
-def test_message_order_is_image_image_text():
-    (message,) = questions.build_messages("data:a", "data:b", "same?")
+def test_messages_are_images_then_text_each_image_after_its_label():
+    (message,) = build_messages("data:a", "data:b", "same?")
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
     assert [part["image_url"]["url"] for part in message["content"][:2]] == ["data:a", "data:b"]
     assert message["content"][2]["text"] == "same?"
+    (labeled,) = build_messages("data:a", "data:b", "same?", RequestForm("<img{n}>: "))
+    label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
+    assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
+    (alone,) = build_messages("data:a", None, "a grid?")
+    assert [part["type"] for part in alone["content"]] == ["image_url", "text"]
 
 
-def test_the_grid_layout_question_is_about_one_image():
-    (message,) = questions.build_messages("data:a", None, questions.grid_layout_question(1, 3))
-    assert [part["type"] for part in message["content"]] == ["image_url", "text"]
-    assert "1x3 grid, that is 1 row of 3 separate pictures" in message["content"][1]["text"]
-    assert "2x1 grid, that is 2 rows of 1 separate picture of" in questions.grid_layout_question(2, 1)
-    assert message["content"][1]["text"].endswith("Answer Yes or No first, then reasons.")
+@pytest.mark.parametrize("wrong", [{"image_labels": "<img1>: "}, {"image_format": "gif"}, {"answer_tokens": "all"}])
+def test_an_unknown_form_is_an_error(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RequestForm(**wrong)
+
+
+def test_a_record_holds_text_hash_and_form(template):
+    text = "{theme}: gleich? é"
+    recorded = record((load_question(template(text)),), RequestForm("<{n}>", "jpeg", "variants"))
+    assert recorded == {
+        "questions": [{"name": "mine", "template": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}],
+        "image_labels": "<{n}>",
+        "image_format": "jpeg",
+        "answer_tokens": "variants",
+    }

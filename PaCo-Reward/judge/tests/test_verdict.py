@@ -33,8 +33,9 @@ def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
 
 
 def test_variants_are_summed():
-    top = {"Yes": math.log(0.2), " yes": math.log(0.1), "YES\n": math.log(0.1), "no": math.log(0.1), "None": -0.1}
-    assert p_yes_from_top_logprobs(top, variants=True) == pytest.approx(0.8)
+    top = {"Yes": 0.2, " yes": 0.1, "Y": 0.1, "no": 0.05, " N": 0.05, "None": 0.3, "yeS": 0.1, "Yes\n": 0.1}
+    top = {token: math.log(p) for token, p in top.items()}
+    assert p_yes_from_top_logprobs(top, "variants") == pytest.approx(0.8)
     assert p_yes_from_top_logprobs(top) == 1.0
 
 

@@ -14,7 +14,7 @@ from paco_grpo.types import Item
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
-from toy_models.build import EDITORS
+from toy_models.build import EDITORS, load_editor
 from toy_models.edit_data import DEPARTURE, INSTRUCTIONS, KINDS, VALUES, render_edits, sample_edits
 from toy_models.kontext import TEXT_TOKENS
 from toy_models.panels import PanelCache
@@ -41,12 +41,10 @@ def test_kontext_reads_every_instruction_and_loads_everywhere():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITORS)
 def test_an_editor_has_the_recorded_quality(name):
-    count, module = 32, EDITORS[name]
-    found = json.loads((MODELS / "quality.json").read_text())["editors"][name]
-    for size, drawn in editor_quality(module, module.load(MODELS / name), 11, count, sizes=(64,)).items():
-        # Other edits, other noise: three standard errors of shares over `count` edits, at their widest.
-        for measure, value in drawn.items():
-            assert value == pytest.approx(found[size][measure], abs=3 * 0.5 / np.sqrt(count)), (size, measure)
+    count, recorded = 32, json.loads((MODELS / "quality.json").read_text())["editors"][name]["64px"]
+    drawn = editor_quality(EDITORS[name], load_editor(MODELS / name), 11, count, sizes=(64,))["64px"]
+    # Other edits, other noise: three standard errors of shares over `count` edits, at their widest.
+    assert drawn == pytest.approx(recorded, abs=3 * 0.5 / np.sqrt(count))
 
 
 def test_training_edits_follow_their_instructions_or_depart_from_them():

@@ -78,20 +78,16 @@ class RemoteReward:
         Raises:
             RewardError: The service refused the request or its reward failed; the message quotes the service.
         """
-        scores: list[float] = []
+        runtime, scores = transport.runtime(), np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
-            scores += self._ask(images[part], items[part])
-        return np.array(scores, dtype=np.float64)
-
-    def _ask(self, images: Sequence[Image.Image], items: Sequence[Item]) -> list[float]:
-        runtime, body = transport.runtime(), encode_request(images, items)
-        deadline = runtime.loop.time() + self.deadline_s
-        try:
-            answer = runtime.submit(runtime.post(f"{self.server}/score", self._headers, body, deadline)).result()
-            return decode_scores(answer, len(images))
-        except transport.Unreachable as error:
-            logger.warning("reward %s: %d scores are missing: %s: %s", self.name, len(images), self.server, error)
-            return [math.nan] * len(images)
-        except (transport.Refused, WireError) as error:
-            raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
+            body, deadline = encode_request(images[part], items[part]), runtime.loop.time() + self.deadline_s
+            try:
+                answer = runtime.submit(runtime.post(f"{self.server}/score", self._headers, body, deadline)).result()
+                scores[part] = decode_scores(answer, len(images[part]))
+            except transport.Unreachable as error:
+                missing = len(images[part])
+                logger.warning("reward %s: %d scores are missing: %s: %s", self.name, missing, self.server, error)
+            except (transport.Refused, WireError) as error:
+                raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
+        return scores

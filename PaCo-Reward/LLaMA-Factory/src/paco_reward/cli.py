@@ -86,10 +86,11 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
+    from paco_judge.questions import form_of
     from paco_reward.datasets import labeled_pairs
     from paco_reward.metrics import measure
 
-    pairs, labels = labeled_pairs(args.dataset_dir, args.dataset, args.max_samples)
+    pairs, labels = labeled_pairs(args.dataset_dir, args.dataset, args.max_samples, form_of(args))
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(score_command.load_judge(args), pairs, labels)
     # JSON has no NaN: a number that could not be computed is null.

@@ -8,6 +8,8 @@ from typing import Any
 
 from paco_reward.errors import PacoRewardError
 
+GLOBAL_BATCH = "global_batch_size"
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file of LLaMA-Factory arguments and apply "key=value" overrides, whose values are YAML.
@@ -38,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
 def check_keys(config: dict[str, Any], dataclasses: list[type]) -> None:
     """Refuse a key that is no field of the argument dataclasses, and suggest the nearest one."""
-    known = {item.name for cls in dataclasses for item in fields(cls) if item.init}
+    known = {item.name for cls in dataclasses for item in fields(cls) if item.init} | {GLOBAL_BATCH}
     for key in config:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -46,16 +48,42 @@ def check_keys(config: dict[str, Any], dataclasses: list[type]) -> None:
             raise PacoRewardError(f"unknown configuration key {key!r}{hint}")
 
 
+def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
+    """The configuration with ``gradient_accumulation_steps`` in place of ``global_batch_size``.
+
+    An explicit ``gradient_accumulation_steps`` is kept. Otherwise an optimizer step has the number of sequences,
+    processes x per_device_train_batch_size x accumulation, that is nearest to ``global_batch_size`` (of two equally near
+    ones the smaller).
+
+    Args:
+        config: A training configuration.
+        processes: Number of training processes on all nodes.
+
+    Raises:
+        PacoRewardError: ``global_batch_size`` is not a positive integer.
+    """
+    config = dict(config)
+    wanted = config.pop(GLOBAL_BATCH, None)
+    if wanted is None or config.get("gradient_accumulation_steps") is not None:
+        return config
+    if type(wanted) is not int or wanted < 1:
+        raise PacoRewardError(f"{GLOBAL_BATCH} must be a positive integer, not {wanted!r}")
+    at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
+    fewer = max(wanted // at_once, 1)
+    nearest = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
+    return config | {"gradient_accumulation_steps": nearest}
+
+
 def check_combinations(config: dict[str, Any]) -> None:
     """Refuse settings under which the first-token-weighted loss would be wrong."""
     if config.get("first_token_weight") is None:
         return
-    if config.get("train_on_prompt"):
-        raise PacoRewardError("first_token_weight needs train_on_prompt: false to find the answer's first token")
-    if config.get("packing") and not config.get("neat_packing"):
-        raise PacoRewardError(
-            "first_token_weight needs neat_packing: true instead of packing: true; packed plainly, an answer would see "
-            "the other pairs of its row"
-        )
-    if config.get("average_tokens_across_devices") is False:
-        raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")
+    packed = config.get("packing") and not config.get("neat_packing")
+    for wrong, message in (
+        (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
+        (packed, "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row"),
+        (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),
+        (config.get("label_smoothing_factor"), "label_smoothing_factor: 0 (the default)"),
+    ):
+        if wrong:
+            raise PacoRewardError(f"first_token_weight needs {message}")

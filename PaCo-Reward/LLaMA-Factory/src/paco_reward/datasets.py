@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.client import Pair
+from paco_judge.questions import DEFAULT_FORM, RequestForm
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 
@@ -24,7 +25,7 @@ class Example:
 
 
 def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | None = None) -> list[Example] | None:
-    """All rows of a local data set; None if it is on the hub.
+    """All rows of a local ShareGPT data set (json or jsonl); None if it is another, which only LLaMA-Factory reads.
 
     Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists, else used as they are.
 
@@ -42,65 +43,73 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise PacoRewardError(f"dataset {name} is not in {index}; {hint}known: {', '.join(sorted(infos))}")
     info = infos[name]
-    if "file_name" not in info:
-        return None
-    file, columns = folder / info["file_name"], info.get("columns", {})
-    if not file.is_file():
+    file, columns = folder / info.get("file_name", ""), info.get("columns", {})
+    if not file.exists():
         raise PacoRewardError(f"dataset {name}: file {file} does not exist; see file_name in {index}")
-    if info.get("formatting", "alpaca") != "sharegpt" or not columns.get("images"):
-        raise PacoRewardError(f"dataset {name}: {index} must set formatting: sharegpt and an images column")
+    if file.suffix not in (".json", ".jsonl") or info.get("formatting") != "sharegpt":
+        return None
     rows = _read_json(file)
     if not isinstance(rows, list) or not rows:
         raise PacoRewardError(f"dataset {name}: {file} holds no rows")
     media = Path(media_dir) if media_dir else folder
-    messages, images, tags = columns.get("messages", "conversations"), columns["images"], info.get("tags", {})
-    return [_example(row, f"{name} row {i}", messages, images, tags, media) for i, row in enumerate(rows)]
+    return [_example(row, f"{name} row {i}", columns, info.get("tags", {}), media) for i, row in enumerate(rows)]
 
 
 def _read_json(file: Path) -> Any:
     try:
         text = file.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line] if file.suffix == ".jsonl" else json.loads(text)
+        # splitlines would also split inside some texts
+        return [json.loads(line) for line in text.split("\n") if line] if file.suffix == ".jsonl" else json.loads(text)
     except (OSError, ValueError) as error:
         raise PacoRewardError(f"{file} cannot be read: {error}") from error
 
 
-def _example(row: Any, place: str, messages: str, images: str, tags: dict[str, str], media: Path) -> Example:
-    for column in (messages, images):
-        if not isinstance(row, dict) or column not in row:
-            raise PacoRewardError(f"dataset {place}: column {column!r} is missing")
+def _example(row: Any, place: str, columns: dict[str, str], tags: dict[str, str], media: Path) -> Example:
     role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     user, assistant = tags.get("user_tag", "human"), tags.get("assistant_tag", "gpt")
     try:
-        texts = [(message[role], message[content]) for message in row[messages]]
+        texts = [(message[role], message[content]) for message in row[columns.get("messages", "conversations")]]
+        files = row[columns["images"]] if "images" in columns else []
     except (KeyError, TypeError) as error:
-        raise PacoRewardError(f"dataset {place}: a message lacks {role!r} or {content!r}; see tags") from error
+        raise PacoRewardError(
+            f"dataset {place}: {error} is missing; see columns and tags of dataset_info.json"
+        ) from error
     prompt = "\n".join(text for who, text in texts if who == user)
     answers = [text for who, text in texts if who == assistant]
     if not answers or not prompt:
         raise PacoRewardError(f"dataset {place}: needs a message by {user!r} and one by {assistant!r}; see tags")
-    files = row[images] if isinstance(row[images], list) else [row[images]]
+    files = files if isinstance(files, list) else [files]
     if prompt.count(TAG) != len(files):
         raise PacoRewardError(f"dataset {place}: {prompt.count(TAG)} {TAG} tags but {len(files)} images")
     paths = tuple(media / file if (media / file).is_file() else Path(file) for file in files)
     return Example(place, prompt, answers[-1], paths)
 
 
-def labeled_pairs(dataset_dir: str | Path, dataset: str, limit: int | None = None) -> tuple[list[Pair], list[bool]]:
+def pair_prefix(form: RequestForm) -> str:
+    """What a pair's message begins with: <image><image>, each after its label."""
+    return "".join(form.label(number) + TAG for number in (1, 2))
+
+
+def labeled_pairs(
+    dataset_dir: str | Path, dataset: str, limit: int | None = None, form: RequestForm = DEFAULT_FORM
+) -> tuple[list[Pair], list[bool]]:
     """Pairs of a local data set, and whether their answer begins with Yes.
 
     Raises:
-        PacoRewardError: The data set cannot be read, a row is not <image><image>QUESTION with an answer that begins
-            with Yes or No, or an image is unreadable.
+        PacoRewardError: The data set cannot be read, a row is not <image><image>QUESTION (with the labels of ``form``)
+            with an answer that begins with Yes or No, or an image is unreadable.
     """
+    images = pair_prefix(form)
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
-        raise PacoRewardError(f"dataset {dataset} is not a local file; download it and set file_name")
+        raise PacoRewardError(f"dataset {dataset} is not a local ShareGPT file; download it and set file_name")
     cache: dict[Path, Any] = {}
     pairs, labels = [], []
     for example in examples[:limit]:
-        if len(example.images) != 2 or not example.prompt.startswith(TAG * 2):
-            raise PacoRewardError(f"dataset {example.place}: a pair's message is {TAG}{TAG}QUESTION with two images")
+        if len(example.images) != 2 or not example.prompt.startswith(images):
+            raise PacoRewardError(
+                f"dataset {example.place}: a pair's message is {images}QUESTION with two images; see --image_labels"
+            )
         if not example.answer.startswith(("Yes", "No")):
             raise PacoRewardError(
                 f"dataset {example.place}: the answer begins with neither Yes nor No: {example.answer[:40]!r}"
@@ -109,6 +118,6 @@ def labeled_pairs(dataset_dir: str | Path, dataset: str, limit: int | None = Non
             if file not in cache:
                 cache[file] = open_image(file)
         first, second = (cache[file] for file in example.images)
-        pairs.append(Pair(first, second, example.prompt.removeprefix(TAG * 2)))
+        pairs.append(Pair(first, second, example.prompt.removeprefix(images)))
         labels.append(example.answer.startswith("Yes"))
     return pairs, labels

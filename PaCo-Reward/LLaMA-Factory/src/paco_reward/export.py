@@ -10,6 +10,7 @@ from PIL import Image
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
+from paco_judge.weights import load_complete
 from paco_reward.errors import PacoRewardError
 from paco_reward.preflight import check_model
 from paco_reward.scorer import JudgeScorer, load_adapter
@@ -25,7 +26,7 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
     The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored).
 
     Raises:
-        PacoRewardError: Base or adapter is missing, or the output folder is not empty without ``force``.
+        PacoRewardError: Base or adapter is missing or incomplete, or the output folder is not empty without ``force``.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -35,7 +36,10 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
         raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
     config = AutoConfig.from_pretrained(base)
     saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    try:
+        model = load_complete(AutoModelForImageTextToText, base, dtype=torch.float32)
+    except ValueError as error:
+        raise PacoRewardError(f"{error}; download or export it again") from error
     model = load_adapter(model, adapter).merge_and_unload().to(saved)
     # Written next to the target and renamed: an interrupted export never looks complete.
     partial = output.with_name(output.name + ".partial")

@@ -1,12 +1,13 @@
 """`paco-reward train`: checks everything, then trains in this process or in several through torchrun."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config
@@ -48,26 +49,16 @@ def torchrun_command(
     the default is two processes: with small models they use two cores better than two threads.
     """
     nodes = int(environment.get("NNODES", "1"))
-    processes = int(environment.get("NPROC_PER_NODE") or _devices())
+    processes = int(environment.get("NPROC_PER_NODE") or torch.cuda.device_count() or min(2, os.cpu_count() or 1))
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
         return None
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
-    command += [
-        f"--node_rank={environment.get('NODE_RANK', '0')}",
-        f"--master_addr={environment.get('MASTER_ADDR', '127.0.0.1')}",
-        # Several nodes must agree on the port; on one node a free one allows concurrent trainings.
-        f"--master_port={environment.get('MASTER_PORT') or (29500 if nodes > 1 else _free_port())}",
-    ]
+    if nodes == 1 and "MASTER_PORT" not in environment:
+        command.append("--standalone")  # on a free port: concurrent trainings
+    else:
+        command += [
+            f"--node_rank={environment.get('NODE_RANK', '0')}",
+            f"--master_addr={environment.get('MASTER_ADDR', '127.0.0.1')}",
+            f"--master_port={environment.get('MASTER_PORT', '29500')}",
+        ]
     return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]
-
-
-def _devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from scipy.stats import rankdata
 
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
@@ -33,11 +34,7 @@ def auc(p_yes: Any, label: Any) -> float:
     positives, negatives = int(label.sum()), int((~label).sum())
     if positives == 0 or negatives == 0:
         return float("nan")
-    # Mann-Whitney U from average ranks: below = scores smaller, upto = scores smaller or equal.
-    ordered = np.sort(p_yes)
-    below = np.searchsorted(ordered, p_yes, side="left")
-    upto = np.searchsorted(ordered, p_yes, side="right")
-    ranks = (below + upto + 1) / 2.0
+    ranks = rankdata(p_yes)  # Mann-Whitney U from average ranks
     return float((ranks[label].sum() - positives * (positives + 1) / 2.0) / (positives * negatives))
 
 

@@ -1,6 +1,6 @@
 """Our changes to LLaMA-Factory, at two seams. No other file of this package touches upstream internals.
 
-1. The finetuning arguments gain ``first_token_weight`` and ``first_token_scheme``.
+1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
 2. The SFT trainer gets the first-token-weighted loss and the judge's metrics.
 
 ``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
@@ -92,9 +92,14 @@ def _arguments_class(base: type) -> type:
             default="sequence",
             metadata={"help": "How the weighted loss is divided: per sequence, or as the authors' released trainer."},
         )
+        first_token_accuracy: bool = field(
+            default=False,
+            metadata={"help": "Evaluate the answer's first token; turns compute_accuracy on, which measures it too."},
+        )
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            self.compute_accuracy = self.compute_accuracy or self.first_token_accuracy
             if self.first_token_weight is None:
                 return
             if not 0.0 <= self.first_token_weight <= 1.0:
@@ -176,10 +181,6 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
-            if self.args.label_smoothing_factor != 0:
-                raise PacoRewardError("first_token_weight and label_smoothing_factor cannot both be set")
-            if not self.args.average_tokens_across_devices:
-                raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true (the default)")
             self.compute_loss_func = partial(
                 _outputs_loss, weight=finetuning_args.first_token_weight, scheme=finetuning_args.first_token_scheme
             )

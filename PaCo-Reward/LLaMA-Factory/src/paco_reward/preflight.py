@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from paco_reward.datasets import load_examples
 from paco_reward.errors import PacoRewardError
 
@@ -31,7 +33,7 @@ def check_training(config: dict[str, Any], log: Callable[[str], None]) -> None:
     for name in dict.fromkeys(names):
         examples = load_examples(config.get("dataset_dir", "data"), name, config.get("media_dir"))
         if examples is None:
-            log(f"dataset {name}: not a local file, left to LLaMA-Factory")
+            log(f"dataset {name}: not a local ShareGPT file, left to LLaMA-Factory")
             continue
         log(f"dataset {name}: {len(examples)} examples")
         files.update({image: example.place for example in examples for image in example.images})
@@ -52,17 +54,15 @@ def check_packages(config: dict[str, Any]) -> None:
     Raises:
         PacoRewardError: A package or the file is missing.
     """
-    report_to, deepspeed = config.get("report_to") or [], config.get("deepspeed")
-    trackers = [report_to] if isinstance(report_to, str) else list(report_to)
-    needed = [
-        (f"report_to: {name}", name) for name in trackers if name in ("wandb", "tensorboard", "mlflow", "trackio")
-    ]
-    needed += [("use_swanlab", "swanlab")] if config.get("use_swanlab") else []
-    needed += [("quantization_bit", "bitsandbytes")] if config.get("quantization_bit") in (4, 8) else []
-    needed += [("deepspeed", "deepspeed")] if deepspeed else []
-    for setting, package in needed:
+    trackers, deepspeed = config.get("report_to") or [], config.get("deepspeed")
+    trackers = {trackers} if isinstance(trackers, str) else set(trackers)
+    needed = dict.fromkeys(trackers & {"wandb", "tensorboard", "mlflow", "trackio"}, "report_to")
+    needed |= {"swanlab": "use_swanlab"} if config.get("use_swanlab") else {}
+    needed |= {"bitsandbytes": "quantization_bit"} if config.get("quantization_bit") in (4, 8) else {}
+    needed |= {"deepspeed": "deepspeed"} if deepspeed else {}
+    for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
-            raise PacoRewardError(f"{setting} needs the package {package}: pip install {package}")
+            raise PacoRewardError(f"{key} needs the package {package}: pip install {package}")
     if isinstance(deepspeed, str):
         try:
             json.loads(Path(deepspeed).read_text(encoding="utf-8"))
@@ -106,23 +106,20 @@ def _check_hub(name: str, what: str, *needed: tuple[str, ...]) -> str:
     """Check that the local cache or the hub has one of each group of needed files; asks once, without retries."""
     if Path(name).expanduser().is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise PacoRewardError(f"{what} folder {name} does not exist; name a folder or a hub NAME/NAME")
-    import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         if all(any(isinstance(try_to_load_from_cache(name, file), str) for file in files) for files in needed):
             return f"{name} (local cache)"
         get_hf_file_metadata(hf_hub_url(name, needed[0][0]), timeout=10)
         return f"{name} (hub)"
-    except GatedRepoError as error:
-        cause, problem = error, "needs its license accepted: log in with `hf auth login`"
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        cause, problem = error, "is neither a local folder nor on the hub; check the name"
-    except (httpx.HTTPError, OSError) as error:
-        cause, problem = error, "is not cached and the model hub is not reachable; set HF_ENDPOINT to a mirror"
-    folder = f"/path/to/{name.split('/')[-1]}"
-    raise PacoRewardError(f"{what} {name} {problem}, or download it elsewhere and name the folder: {folder}") from cause
+    except (ValueError, OSError, httpx.HTTPError) as error:  # all errors of huggingface_hub are among them
+        folder, reason = f"/path/to/{name.split('/')[-1]}", str(error).strip().split("\n")[0]
+        raise PacoRewardError(
+            f"{what} {name} is neither a local folder nor could it be fetched ({type(error).__name__}: {reason}); check "
+            "the name, for a gated one accept its license and `hf auth login`, set HF_ENDPOINT to a mirror, or download "
+            f"it elsewhere and name the folder: {folder}"
+        ) from error
 
 
 def check_images(files: dict[Path, str]) -> None:

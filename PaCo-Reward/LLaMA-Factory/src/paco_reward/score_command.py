@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError, Pair
+from paco_judge.client import DEFAULT_MODEL, Pair
 from paco_judge.grid import pairs as index_pairs
-from paco_judge.images import png_data_url
-from paco_judge.questions import EDIT_DIMENSIONS, build_messages, editing_questions, pair_question, theme_question
+from paco_judge.images import data_url
+from paco_judge.questions import (
+    EDITING,
+    add_form_arguments,
+    build_messages,
+    editing_texts,
+    form_of,
+    load_editing_questions,
+    load_question,
+)
 from paco_judge.verdict import Verdict, editing_score
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
@@ -25,7 +33,7 @@ examples:
   all pairs of some images, with the judge's reasons
     paco-reward score a.png b.png c.png --theme "one red fox in four seasons" --model path/to/judge --reasons
   a base model with an adapter; a running server
-    paco-reward score a.png b.png --model Qwen/Qwen2.5-VL-7B-Instruct --adapter saves/paco_reward_lora
+    paco-reward score a.png b.png --model Qwen/Qwen2.5-VL-7B-Instruct --adapter checkpoints/paco-reward-7b_lora_sft
     paco-reward score a.png b.png --server http://127.0.0.1:8000
   edits of the first image
     paco-reward score photo.png edit1.png edit2.png --instruction "make the car blue" --model path/to/judge
@@ -47,6 +55,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--theme", help="theme sentence of the images; default: asked without a theme")
     asked.add_argument("--instruction", help="the images after the first are edits of it, made with this instruction")
+    text = "shipped template or text file, two for edits; default: theme, pair, or the two editing questions"
+    parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
     parser.add_argument("--reasons", action="store_true", help="print the judge's whole answers too")
     parser.add_argument("--reason_tokens", type=int, default=512, help="longest answer (default %(default)s)")
     add_judge_options(parser)
@@ -60,6 +70,7 @@ def add_judge_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "--base", dest="model", help="model folder or hub name (served name with --server)")
     parser.add_argument("--adapter", help="adapter folder for the model")
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per forward pass (default %(default)s)")
+    add_form_arguments(parser)
 
 
 def load_judge(args: argparse.Namespace) -> JudgeScorer:
@@ -73,7 +84,7 @@ def load_judge(args: argparse.Namespace) -> JudgeScorer:
     if not args.model:
         raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL")
     quiet()
-    return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size)
+    return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form_of(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,17 +93,22 @@ def run(args: argparse.Namespace) -> int:
         raise PacoRewardError("a score compares images: name at least two")
     if args.instruction is not None and not args.instruction.strip():
         raise PacoRewardError("--instruction is empty; give the text that the edit was made with")
+    try:
+        texts = _texts(args)
+    except ValueError as error:
+        raise PacoRewardError(str(error)) from error
     images = [open_image(source) for source in args.images]
     score, explain = _remote(args) if args.server else _local(args)
     if args.instruction is not None:
-        questions = editing_questions(args.instruction)
-        pairs = [Pair(images[0], edited, question) for edited in images[1:] for question in questions]
+        pairs = [Pair(images[0], edited, text) for edited in images[1:] for text in texts.values()]
     else:
-        question = theme_question(args.theme) if args.theme else pair_question()
-        pairs = [Pair(images[i], images[j], question) for i, j in index_pairs(len(images))]
+        pairs = [Pair(images[i], images[j], texts[""]) for i, j in index_pairs(len(images))]
     verdicts = score(pairs)
     reasons = explain(pairs) if args.reasons else []
-    (_print_pairs if args.instruction is None else _print_edits)(args.images, verdicts, reasons)
+    if args.instruction is None:
+        _print_pairs(args.images, verdicts, reasons)
+    else:
+        _print_edits(args.images, list(texts), verdicts, reasons)
     missing = sum(not verdict.ok for verdict in verdicts)
     if missing:
         raise PacoRewardError(f"{missing} of {len(verdicts)} answers have no score, so there is no mean")
@@ -100,6 +116,17 @@ def run(args: argparse.Namespace) -> int:
         width = 2 * max(map(len, args.images)) + 2
         print(f"{'mean':<{width}}  {sum(verdict.p_yes for verdict in verdicts) / len(verdicts):.4f}")
     return 0
+
+
+def _texts(args: argparse.Namespace) -> dict[str, str]:
+    """The questions on each pair, by what they are about (edits: dimensions). Raises ValueError."""
+    if args.instruction is not None:
+        return editing_texts(load_editing_questions(args.question or EDITING), args.instruction)
+    about, default = (("theme",), "theme") if args.theme else ((), "pair")
+    question, *others = args.question or [default]
+    if others:
+        raise ValueError("--question: only edits (--instruction) are asked about with two questions")
+    return {"": load_question(question, about).text(theme=args.theme)}
 
 
 def _print_pairs(names: Sequence[str], verdicts: Sequence[Verdict], reasons: Sequence[str]) -> None:
@@ -110,16 +137,21 @@ def _print_pairs(names: Sequence[str], verdicts: Sequence[Verdict], reasons: Seq
             print(f"    {reasons[number]}")
 
 
-def _print_edits(names: Sequence[str], verdicts: Sequence[Verdict], reasons: Sequence[str]) -> None:
-    width = max(map(len, ["edit", *names[1:]]))
-    print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in EDIT_DIMENSIONS))
+def _print_edits(
+    names: Sequence[str], asked: Sequence[str], verdicts: Sequence[Verdict], reasons: Sequence[str]
+) -> None:
+    width, count = max(map(len, ["edit", *names[1:]])), len(asked)
+    columns = [*asked, "overall"] if count > 1 else asked
+    print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in columns))
     for number, name in enumerate(names[1:]):
-        consistency, following = verdicts[2 * number : 2 * number + 2]
-        overall = editing_score(consistency, following)
-        cells = [_shown(following), _shown(consistency), "no score" if overall is None else f"{overall:.4f}"]
+        own = slice(number * count, (number + 1) * count)
+        cells = [_shown(verdict) for verdict in verdicts[own]]
+        if count > 1:
+            overall = editing_score(*verdicts[own])
+            cells.append("no score" if overall is None else f"{overall:.4f}")
         print(f"{name:<{width}}  " + "  ".join(f"{cell:>16}" for cell in cells))
-        for asked, reason in zip(("consistency", "prompt_following"), reasons[2 * number : 2 * number + 2]):
-            print(f"    {asked}: {reason}")
+        for dimension, reason in zip(asked, reasons[own]):
+            print(f"    {dimension}: {reason}")
 
 
 def _shown(verdict: Verdict) -> str:
@@ -140,21 +172,16 @@ def _remote(args: argparse.Namespace) -> tuple[Score, Explain]:
     """A judge behind a server."""
     if args.adapter:
         raise PacoRewardError("--adapter needs a local model; serve the adapter and name it with --model")
-    server = Server(args.server, args.model or DEFAULT_MODEL, api_key(args.api_key_env))
-
-    def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        try:
-            return JudgeClient(server.url, server.model, api_key=server.api_key).score_blocking(pairs)
-        except (JudgeError, ValueError) as error:
-            raise PacoRewardError(f"--server: {error}") from error
+    form = form_of(args)
+    server = Server(args.server, args.model or DEFAULT_MODEL, api_key(args.api_key_env), timeout_s=600.0, form=form)
 
     def messages(pair: Pair) -> list[dict]:
-        return build_messages(png_data_url(pair.image_a), png_data_url(pair.image_b), pair.question)
+        return build_messages(*(data_url(image, form.image_format) for image in pair.images), pair.question, form)
 
     def explain(pairs: Sequence[Pair]) -> list[str]:
         answers: dict[str, str] = {}
-        questions = {str(number): (lambda p=pair: messages(p)) for number, pair in enumerate(pairs)}
+        questions = {str(number): partial(messages, pair) for number, pair in enumerate(pairs)}
         refused = ask_all(server, questions, answers.__setitem__, "reasons", args.reason_tokens)
         return [answers.get(key) or f"no answer: {refused.get(key)}" for key in questions]
 
-    return score, explain
+    return server.score, explain

@@ -15,8 +15,10 @@ from PIL import Image
 
 from paco_judge.client import Pair
 from paco_judge.grid import pairs as index_pairs
-from paco_judge.questions import build_messages, theme_question
-from paco_judge.verdict import Verdict, p_yes_from_logits
+from paco_judge.images import as_received
+from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages, theme_question
+from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
+from paco_judge.weights import load_complete
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.overlay import option_ids
@@ -28,14 +30,22 @@ UNANSWERED = "neither Yes nor No is among the judge's top {} tokens"
 class JudgeScorer:
     """Scores pairs with a Qwen2.5-VL judge. A pair's score does not depend on what it is batched with."""
 
-    def __init__(self, model: torch.nn.Module, processor: Any, batch_size: int = 16) -> None:
-        """``batch_size``: pairs per forward pass."""
+    def __init__(
+        self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM
+    ) -> None:
+        """``batch_size``: pairs per forward pass; ``form``: image labels, image format, tokens that count as answers."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.model, self.processor, self.batch_size = model.eval(), processor, batch_size
         # With left padding every answer begins at the last position.
         self.processor.tokenizer.padding_side = "left"
         self.yes_id, self.no_id = option_ids(processor.tokenizer)
+        self.form = form
+        encoded = [
+            [processor.tokenizer.encode(word, add_special_tokens=False) for word in words]
+            for words in ANSWER_TOKENS[form.answer_tokens]
+        ]
+        self._answer_ids = [sorted({ids[0] for ids in answer if len(ids) == 1}) for answer in encoded]  # yes, no
 
     @classmethod
     def from_pretrained(
@@ -46,6 +56,7 @@ class JudgeScorer:
         device: str | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 16,
+        form: RequestForm = DEFAULT_FORM,
     ) -> "JudgeScorer":
         """Load a judge.
 
@@ -54,9 +65,10 @@ class JudgeScorer:
             adapter: Folder or hub name of a peft adapter for it.
             device: Default: the first GPU, else the CPU.
             dtype: Default: as stored on a GPU, float32 on a CPU.
+            batch_size, form: As in the constructor.
 
         Raises:
-            PacoRewardError: Model or adapter is missing, or the model has no chat template.
+            PacoRewardError: Model or adapter is missing or incomplete, or the model has no chat template.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -66,10 +78,13 @@ class JudgeScorer:
         processor = AutoProcessor.from_pretrained(model)
         if not getattr(processor, "chat_template", None):
             raise PacoRewardError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
-        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype).to(device)
+        try:
+            loaded = load_complete(AutoModelForImageTextToText, model, dtype=dtype).to(device)
+        except ValueError as error:
+            raise PacoRewardError(f"{error}; download or export it again") from error
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
-        return cls(loaded, processor, batch_size)
+        return cls(loaded, processor, batch_size, form)
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
         """All unordered pairs of the images (files, URLs, in memory) with the theme question: (0,1), (0,2), …"""
@@ -89,13 +104,13 @@ class JudgeScorer:
         for start in range(0, len(pairs), self.batch_size):
             logits = self.first_token_logits(pairs[start : start + self.batch_size])
             finite = np.isfinite(logits[:, [self.yes_id, self.no_id]]).all(1)
-            p_yes = p_yes_from_logits(np.nan_to_num(logits), self.yes_id, self.no_id, top)
+            p_yes = p_yes_from_logits(np.nan_to_num(logits), *self._answer_ids, top)
             verdicts += [_verdict(value, good, top) for value, good in zip(p_yes, finite, strict=True)]
         return verdicts
 
     def prompt(self, question: str) -> str:
         """The prompt of a pair in the chat template: image 1, image 2, question."""
-        message = build_messages("", "", question)[0]
+        message = build_messages("", "", question, self.form)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         return self.processor.apply_chat_template(
             [{"role": message["role"], "content": content}], tokenize=False, add_generation_prompt=True
@@ -103,7 +118,7 @@ class JudgeScorer:
 
     def inputs(self, pairs: Sequence[Pair]) -> Any:
         """Model inputs of B pairs, padded on the left: input_ids (B, L), pixel_values, …"""
-        images = [open_image(image) for pair in pairs for image in (pair.image_a, pair.image_b)]
+        images = [as_received(open_image(image), self.form.image_format) for pair in pairs for image in pair.images]
         text = [self.prompt(pair.question) for pair in pairs]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt").to(self.model.device)
 

@@ -2,22 +2,23 @@
 
 import asyncio
 import json
-import logging
 import os
-import time
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cached_property
+
+from tqdm import tqdm
 
 from paco_judge import transport
-from paco_judge.client import JudgeClient, JudgeError
+from paco_judge.client import JudgeClient, JudgeError, Pair
+from paco_judge.questions import RequestForm
 from paco_judge.transport import Refused, Unreachable
+from paco_judge.verdict import Verdict
 from paco_reward.errors import PacoRewardError
 
-logger = logging.getLogger(__name__)
-
 _REFUSES_ALL = (401, 403, 404)  # an error that every other request would get too
-_LOG_EVERY_S = 10.0
+_FORM = RequestForm(answer_tokens="variants")
 
 
 def api_key(variable: str | None) -> str | None:
@@ -35,56 +36,45 @@ def api_key(variable: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a model is served. ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token."""
+    """Where a model is served, and how it is asked for P(Yes).
+
+    ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token.
+    """
 
     url: str
     model: str
     api_key: str | None = None
     max_concurrency: int = 16
     timeout_s: float = 120.0
+    form: RequestForm = _FORM
 
+    @cached_property
     def judge(self) -> JudgeClient:
-        """A client that asks this model for P(Yes).
-
-        Raises:
-            PacoRewardError: The URL is malformed.
-        """
+        """A client that asks this model for P(Yes). Raises PacoRewardError for a malformed URL."""
         settings = {"api_key": self.api_key, "max_concurrency": self.max_concurrency, "deadline_s": self.timeout_s}
         try:
-            return JudgeClient(self.url, self.model, variants=True, **settings)
+            return JudgeClient(self.url, self.model, form=self.form, **settings)
         except ValueError as error:
             raise PacoRewardError(f"--server: {error}; for example http://127.0.0.1:8000") from error
 
     def check(self) -> str:
-        """The served name of the model.
-
-        Raises:
-            PacoRewardError: The server does not answer, or does not serve the model.
-        """
+        """The served name of the model. Raises PacoRewardError if the server does not answer or does not serve it."""
         try:
-            return self.judge().check()
+            return self.judge.check()
+        except JudgeError as error:
+            raise PacoRewardError(f"--server {self.url}, model {self.model}: {error}") from error
+
+    def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """P(Yes) or an error for each pair. Raises PacoRewardError as ``check``."""
+        try:
+            return self.judge.score_blocking(pairs)
         except JudgeError as error:
             raise PacoRewardError(f"--server {self.url}, model {self.model}: {error}") from error
 
 
-class Progress:
-    """A line of the log every ten seconds, with the time left."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._started = self._logged = time.monotonic()
-
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self._logged < _LOG_EVERY_S and self.done < self.total:
-            return
-        self._logged = now
-        elapsed = now - self._started
-        left = elapsed / self.done * (self.total - self.done)
-        clock = [str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left)]
-        logger.info("%s: %d/%d  elapsed %s  left %s", self.what, self.done, self.total, *clock)
+def progress(what: str, total: int) -> tqdm:
+    """A bar with the time left, in a log a line every ten seconds."""
+    return tqdm(total=total, desc=what, mininterval=0.5 if sys.stderr.isatty() else 10)
 
 
 def ask_all(
@@ -112,7 +102,7 @@ def ask_all(
     url = server.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     model = server.check()
     headers = transport.json_headers(server.api_key)
-    progress, refused = Progress(what, len(questions)), {}
+    refused: dict[str, str] = {}
     waiting = list(reversed(questions))
 
     async def worker() -> None:
@@ -128,7 +118,7 @@ def ask_all(
                 if error.status in _REFUSES_ALL:
                     raise
                 refused[key] = str(error)
-            progress.step()
+            bar.update()
 
     async def work() -> None:
         async with asyncio.TaskGroup() as group:
@@ -136,13 +126,14 @@ def ask_all(
                 group.create_task(worker())
 
     try:
-        transport.runtime().submit(work()).result()
+        with progress(what, len(questions)) as bar:
+            transport.runtime().submit(work()).result()
     except ExceptionGroup as group:
         expected, others = group.split((Refused, Unreachable))
         if others is not None:
             raise
         raise PacoRewardError(
-            f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {progress.done} of "
+            f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {bar.n} of "
             f"{len(questions)} answers ({what}) are saved: run the same command again to continue"
         ) from group
     if len(refused) == len(questions):

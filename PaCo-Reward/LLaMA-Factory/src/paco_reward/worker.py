@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 -m paco_reward.worker CONFIG [key=value …]
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from paco_reward import overlay
-from paco_reward.config import check_combinations, check_keys, load_config
+from paco_reward.config import GLOBAL_BATCH, check_combinations, check_keys, load_config, with_accumulation
 from paco_reward.errors import PacoRewardError
 
 logger = logging.getLogger("paco_reward.worker")  # __name__ is __main__ under torchrun
@@ -25,13 +26,23 @@ ERROR_FILE = "PACO_REWARD_ERROR_FILE"  # set by `paco-reward train`: where the f
 class ProgressLines(TrainerCallback):
     """`step 100/600  loss 0.412  elapsed 0:00:45  left 0:03:45`, from the first process only."""
 
+    def __init__(self, global_batch_size: int | None = None) -> None:
+        """``global_batch_size``: of the configuration; a batch that differs from it is reported."""
+        self.wanted = global_batch_size
+
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
-        if state.is_world_process_zero:
-            logger.info("training: %d steps", state.max_steps)
+        if not state.is_world_process_zero:
+            return
+        parts = (args.world_size, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        batch = math.prod(parts)
+        text = "training: %d steps of %d sequences: %d processes x %d per device x %d accumulated"
+        logger.info(text, state.max_steps, batch, *parts)
+        if self.wanted not in (None, batch):
+            logger.warning("a step has %d sequences instead of global_batch_size: %d", batch, self.wanted)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -54,7 +65,8 @@ def train(config: dict[str, Any]) -> None:
     check_combinations(config)
     overlay.install()
     check_keys(config, overlay.train_arguments())
-    overlay.run_training(config, [ProgressLines()])
+    progress = ProgressLines(config.get(GLOBAL_BATCH))
+    overlay.run_training(with_accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))), [progress])
 
 
 def main(arguments: list[str] | None = None) -> int:

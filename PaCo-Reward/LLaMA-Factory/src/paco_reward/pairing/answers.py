@@ -5,30 +5,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paco_judge.client import JudgeError, Pair
-from paco_judge.images import png_data_url
-from paco_judge.questions import editing_consistency_question, editing_instruction_question, theme_question
+from paco_judge.client import Pair
+from paco_judge.images import data_url
+from paco_judge.questions import EDITING, Question
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
 from paco_reward.pairing.outputs import copy
 from paco_reward.pairing.records import CandidateSet, EditRow, LabeledPair, PromptItem, Ranking
-from paco_reward.server import Progress, Server, ask_all
+from paco_reward.server import Server, ask_all, progress
 
-_SETS_AT_ONCE, _EDITS_AT_ONCE = 16, 64
+_PAIRS_AT_ONCE = 64
 _ORDER_TOKENS = 128
 _VERDICT = re.compile(r"^[\s\"'“”*_#>\-]*(yes|no)\b[\s\"'“”*_.,:;!\-–—]*", re.IGNORECASE)
 _ORDER = re.compile(r"\d+(?:\s*>\s*\d+)+")
 _FEWEST_REASON_CHARACTERS = 12
-_EDIT_QUESTIONS = {
-    "consistency": ("editing_consistency", editing_consistency_question),
-    "follows": ("editing_instruction", editing_instruction_question),
-}
 
 
 class Journal:
@@ -70,104 +66,122 @@ class Journal:
             file.write((json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
-def rank(
+def rank_by_scores(
     sets: Sequence[CandidateSet],
     items: Mapping[str, PromptItem],
     output: Path,
     server: Server,
     journal: Journal,
     counts: Counter,
-    by: str,
+    question: Question,
 ) -> list[Ranking]:
-    """Rank the candidates of each set with a model.
+    """Rank the candidates of each set by a judge's P(Yes) of ``question`` on (reference, candidate).
 
-    Left out and counted: sets without an answer or with a missing score (``rankings_without_answer``; the next run asks
-    again), and answers without an order (``rankings_unreadable``).
-
-    Args:
-        by: "scores", a judge's P(Yes) of the theme question on (reference, candidate); or "order", one question with
-            all images.
+    Sets with a missing score are left out and counted (``rankings_without_answer``); the next run asks again.
 
     Raises:
         PacoRewardError: The server stopped answering, or gives no scores.
     """
+    # Answers to other questions, or in another form, are not reused.
+    asked = [question.template] * (question.name != "theme") + _form_key(server)
 
-    def files(candidates: CandidateSet) -> list[Path]:
+    def key(candidates: CandidateSet, name: str) -> str:
+        return json.dumps(["scores", server.model, candidates.folder, candidates.ref_image, name, *asked])
+
+    def pair(candidates: CandidateSet, name: str) -> Pair:
         folder = output / "images" / candidates.folder
-        return [folder / name for name in (candidates.ref_image, *candidates.comp_images)]
+        text = question.text(theme=items[candidates.folder].theme)
+        return Pair(open_image(folder / candidates.ref_image), open_image(folder / name), text)
 
-    def pairs(candidates: CandidateSet) -> list[Pair]:
-        reference, *others = map(open_image, files(candidates))
-        return [Pair(reference, other, theme_question(items[candidates.folder].theme)) for other in others]
-
-    def messages(candidates: CandidateSet) -> list[dict]:
-        text = _ranking_request(items[candidates.folder].theme, len(candidates.comp_images))
-        return _messages(files(candidates), text)
-
-    keys = {c: json.dumps([by, server.model, c.folder, c.ref_image, *c.comp_images]) for c in sets}
-    todo = {key: candidates for candidates, key in keys.items() if key not in journal}
-    if by == "scores":
-        hint = ", or use --rank_by order for a model without log-probabilities"
-        _score_groups(server, journal, {k: partial(pairs, c) for k, c in todo.items()}, "rankings", _SETS_AT_ONCE, hint)
-    else:
-        questions = {key: partial(messages, candidates) for key, candidates in todo.items()}
-        ask_all(server, questions, journal.add, "rankings", _ORDER_TOKENS)
-    counts["rankings_without_answer"] += sum(key not in journal for key in keys.values())
+    pairs = {key(c, name): partial(pair, c, name) for c in sets for name in c.comp_images}
+    _score(server, journal, pairs, "rankings", ", or use --rank_by order for a model without log-probabilities")
     rankings = []
-    for candidates, key in keys.items():
-        if key not in journal:
+    for candidates in sets:
+        found = {name: journal.values.get(key(candidates, name)) for name in candidates.comp_images}
+        if None in found.values():
+            counts["rankings_without_answer"] += 1
             continue
-        scores = journal[key] if by == "scores" else None
-        if scores is not None:
-            order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        else:
-            order = read_order(journal[key], len(candidates.comp_images))
-        if order is None:
-            counts["rankings_unreadable"] += 1
-            continue
-        ranked = tuple(candidates.comp_images[index] for index in order)
-        ordered = None if scores is None else tuple(scores[index] for index in order)
-        rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked, ordered))
+        ranked = sorted(found, key=lambda name: -found[name])
+        scores = tuple(found[name] for name in ranked)
+        rankings.append(Ranking(candidates.folder, candidates.ref_image, tuple(ranked), scores))
     return rankings
 
 
-def _score_groups(
+def rank_by_order(
+    sets: Sequence[CandidateSet],
+    items: Mapping[str, PromptItem],
+    output: Path,
     server: Server,
     journal: Journal,
-    groups: Mapping[str, Callable[[], list[Pair]]],
-    what: str,
-    at_once: int,
-    hint: str = "",
+    counts: Counter,
+) -> list[Ranking]:
+    """Rank the candidates of each set with one question about all images, answered with an order.
+
+    Left out and counted: sets without an answer (``rankings_without_answer``; the next run asks again), and answers
+    without an order (``rankings_unreadable``).
+
+    Raises:
+        PacoRewardError: The server stopped answering.
+    """
+
+    def messages(candidates: CandidateSet) -> list[dict]:
+        folder, text = (
+            output / "images" / candidates.folder,
+            _ranking_request(items[candidates.folder].theme, candidates),
+        )
+        return _messages([folder / name for name in (candidates.ref_image, *candidates.comp_images)], text)
+
+    keys = {json.dumps(["order", server.model, c.folder, c.ref_image, *c.comp_images]): c for c in sets}
+    todo = {key: partial(messages, candidates) for key, candidates in keys.items() if key not in journal}
+    ask_all(server, todo, journal.add, "rankings", _ORDER_TOKENS)
+    rankings = []
+    for key, candidates in keys.items():
+        order = read_order(journal[key], len(candidates.comp_images)) if key in journal else None
+        if order is None:
+            counts["rankings_unreadable" if key in journal else "rankings_without_answer"] += 1
+        else:
+            ranked = tuple(candidates.comp_images[index] for index in order)
+            rankings.append(Ranking(candidates.folder, candidates.ref_image, ranked))
+    return rankings
+
+
+def _form_key(server: Server) -> list[str | None]:
+    """The form of the requests, where it is not the default one."""
+    return [] if server.form == Server.form else list(astuple(server.form))
+
+
+def _score(
+    server: Server, journal: Journal, pairs: Mapping[str, Callable[[], Pair]], what: str, hint: str = ""
 ) -> None:
-    """Journal P(Yes) of the pairs of each group: a list, or a number for a group of one; nothing if one is missing."""
-    judge, progress = server.judge(), Progress(what, len(groups))
-    todo = list(groups)
-    for start in range(0, len(todo), at_once):
-        part = {key: groups[key]() for key in todo[start : start + at_once]}
-        try:
-            verdicts = iter(judge.score_blocking([pair for pairs in part.values() for pair in pairs]))
-        except JudgeError as error:
-            raise PacoRewardError(f"--server {server.url}: {error}; run the same command again to continue") from error
-        errors = []
-        for key, pairs in part.items():
-            own = [next(verdicts) for _ in pairs]
-            failed = [verdict.error for verdict in own if not verdict.ok]
-            if failed:
-                errors.append(failed[0])
-            else:
-                journal.add(key, [v.p_yes for v in own] if len(own) > 1 else own[0].p_yes)
-            progress.step()
-        if len(errors) == len(part):
+    """Journal P(Yes) of the pairs that have none yet; a pair without a score gets no entry."""
+    todo = [key for key in pairs if key not in journal]
+    bar = progress(what, len(todo))
+    for start in range(0, len(todo), _PAIRS_AT_ONCE):
+        keys = todo[start : start + _PAIRS_AT_ONCE]
+        verdicts = server.score([pairs[key]() for key in keys])
+        for key, verdict in zip(keys, verdicts, strict=True):
+            if verdict.ok:
+                journal.add(key, verdict.p_yes)
+        bar.update(len(keys))
+        if not any(verdict.ok for verdict in verdicts):
             raise PacoRewardError(
-                f"--server {server.url}: none of {len(part)} {what} has a score ({errors[0]}); earlier answers are "
-                f"saved: run the same command again to continue{hint}"
+                f"--server {server.url}: none of {len(keys)} {what} has a score ({verdicts[0].error}); earlier answers "
+                f"are saved: run the same command again to continue{hint}"
             )
 
 
 def editing_pairs(
-    edits: Sequence[EditRow], output: Path, server: Server | None, journal: Journal, min_gap: float, counts: Counter
+    edits: Sequence[EditRow],
+    output: Path,
+    server: Server | None,
+    journal: Journal,
+    min_gap: float,
+    counts: Counter,
+    questions: Sequence[Question],
 ) -> list[LabeledPair]:
-    """A labeled pair for both questions on each edit; images are copied to OUTPUT/editing_images by content hash.
+    """A labeled pair for each question on each edit: is the rest kept; is the instruction followed.
+
+    Images are copied to OUTPUT/editing_images by content hash.
 
     Missing labels come from a judge: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2. ``counts`` receives
     ``editing_unclear`` (in between) and ``editing_without_answer`` (no score; the next run asks again).
@@ -179,20 +193,20 @@ def editing_pairs(
     unlabeled: list[tuple[str, LabeledPair]] = []
     for edit in edits:
         first, second = (_store(file, output) for file in (edit.source, edit.edited))
-        for name, (kind, question) in _EDIT_QUESTIONS.items():
-            pair = LabeledPair(first, second, question(edit.instruction), edit.labels.get(name, False), kind, first)
+        for name, kind, question in zip(("consistency", "follows"), EDITING, questions, strict=False):
+            text = question.text(instruction=edit.instruction.strip())
+            pair = LabeledPair(first, second, text, edit.labels.get(name, False), kind, first)
             if name in edit.labels:
                 pairs.append(pair)
             elif server is not None:
-                unlabeled.append((json.dumps([server.model, first, second, pair.question]), pair))
+                unlabeled.append((json.dumps([server.model, first, second, text, *_form_key(server)]), pair))
     if server is None or not unlabeled:
         return pairs
 
-    def shown(pair: LabeledPair) -> list[Pair]:
-        return [Pair(open_image(output / pair.first), open_image(output / pair.second), pair.question)]
+    def shown(pair: LabeledPair) -> Pair:
+        return Pair(open_image(output / pair.first), open_image(output / pair.second), pair.question)
 
-    groups = {key: partial(shown, pair) for key, pair in unlabeled if key not in journal}
-    _score_groups(server, journal, groups, "editing labels", _EDITS_AT_ONCE)
+    _score(server, journal, {key: partial(shown, pair) for key, pair in unlabeled}, "editing labels")
     for key, pair in unlabeled:
         if key not in journal:
             counts["editing_without_answer"] += 1
@@ -274,14 +288,15 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 
 
 def _messages(files: Sequence[Path], text: str) -> list[dict]:
-    images = [{"type": "image_url", "image_url": {"url": png_data_url(open_image(file))}} for file in files]
+    images = [{"type": "image_url", "image_url": {"url": data_url(open_image(file))}} for file in files]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
 
-def _ranking_request(theme: str, candidates: int) -> str:
+def _ranking_request(theme: str, candidates: CandidateSet) -> str:
     """Asked with the reference first, then the candidates."""
+    count = len(candidates.comp_images)
     return (
-        f"The first image is a reference. The {candidates} images after it are candidates, numbered 1 to {candidates} "
+        f"The first image is a reference. The {count} images after it are candidates, numbered 1 to {count} "
         f'in this order. All were generated based on the theme: "{theme}". Rank the candidates by how well each '
         "maintains consistency with the reference in terms of style, logic and identity, the best first. Answer with "
         'all numbers separated by ">" and nothing else, in the form: best > … > worst.'

@@ -18,9 +18,11 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from paco_judge.questions import Question, load_editing_questions, load_question, record
+from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, outputs, select
-from paco_reward.pairing.options import check, server_of
+from paco_reward.pairing.options import asked_form, check, server_of
 from paco_reward.pairing.records import TEST, TRAIN, LabeledPair, PromptItem, Ranking
 from paco_reward.preflight import check_images
 from paco_reward.server import Server
@@ -39,27 +41,41 @@ def build(options: Namespace) -> dict[str, Any]:
             stopped answering.
     """
     check(options)
-    items: list[PromptItem] = []
-    if options.metadata:
-        items = inputs.read_prompts(options.metadata, options.grids or options.sub_figures, bool(options.grids))
+    try:
+        question = load_question(options.question, ("theme",))
+        editing = load_editing_questions(options.editing_question)
+    except ValueError as error:
+        raise PacoRewardError(f"--question, --editing_question: {error}") from error
+    images = options.grids or options.sub_figures
+    items = inputs.read_prompts(options.metadata, images, bool(options.grids)) if images else []
     by_folder = {item.folder: item for item in items}
     edits = inputs.read_edits(options.editing, bool(options.server)) if options.editing else []
     ranked = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
     written = inputs.read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
-    if ranked is None and items:
-        _check_sets(items)
-    server, reason_server = _checked_servers(options)
+    if items and ranked is None and not any(len(i.generations) > 1 and i.panels > 1 for i in items):
+        raise PacoRewardError(
+            f"no prompt can be paired: it takes two generations and two panels, but {items[0].place} has "
+            f"{len(items[0].generations)} of {items[0].panels}; generate more, or give --rankings"
+        )
+    server, reason_server = server_of(options), None
+    if server is not None:
+        server = replace(server, model=server.check())
+        logger.info("server: %s serves %s", server.url, server.model)
+    if server is not None and options.reasons:
+        reason_server = replace(server, model=options.reason_model or server.model)
+        reason_server = replace(reason_server, model=reason_server.check())
     images = {file: item.place for item in items for file in item.files()}
     check_images(images | {file: edit.place for edit in edits for file in (edit.source, edit.edited)})
     _claim_output(options, items)
 
+    asked = record((question,) * bool(items) + editing * bool(edits), asked_form(options))
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
     counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
-        rankings = _rankings(options, by_folder, server, ranked, counts)
+        rankings = _rankings(options, by_folder, server, ranked, counts, question)
         if options.sets_only:
-            return _finish(options, counts, datasets)
+            return _finish(options, counts, datasets, asked)
         labeled = select.pairs_of_rankings(
             rankings,
             by_folder,
@@ -68,38 +84,15 @@ def build(options: Namespace) -> dict[str, Any]:
             min_gap=options.min_gap,
             seed=options.seed,
             counts=counts,
+            question=question,
         )
         decided = {item.group: item.split for item in items if item.split}
         datasets |= _datasets(options, options.name, labeled, counts, reason_server, decided, written)
     if edits:
         journal = answers.Journal(options.output / "work" / "editing.jsonl")
-        labeled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts)
+        labeled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts, editing)
         datasets |= _datasets(options, options.editing_name, labeled, counts, reason_server)
-    return _finish(options, counts, datasets)
-
-
-def _check_sets(items: Sequence[PromptItem]) -> None:
-    if any(len(item.generations) > 1 and item.panels > 1 for item in items):
-        return
-    item = items[0]
-    raise PacoRewardError(
-        f"no prompt can be paired: it takes two generations and two panels, but {item.place} has "
-        f"{len(item.generations)} of {item.rows}x{item.cols}; generate more, or give --rankings"
-    )
-
-
-def _checked_servers(options: Namespace) -> tuple[Server | None, Server | None]:
-    """The server for labels and the one for reasons, with the served names of their models."""
-    server = server_of(options)
-    if server is None:
-        return None, None
-    server = replace(server, model=server.check())
-    logger.info("server: %s serves %s", server.url, server.model)
-    if not options.reasons:
-        return server, None
-    if not options.reason_model:
-        return server, server
-    return server, replace(server, model=replace(server, model=options.reason_model).check())
+    return _finish(options, counts, datasets, asked)
 
 
 def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
@@ -110,7 +103,7 @@ def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
     """
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
-        digest.update(json.dumps([item.folder, item.prompt, item.rows, item.cols, list(item.names())]).encode())
+        digest.update(json.dumps([item.folder, item.prompt, item.rows, item.cols, list(item.sources)]).encode())
         for file in item.files():
             status = file.stat()
             digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
@@ -132,6 +125,7 @@ def _rankings(
     server: Server | None,
     ranked: list[Ranking] | None,
     counts: Counter,
+    question: Question,
 ) -> list[Ranking]:
     """Rankings from the file, else of sets formed here (none yet with --sets_only); written to OUTPUT."""
     output = options.output
@@ -150,11 +144,13 @@ def _rankings(
         if options.sets_only or server is None:
             return []
         journal = answers.Journal(output / "work" / "rankings.jsonl")
-        ranked = answers.rank(sets, items, output, server, journal, counts, options.rank_by)
+        asking = (sets, items, output, server, journal, counts)
+        by_scores = options.rank_by == "scores"
+        ranked = answers.rank_by_scores(*asking, question) if by_scores else answers.rank_by_order(*asking)
     counts["rankings"] = len(ranked)
-    rows = ((r.folder, r.ref_image, sorted(r.rank_images), r.rank_images) for r in ranked)
     names = ("folder", "ref_image", "comp_images", "rank_images")
-    outputs.write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row, strict=True)) for row in rows))
+    rows = [dict(zip(names, (r.folder, r.ref_image, sorted(r.rank_images), r.rank_images))) for r in ranked]
+    outputs.write_lines(output / "consistency_full_rank.jsonl", rows)
     return ranked
 
 
@@ -209,30 +205,31 @@ def _split(
     return parts
 
 
-def _finish(options: Namespace, counts: Counter, datasets: dict[str, list[LabeledPair]]) -> dict[str, Any]:
+def _finish(
+    options: Namespace, counts: Counter, datasets: dict[str, list[LabeledPair]], asked: dict[str, Any]
+) -> dict[str, Any]:
     stats = {
         "seed": options.seed,
+        "asked": asked,
         "counts": {name: value for name, value in counts.items() if value},
-        "datasets": {name: _numbers(pairs) for name, pairs in datasets.items()},
+        "datasets": {},
     }
+    for name, pairs in datasets.items():
+        yes, groups = (
+            sum(pair.label for pair in pairs),
+            {pair.group for pair in pairs},
+        )  # groups: themes, edits' sources
+        numbers = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes}
+        images = {name for pair in pairs for name in (pair.first, pair.second)}
+        stats["datasets"][name] = numbers | {"images": len(images), "groups": len(groups)}
     if not options.sets_only:
         if not datasets:
-            losses = ("rankings_unclear", "pairs_disputed", "near_duplicate", "repeated", "repeated_disputed")
-            losses += ("unbalanced", "reasons_contradicting", "reasons_missing")
-            lost = ", ".join(f"{name} {counts[name]}" for name in losses if counts[name]) or "no ranking gave any"
+            lost = ", ".join(f"{name} {value}" for name, value in stats["counts"].items())
             raise PacoRewardError(
-                f"no balanced pairs are left of {counts['pairs_labelled']} labeled ones ({lost}); add images or "
-                "rankings, or loosen --min_gap, --duplicate_bits or --yes_ranks and --no_ranks"
+                f"no balanced pairs are left ({lost}); add images or rankings, or loosen --min_gap, --duplicate_bits or "
+                "--yes_ranks and --no_ranks"
             )
-        outputs.write_datasets(options.output, datasets)
+        outputs.write_datasets(options.output, datasets, pair_prefix(asked_form(options)))
         outputs.write_samples(options.output, datasets)
     outputs.write_json(options.output / "stats.json", stats)
     return stats
-
-
-def _numbers(pairs: Sequence[LabeledPair]) -> dict[str, int]:
-    """Pairs, Yes, No, different images and groups (themes, or sources of edits) of one data set."""
-    yes = sum(pair.label for pair in pairs)
-    images = {name for pair in pairs for name in (pair.first, pair.second)}
-    groups = len({pair.group for pair in pairs})
-    return {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "images": len(images), "groups": groups}

@@ -1,8 +1,6 @@
 """`paco-reward build-dataset`: the command and its summary."""
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 from paco_reward.pairing.options import add_options
 
@@ -33,32 +31,6 @@ The same command resumes a killed run and keeps every answer it already received
     bash train/paco_reward.sh config/paco_reward_lora.yaml dataset_dir=PaCo-Dataset dataset=consistency_reward_cot_train \\
         eval_dataset=consistency_reward_cot_test
 """
-SUMMARY = {
-    "prompts": "prompts",
-    "sub_figures": "sub-figures",
-    "sets": "sets of a reference and candidates",
-    "prompts_without_sets": "prompts without sets (one panel, or one generation)",
-    "rankings": "rankings read or made",
-    "rankings_unreadable": "- answers without an order",
-    "rankings_without_answer": "- sets without an answer",
-    "rankings_unclear": "- rankings that are too short or have too similar scores",
-    "rankings_used": "rankings used",
-    "pairs_merged": "- the same two images in several rankings",
-    "pairs_disputed": "- pairs that rankings disagree on",
-    "edits": "editing rows",
-    "editing_unclear": "- editing questions with an unsure judge",
-    "editing_without_answer": "- editing questions without an answer",
-    "pairs_labelled": "labeled pairs",
-    "near_duplicate": "- two images that are near-duplicates",
-    "repeated": "- near-duplicates of another pair",
-    "repeated_disputed": "- near-duplicates with different labels",
-    "unbalanced": "- left out to balance Yes and No",
-    "reasons_contradicting": "- reasons that contradict their label",
-    "reasons_unreadable": "- answers without verdict or reasons",
-    "reasons_without_answer": "- reasons that the server refused",
-    "reasons_missing": "- pairs without a written reason",
-    "reasons_kept": "reasons written",
-}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
     """Build, then print a summary."""
     from paco_reward.pairing.build import build
 
-    print("\n".join(_summary(build(args))))
+    stats = build(args)
+    for name, value in stats["counts"].items():
+        print(f"{value:>9}  {name.replace('_', ' ')}")
+    for name, numbers in stats["datasets"].items():
+        print(f"{name}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
     if args.sets_only:
         print(
             f"to be ranked: {args.output / 'sets.jsonl'}, images in {args.output / 'images'}; add rank_images (best first) "
@@ -87,13 +63,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"written to {args.output}; samples.png shows some pairs, stats.json holds these numbers")
     return 0
-
-
-def _summary(stats: Mapping[str, Any]) -> list[str]:
-    """The statistics as lines of text."""
-    counts = stats["counts"]
-    text = [f"{counts[name]:>9}  {meaning}" for name, meaning in SUMMARY.items() if counts.get(name)]
-    for name, numbers in stats["datasets"].items():
-        parts = "  ".join(f"{value} {key}" for key, value in numbers.items())
-        text.append(f"{name}: {parts}")
-    return text

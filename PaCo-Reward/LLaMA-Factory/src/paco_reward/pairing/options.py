@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from paco_judge.questions import EDITING, RequestForm, add_form_arguments, form_of
 from paco_reward.errors import PacoRewardError
 from paco_reward.server import Server, api_key
 
@@ -38,6 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reasons_file", **file, help=text)
     group.add_argument("--output", **folder, required=True, help="the data set's folder")
     group.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
+
+    group = parser.add_argument_group("questions, in training data and to the server")
+    text = "shipped template or text file for pairs of sub-figures (default %(default)s)"
+    group.add_argument("--question", default="theme", metavar="NAME|FILE", help=text)
+    text = "the same for edits: whether the rest is kept, and (if given) whether the instruction is followed"
+    group.add_argument("--editing_question", nargs="+", default=list(EDITING), metavar="NAME|FILE", help=text)
+    add_form_arguments(group)
 
     group = parser.add_argument_group("a model over an OpenAI-compatible server")
     group.add_argument("--server", metavar="URL", help="for example http://127.0.0.1:8000")
@@ -84,7 +92,12 @@ def server_of(options: argparse.Namespace) -> Server | None:
     if not options.server:
         return None
     key = api_key(options.api_key_env)
-    return Server(options.server, options.model, key, options.max_concurrency, options.timeout)
+    return Server(options.server, options.model, key, options.max_concurrency, options.timeout, asked_form(options))
+
+
+def asked_form(options: argparse.Namespace) -> RequestForm:
+    """Image labels (also of the training data), image format and answer tokens (default here: variants)."""
+    return form_of(options, answer_tokens="variants")
 
 
 def check(options: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
-    """Cut grids into OUTPUT/images/<idx>/ and copy loose sub-figures there, except for files that exist.
+    """Cut grids into OUTPUT/images/<idx>/ and copy other sub-figures there, except for files that exist.
 
     Returns:
         The number of sub-figures of all items.
@@ -55,37 +55,37 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     Raises:
         PacoRewardError: An image cannot be read, or is too small for its prompt's layout.
     """
-    count = 0
     for item in items:
-        folder = output / "images" / item.folder
-        for generation in item.generations:
-            if not generation.is_grid:
-                for name, file in zip(generation.names, generation.files, strict=True):
-                    copy(file, folder / name)
-            elif not all((folder / name).exists() for name in generation.names):
-                try:
-                    panels = split_image(open_image(generation.files[0]), item.rows, item.cols)
-                except ValueError as error:
-                    raise PacoRewardError(f"{item.place}: {generation.files[0]}: {error}") from error
-                for name, panel in zip(generation.names, panels, strict=True):
-                    buffer = io.BytesIO()
-                    panel.save(buffer, format="PNG", compress_level=3)
-                    write_atomically(folder / name, buffer.getvalue())
-        for name, file in item.loose:
-            copy(file, folder / name)
-        count += len(item.names())
+        grid: tuple[Path, list[Image.Image]] | None = None  # the last one that was cut
+        for name, (file, panel) in item.sources.items():
+            target = output / "images" / item.folder / name
+            if panel is None:
+                copy(file, target)
+            elif not target.exists():
+                if grid is None or grid[0] != file:
+                    try:
+                        grid = file, split_image(open_image(file), item.rows, item.cols)
+                    except ValueError as error:
+                        raise PacoRewardError(f"{item.place}: {file}: {error}") from error
+                buffer = io.BytesIO()
+                grid[1][panel].save(buffer, format="PNG", compress_level=3)
+                write_atomically(target, buffer.getvalue())
+    count = sum(len(item.sources) for item in items)
     logger.info("sub-figures: %d of %d prompts in %s", count, len(items), output / "images")
     return count
 
 
-def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]]) -> None:
-    """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json."""
+def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str = IMAGE_TAG * 2) -> None:
+    """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json.
+
+    ``images``: what stands for the two images before each question.
+    """
     info = {}
     for name, pairs in datasets.items():
         rows = [
             {
                 "messages": [
-                    {"role": "user", "content": f"{IMAGE_TAG * 2}{pair.question}"},
+                    {"role": "user", "content": f"{images}{pair.question}"},
                     {"role": "assistant", "content": pair.answer},
                 ],
                 "images": [pair.first, pair.second],

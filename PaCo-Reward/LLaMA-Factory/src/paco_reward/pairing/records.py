@@ -1,32 +1,20 @@
 """What the steps of building a data set exchange."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TRAIN, TEST = "train", "test"
 
 
 @dataclass(frozen=True)
-class Generation:
-    """One generated set of sub-figures.
-
-    ``files``: one grid image to be cut (``is_grid``), or rows x cols files, row-major. ``names``: of its rows x cols
-    sub-figures inside the prompt's folder, row-major.
-    """
-
-    files: tuple[Path, ...]
-    names: tuple[str, ...]
-    is_grid: bool
-
-
-@dataclass(frozen=True)
 class PromptItem:
-    """One prompt with its images.
+    """One prompt with its sub-figures, which are named inside the prompt's folder.
 
-    ``folder``: its name in every file written (the metadata's ``idx``). ``group``: equal for prompts that share a
-    theme; train and test are split by it. ``loose``: names and files of sub-figures of unknown generation, which only a
-    file of rankings can pair. ``split``: ``train`` or ``test`` where the metadata decides, else empty. ``place``: the
-    line it was read from.
+    ``folder``: its name in every file written (the metadata's ``idx``). ``place``: the line it was read from. ``group``:
+    equal for prompts that share a theme; train and test are split by it. ``split``: ``train`` or ``test`` where the
+    metadata decides, else empty. ``sources``: by name, the file and the panel of it to be cut out (None: all of it).
+    ``generations``: names of the rows x cols sub-figures of each, row-major; a name in none of them is of unknown
+    generation, and only a file of rankings can pair it.
     """
 
     folder: str
@@ -36,22 +24,17 @@ class PromptItem:
     cols: int
     place: str
     group: str = ""
-    generations: tuple[Generation, ...] = ()
-    loose: tuple[tuple[str, Path], ...] = ()
     split: str = ""
+    sources: dict[str, tuple[Path, int | None]] = field(default_factory=dict)
+    generations: tuple[tuple[str, ...], ...] = ()
 
     @property
     def panels(self) -> int:
         return self.rows * self.cols
 
-    def names(self) -> dict[str, None]:
-        """The names of all its sub-figures, in order."""
-        own = [name for generation in self.generations for name in generation.names]
-        return dict.fromkeys([*own, *(name for name, _ in self.loose)])
-
     def files(self) -> list[Path]:
         """All its image files."""
-        return [file for g in self.generations for file in g.files] + [file for _, file in self.loose]
+        return list(dict.fromkeys(file for file, _ in self.sources.values()))
 
 
 @dataclass(frozen=True)

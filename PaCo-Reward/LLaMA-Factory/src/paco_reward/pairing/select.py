@@ -6,14 +6,14 @@ Random choices depend on the seed and on the chosen thing only, not on other inp
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from paco_judge.questions import theme_question
+from paco_judge.questions import Question
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import connected
 from paco_reward.pairing.records import CandidateSet, LabeledPair, PromptItem, Ranking
@@ -49,8 +49,8 @@ def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> l
     for own, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
         others = [g for g in range(generations) if g != own]
         chosen = [own, *rng.sample(others, min(candidates - 1, len(others)))]
-        names = tuple(item.generations[g].names[panel] for g in sorted(chosen))
-        formed.append(CandidateSet(item.folder, item.generations[own].names[reference], names))
+        names = tuple(item.generations[g][panel] for g in sorted(chosen))
+        formed.append(CandidateSet(item.folder, item.generations[own][reference], names))
     return formed
 
 
@@ -81,6 +81,7 @@ def pairs_of_rankings(
     min_gap: float,
     seed: int,
     counts: Counter,
+    question: Question,
 ) -> list[LabeledPair]:
     """The labeled pairs of all rankings, each pair of images once, in an order of the two chosen by the seed.
 
@@ -105,7 +106,7 @@ def pairs_of_rankings(
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
         item = items[folder]
-        pairs.append(LabeledPair(*shown, theme_question(item.theme), yes > no, "theme", item.group))
+        pairs.append(LabeledPair(*shown, question.text(theme=item.theme), yes > no, "theme", item.group))
     return pairs
 
 
@@ -136,24 +137,18 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
         names: Paths relative to ``root``.
         bits: 0 to 64.
     """
-    hashes = np.empty(256, dtype=np.uint64)
-    thumbnails: list[np.ndarray] = []
-    firsts: list[str] = []
+    ordered = sorted(set(names))
+    hashes = np.empty(len(ordered), dtype=np.uint64)
+    firsts: list[tuple[str, np.ndarray]] = []
     found: dict[str, str] = {}
-    for name in sorted(set(names)):
+    for name in ordered:
         number, thumbnail = fingerprint(root / name)
         near = np.flatnonzero(np.bitwise_count(hashes[: len(firsts)] ^ np.uint64(number)) <= bits)
-        alike = (i for i in near if np.sqrt(np.mean((thumbnails[i] - thumbnail) ** 2)) <= LARGEST_RMS)
-        match = next(alike, None)
-        if match is not None:
-            found[name] = firsts[match]
-            continue
-        if len(firsts) == len(hashes):
-            hashes = np.concatenate([hashes, np.empty_like(hashes)])
-        hashes[len(firsts)] = number
-        firsts.append(name)
-        thumbnails.append(thumbnail)
-        found[name] = name
+        alike = (firsts[i][0] for i in near if np.sqrt(np.mean((firsts[i][1] - thumbnail) ** 2)) <= LARGEST_RMS)
+        found[name] = next(alike, name)
+        if found[name] == name:
+            hashes[len(firsts)] = number
+            firsts.append((name, thumbnail))
     return found
 
 
@@ -185,7 +180,8 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
 def grouped_by_image(pairs: Sequence[LabeledPair], leader: dict[str, str]) -> list[LabeledPair]:
     """The pairs with new groups: those that share an image, or near-duplicates of one, directly or through others."""
     groups = connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
-    return [replace(pair, group=pairs[group].first) for pair, group in zip(pairs, groups, strict=True)]
+    firsts: dict[Hashable, str] = {}
+    return [replace(p, group=firsts.setdefault(group, p.first)) for p, group in zip(pairs, groups, strict=True)]
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:

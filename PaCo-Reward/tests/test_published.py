@@ -1,0 +1,116 @@
+"""The published training file is used as it is; the global batch of ours on any number of processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from training_tools import TIMEOUT, adapter
+
+from paco_reward.config import load_config, with_accumulation
+from paco_reward.errors import PacoRewardError
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = """
+model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
+image_max_pixels: 2097152
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 32
+lora_target: all
+dataset_dir: PaCo-Dataset
+dataset: consistency_reward_cot_train, sharegpt_editing_cot
+eval_dataset: consistency_reward_cot_test
+template: qwen2_vl
+cutoff_len: 16384
+max_samples: 100000
+overwrite_cache: true
+preprocessing_num_workers: 32
+dataloader_num_workers: 32
+first_token_weight: 0.1
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+learning_rate: 2.0e-4
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+val_size: 0
+per_device_eval_batch_size: 8
+eval_strategy: epoch
+compute_accuracy: true
+first_token_accuracy: true
+do_sample: true
+temperature: 0.7
+top_p: 0.9
+max_new_tokens: 1024
+output_dir: ./checkpoints/paco-reward-7b_lora_sft
+logging_steps: 10
+save_strategy: epoch
+save_total_limit: null
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: true
+report_to: none
+run_name: PaCo-Reward-Qwen2.5-SFT-LoRA-CoT
+project: PaCo-Reward
+"""
+GENERATION = {"do_sample", "temperature", "top_p", "max_new_tokens"}  # without effect on training
+DIFFERENT = {"trust_remote_code", "gradient_accumulation_steps", "save_strategy", "save_total_limit", "save_only_model"}
+DIFFERENT |= {"overwrite_output_dir"}
+
+
+@pytest.mark.slow
+def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
+    """Two epochs of one step each; only model and paths differ."""
+    tiny.save_pairs(data_dir, 8, "edits", seed=900)
+    file, output = tmp_path / "paco_reward_lora.yaml", tmp_path / "out"
+    file.write_text(PUBLISHED)
+    command = ["bash", "train/paco_reward.sh", str(file), f"model_name_or_path={judge_dir}", f"dataset_dir={data_dir}"]
+    command += ["dataset=pairs, edits", "eval_dataset=held_out", f"output_dir={output}", "use_cpu=true"]
+    environment = os.environ | {"PYTHON": sys.executable, "NPROC_PER_NODE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-6000:]
+    assert "2 steps of 32 sequences" in log
+    assert 0 <= json.loads((output / "eval_results.json").read_text())["eval_first_token_accuracy"] <= 1
+    saved = {file.name for file in (output / "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in saved and not any(name.startswith("optimizer") for name in saved)
+    assert all(min(weights.shape) == 32 for weights in adapter(output).values())  # lora_rank
+
+
+def test_our_file_differs_from_the_published_one_in_what_its_comments_say():
+    published, ours = yaml.safe_load(PUBLISHED), load_config(ROOT / "config/paco_reward_lora.yaml")
+    defaults = {"resume_from_checkpoint": None, "val_size": 0}
+    assert {key for key, value in published.items() if (ours | defaults).get(key) != value} == DIFFERENT | GENERATION
+    assert with_accumulation(ours, 2)["gradient_accumulation_steps"] == published["gradient_accumulation_steps"]
+
+
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 20))
+def test_accumulation_gives_the_nearest_global_batch(wanted, processes, batch):
+    config = {"global_batch_size": wanted, "per_device_train_batch_size": batch}
+    steps = with_accumulation(config, processes).pop("gradient_accumulation_steps")
+    possible = np.arange(1, wanted + 2) * processes * batch
+    assert steps * processes * batch == possible[np.abs(possible - wanted).argmin()]
+
+
+def test_an_explicit_accumulation_is_obeyed():
+    config = {"global_batch_size": 64, "per_device_train_batch_size": 8}
+    assert with_accumulation(config | {"gradient_accumulation_steps": 3}, 2)["gradient_accumulation_steps"] == 3
+    assert with_accumulation({"global_batch_size": 64}, 2) == {"gradient_accumulation_steps": 4}
+    assert with_accumulation({"learning_rate": 1e-4}, 2) == {"learning_rate": 1e-4}
+    for wrong in (0, "64", True):
+        with pytest.raises(PacoRewardError, match="global_batch_size"):
+            with_accumulation(config | {"global_batch_size": wrong}, 2)

@@ -1,0 +1,81 @@
+"""A terminal with the published models, all tiny, in its cache."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests")]
+
+from terminal import REPOSITORY, Terminal
+from tiny_clip import save_clip, save_open_clip
+
+TOY = REPOSITORY / "quickstart" / "models"
+PUBLISHED = {
+    "black-forest-labs/FLUX.1-dev": TOY / "flux",
+    "black-forest-labs/FLUX.1-Kontext-dev": TOY / "flux_kontext",
+    "Qwen/Qwen-Image-Edit": TOY / "qwen_image_edit",
+}
+JUDGES = (
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "X-GenGroup/PaCo-Reward-7B",
+    "X-GenGroup/Paco-Reward-7B",
+    "google/gemma-3-4b-it",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_judge():
+    """The module that makes random judges and pairs, of PaCo-Reward's tests."""
+    spec = importlib.util.spec_from_file_location("tiny_judge", REPOSITORY / "PaCo-Reward" / "tests" / "tiny_judge.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_judge(folder: Path, tiny_judge) -> Path:
+    """A random judge with Yes and No made likely and similar: the toy judge knows one question, the guides ask others."""
+    tiny_judge.save_judge(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight
+        rows[words] = 4 * rows[words[0]] + rows[words] / 10
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def new_terminal(tmp_path_factory, tiny_judge):
+    """Makes a terminal whose ``vllm`` environment is the given folder."""
+    weights = tmp_path_factory.mktemp("weights")
+    clip, judge = Path(save_clip(weights / "clip")), save_judge(weights / "judge", tiny_judge)
+    published = PUBLISHED | dict.fromkeys(JUDGES, judge)
+    published |= dict.fromkeys(("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"), clip)
+
+    def make(vllm_environment: Path) -> Terminal:
+        terminal = Terminal(tmp_path_factory.mktemp("home"), vllm_environment)
+        for name, folder in published.items():
+            terminal.publish(name, folder)
+        return terminal
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def terminal(new_terminal):
+    """A terminal whose ``vllm`` environment has no vLLM: the transformers engine serves, and the launcher says so."""
+    terminal = new_terminal(Path(sys.prefix))
+    yield terminal
+    terminal.stop_servers()
+
+
+@pytest.fixture(scope="session")
+def open_clip(tmp_path_factory) -> str:
+    """Name of a tiny OpenCLIP."""
+    folder = tmp_path_factory.mktemp("open_clip")
+    save_open_clip(folder)
+    return f"local-dir:{folder}"

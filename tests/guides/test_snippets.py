@@ -1,0 +1,138 @@
+"""Snippets of the published PaCo-GRPO guide, pasted into ``t2is`` in config/grpo.py."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from terminal import REPOSITORY
+
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.options import load_options, make_options, options_to_yaml
+
+CONFIG = REPOSITORY / "PaCo-GRPO" / "config"
+RESOLUTIONS = """
+# For simple tasks like GenEval, OCR, or PickScore:
+config.train.resolution = 256
+config.test.resolution = 512
+
+# For the Text-to-ImageSet task,
+# e.g., where the output image is a 2x2 grid layout of 4 512x512 sub-images:
+config.train.resolution = 512
+config.test.resolution = 1024
+"""
+REWARDS = """
+config.train.reward_fn = {
+    "consistency_score": 0.2,
+    "subfig_clipT": 1,
+    "pickscore": 1,
+}
+
+config.test.reward_fn = {
+    "consistency_score": 0.1,
+    "subfig_clipT": 1.5,
+    "pickscore": 1,
+}
+"""
+WEIGHTED = REWARDS.replace("0.1", "0.2").replace("1.5", "1") + "config.train.aggregate_fn = None\n"
+MEAN = "config.train.aggregate_fn = geometric_mean_aggregate_fn  # See config/grpo.py\n"
+ADVANTAGES = """
+config.train.aggregate_fn = weighted_advantage_sum_aggregate_fn(
+    reward_weights=config.train.reward_fn,
+    global_std=True
+)
+"""
+OWN = """
+def summation_agg_fn(**grouped_rewards):
+    prompts = next(iter(grouped_rewards.values())).keys()
+    advantages = {}
+    for prompt in prompts:
+        reward_stack = np.stack([
+            grouped_rewards[reward_name][prompt] 
+            for reward_name in grouped_rewards
+        ], axis=0)
+        advantages[prompt] = np.sum(reward_stack, axis=0)
+    
+    return advantages
+"""
+JUDGES = """
+config.train.reward_fn_kwargs = {
+    'consistency_score': {
+        'model': 'Paco-Reward-7B',
+        'port': 8000
+    },
+}
+
+config.test.reward_fn_kwargs = {
+    'consistency_score': {
+        'model': 'Gemma-3-4B-IT',
+        'port': 8001
+    },
+}
+"""
+
+
+@pytest.fixture
+def paste(tmp_path):
+    """Options of ``t2is`` with a snippet at the end of its function, and ``top`` at the top of the file."""
+
+    def paste(snippet, top=""):
+        (tmp_path / "base.py").write_text((CONFIG / "base.py").read_text())
+        indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
+        original = (CONFIG / "grpo.py").read_text()
+        file = tmp_path / "grpo.py"
+        file.write_text(top + original.replace("    return config\n", f"{indented}\n    return config\n", 1))
+        return load_options(f"{file}:t2is")
+
+    return paste
+
+
+def test_resolutions(paste):
+    options = paste(RESOLUTIONS)
+    assert (options.train.resolution, options.test.resolution) == (512, 1024)
+
+
+@pytest.mark.parametrize(("snippet", "test"), [(REWARDS, (0.1, 1.5, 1)), (WEIGHTED, (0.2, 1, 1))])
+def test_rewards(paste, snippet, test):
+    options, names = paste(snippet), ("consistency_score", "subfig_clipT", "pickscore")
+    assert options.train.reward_fn == dict(zip(names, (0.2, 1, 1), strict=True))
+    assert options.test.reward_fn == dict(zip(names, test, strict=True))
+
+
+@pytest.mark.parametrize("port", [8000, 8001])
+def test_judges(paste, port):
+    options = paste(JUDGES.replace("8001", str(port)))
+    assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
+    assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": port}}
+
+
+def standardized(values, std):
+    """(values − mean) / std."""
+    return (values - values.mean()) / std
+
+
+@pytest.mark.parametrize(
+    ("snippet", "top", "expected"),
+    [
+        (MEAN, "", lambda a, b, every_a, every_b: np.sqrt(a * b)),
+        (
+            ADVANTAGES,
+            "",
+            lambda a, b, every_a, every_b: 0.2 * standardized(a, every_a.std()) + standardized(b, every_b.std()),
+        ),
+        ("config.train.aggregate_fn = summation_agg_fn\n", OWN, lambda a, b, every_a, every_b: a + b),
+    ],
+    ids=["mean", "advantages", "own"],
+)
+def test_aggregations(paste, snippet, top, expected):
+    options = paste(snippet, top)
+    described = replace(options, train=replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)))
+    saved = make_options(yaml.safe_load(options_to_yaml(described)))
+    one = {"p": np.array([0.1, 0.2]), "q": np.array([0.3, 0.4])}
+    other = {"p": np.array([0.3, 0.5]), "q": np.array([0.5, 0.6])}
+    every = [np.concatenate(list(groups.values())) for groups in (one, other)]
+    for read in (options, saved):
+        function = get_aggregate_fn(read.train.aggregate_fn, read.train.reward_fn)
+        result = function(consistency_score=one, subfig_clipT=other)
+        for prompt, values in result.items():
+            np.testing.assert_allclose(values, expected(one[prompt], other[prompt], *every))
