@@ -131,6 +131,10 @@ class Policy(ABC):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """Modules whose result depends on the conditioning and the weights alone, not on latents or σ."""
+        return ()
+
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """``size_multiple`` from the VAE's configuration: its levels halve the sides, and 2x2 latents are a token."""

@@ -20,6 +20,7 @@ from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
+from paco_grpo.policies.performance.repeated import cast_inputs_once
 from paco_grpo.types import to_device
 from paco_judge.weights import load_complete
 
@@ -91,6 +92,8 @@ class DiffusersPolicy(Policy):
             pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
             _place(pipeline.transformer, self.device, dtype)
+        if dtype != torch.float32:
+            cast_inputs_once(pipeline.transformer)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
         for encoder in self.text_encoders():

@@ -9,7 +9,9 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
+from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, lora_targets_with
+from paco_grpo.policies.performance.flux import leave_out_unused_work
 from paco_grpo.types import Conditioning, Item
 
 
@@ -32,6 +34,7 @@ class FluxPolicy(DiffusersPolicy):
     def __init__(self, pipeline: FluxPipeline, **options) -> None:
         super().__init__(pipeline, **options)
         self._image_ids: dict[tuple[int, int], torch.Tensor] = {}
+        leave_out_unused_work(pipeline.transformer)
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """CLIP and T5."""
@@ -46,6 +49,13 @@ class FluxPolicy(DiffusersPolicy):
             prompt_embeds=torch.stack([row[0] for row in rows]).to(self.device),
             pooled_prompt_embeds=torch.stack([row[1] for row in rows]).to(self.device),
         )
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """Projections of the text and of the guidance, and the rotations."""
+        transformer = unwrap(self.transformer)
+        embed = transformer.time_text_embed
+        guidance = [embed.guidance_embedder] if self._transformer_config.guidance_embeds else []
+        return transformer.context_embedder, transformer.pos_embed, embed.text_embedder, *guidance
 
     def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
         # One prompt at a time: to the last bit, the features then do not depend on the other prompts of the call, so a
@@ -75,7 +85,7 @@ class FluxPolicy(DiffusersPolicy):
                 guidance=guidance,
                 pooled_projections=conditioning.pooled_prompt_embeds,
                 encoder_hidden_states=conditioning.prompt_embeds,
-                txt_ids=conditioning.prompt_embeds.new_zeros(conditioning.prompt_embeds.shape[1], 3),
+                txt_ids=position_ids[:0],  # only image tokens are rotated (performance/flux.py)
                 img_ids=position_ids,
                 return_dict=False,
             )[0]

@@ -77,6 +77,9 @@ def add_lora(
         if broken := [name for name, tensor in _weights(transformer).items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
+    for layer in _layers(policy):
+        # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
+        layer.cast_input_dtype_enabled = policy.dtype == torch.float32
 
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
@@ -188,8 +191,9 @@ def merged(policy: Policy) -> Iterator[None]:
     weights = [_local(layer.get_base_layer().weight) for layer in layers]
     saved = [weight.clone() for weight in weights]
     try:
-        for layer in layers:
-            _merge(layer)
+        with torch.autocast(policy.device.type, enabled=False):  # the product of A and B in their own precision
+            for layer in layers:
+                _merge(layer)
         yield
     finally:
         for layer, weight, before in zip(layers, weights, saved, strict=True):

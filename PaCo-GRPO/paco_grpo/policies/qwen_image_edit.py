@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dime
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.base import PolicyLoadError, unwrap
 from paco_grpo.policies.diffusers_policy import lora_targets_with
 from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
@@ -113,6 +113,11 @@ class QwenImageEditPolicy(ReferenceImagePolicy):
             negative_mask=negative[1],
             **self._encode_references(references),
         )
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """The projection of the text; with true CFG two texts take turns."""
+        transformer = unwrap(self.transformer)
+        return () if self.guided else (transformer.txt_norm, transformer.txt_in)
 
     def _encode_texts(
         self, references: Sequence[Reference], texts: Sequence[str]

@@ -14,6 +14,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
 from paco_grpo.policies.performance.cache import first_block_cache
 from paco_grpo.policies.performance.quantize import int8_copies
+from paco_grpo.policies.performance.repeated import computed_once
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
@@ -108,25 +109,27 @@ def rollout(
                 stack.enter_context(int8_copies(policy))
             if tail.cache > 0 and len(sigmas) > 2:
                 stack.enter_context(first_block_cache(policy, tail.cache))
+            stack.enter_context(computed_once(policy.constant_parts()))
             return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
 
-    if group_index is None:
-        x = policy.initial_latents(initial_seeds, height, width)
-        x = denoise(x, conditioning, sigmas[: first_noise_step + 1])
-    else:
-        groups = group_index.tolist()
-        distinct = list(dict.fromkeys(groups))
-        first = [groups.index(group) for group in distinct]
-        row = torch.tensor([distinct.index(group) for group in groups])
-        x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-        x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(row, x.device)]
+    with policy.autocast():  # around all forwards, so that the LoRA's weights are cast once for all of them
+        if group_index is None:
+            x = policy.initial_latents(initial_seeds, height, width)
+            x = denoise(x, conditioning, sigmas[: first_noise_step + 1])
+        else:
+            groups = group_index.tolist()
+            distinct = list(dict.fromkeys(groups))
+            first = [groups.index(group) for group in distinct]
+            row = torch.tensor([distinct.index(group) for group in groups])
+            x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
+            x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(row, x.device)]
 
-    recorded = []
-    for i, until in zip(steps, [*steps, num_steps][1:], strict=True):
-        transition = transition_at(policy, x, conditioning, sigmas, i, height, width, noise_level, cps)
-        next_x = transition.sample(step_noise(seeds, i, x))
-        recorded.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
-        x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
+        recorded = []
+        for i, until in zip(steps, [*steps, num_steps][1:], strict=True):
+            transition = transition_at(policy, x, conditioning, sigmas, i, height, width, noise_level, cps)
+            next_x = transition.sample(step_noise(seeds, i, x))
+            recorded.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
+            x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
 
     return Rollout(
         item_ids=torch.as_tensor(item_ids, dtype=torch.int64, device=x.device),

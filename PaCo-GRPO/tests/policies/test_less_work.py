@@ -1,0 +1,152 @@
+"""Work that is left out or done once: the same numbers, in fewer operations."""
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from tiny_policies import NAMES, disturb, items, load
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paco_grpo.policies import lora
+from paco_grpo.policies.performance.flux import JointAttention
+from paco_grpo.policies.performance.repeated import _cast_first, _cast_inputs
+from paco_grpo.sampling.denoise import current_transition, rollout
+
+PROMPTS = ("make the star blue", "b", "a circle in place of the star")
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts from float32 to bfloat16; ``weights`` by the address of what is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.addresses.append(args[0].data_ptr())
+        return func(*args, **kwargs)
+
+
+def adapted(name, folder, dtype):
+    policy = load(name, folder, dtype=dtype)
+    lora.add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    return policy, policy.encode(items(name, *PROMPTS))
+
+
+def velocity(policy, conditioning):
+    latents, sigma = policy.initial_latents([1, 2, 3], 32, 32), torch.tensor([0.9, 0.5, 0.3])
+    return policy.velocity(latents, sigma, conditioning, 32, 32)
+
+
+def lora_gradients(policy, value):
+    policy.transformer.zero_grad()
+    value.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in lora.trainable_parameters(policy)])
+
+
+def as_in_diffusers(policy, last_block=True):
+    """Undo performance/flux.py: diffusers' processors, text tokens in the last block, and rotations of all tokens."""
+    transformer = policy.transformer
+    last = transformer.single_transformer_blocks[-1]
+    for module in (last, last.norm):
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+    for key in [k for k, hook in last.norm._forward_hooks.items() if hook is not _cast_first]:
+        del last.norm._forward_hooks[key]
+    if not last_block:
+        last.attn.set_processor(JointAttention())
+        return
+    transformer.set_attn_processor(FluxAttnProcessor())
+
+    def rotate_text_too(module, args, kwargs):
+        text = kwargs["encoder_hidden_states"]
+        return args, kwargs | {"txt_ids": kwargs["img_ids"].new_zeros(text.shape[1], 3)}
+
+    transformer.register_forward_pre_hook(rotate_text_too, with_kwargs=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["flux", "flux_kontext"])
+def test_flux_leaves_out_what_nothing_reads(tiny_folder, name, checkpointing):
+    policy, conditioning = adapted(name, tiny_folder(name), torch.float32)
+    assert isinstance(policy.transformer, FluxTransformer2DModel)
+    if checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    ours = velocity(policy, conditioning)
+    gradients = lora_gradients(policy, ours)
+    with torch.no_grad():  # rotates in place
+        assert torch.equal(velocity(policy, conditioning), ours)
+    as_in_diffusers(policy)
+    theirs = velocity(policy, conditioning)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)  # a GPU may round products of another height otherwise
+    torch.testing.assert_close(gradients, lora_gradients(policy, theirs), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["flux", "flux_kontext"])
+def test_unrotated_text_has_the_same_bits(tiny_folder, name, dtype):
+    policy, conditioning = adapted(name, tiny_folder(name), dtype)
+    as_in_diffusers(policy, last_block=False)
+    ours = velocity(policy, conditioning)
+    gradients = lora_gradients(policy, ours)
+    as_in_diffusers(policy)
+    theirs = velocity(policy, conditioning)
+    assert torch.equal(ours, theirs)
+    # backward adds the gradients of text and image in another order
+    torch.testing.assert_close(gradients, lora_gradients(policy, theirs), rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_is_cast_once(tiny_folder, name):
+    policy, conditioning = adapted(name, tiny_folder(name), torch.bfloat16)
+    for module in policy.transformer.modules():  # what CUDA's autocast does, unlike the CPU's
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+            module.register_forward_hook(lambda module, args, output: output.float())
+    with Casts() as before:
+        separately = velocity(policy, conditioning).detach()  # with gradient each layer casts for itself
+    with Casts() as once, torch.no_grad():
+        assert torch.equal(velocity(policy, conditioning), separately)
+    assert len(once.addresses) < 0.85 * len(before.addresses)
+    for module in policy.transformer.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, hook in hooks.items() if hook in (_cast_inputs, _cast_first)]:
+                del hooks[key]
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = True
+    plain = velocity(policy, conditioning)
+    assert torch.equal(plain, separately)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_casts_an_adapter_once(tiny_folder, name):
+    policy, conditioning = adapted(name, tiny_folder(name), torch.bfloat16)
+    arguments = (policy, conditioning, range(3), range(3), 32, 32)
+    options = {"num_steps": 4, "noise_steps": (1,), "noise_level": 0.7}
+    weights = {p.data_ptr() for p in lora.trainable_parameters(policy)}
+    with Casts() as casts:
+        ours = rollout(*arguments, **options)
+    cast = [address for address in casts.addresses if address in weights]
+    assert len(cast) == len(set(cast)) > 0
+    step = ours.noise_steps[0]
+    trained = current_transition(policy, ours, step).log_prob(step.next_latents)
+    assert trained.requires_grad  # the kept casts, which have no gradient, are gone
+    assert torch.equal(trained.detach(), step.log_prob)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_computes_constant_parts_once(tiny_folder, name, dtype):
+    policy = load(name, tiny_folder(name), dtype=dtype, negative_prompt=None)
+    conditioning = policy.encode(items(name, *PROMPTS))
+    parts, calls = policy.constant_parts(), []
+    for part in parts:
+        part.forward = lambda *args, forward=part.forward, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    arguments = (policy, conditioning, range(3), range(3), 32, 32)
+    once = rollout(*arguments, num_steps=4)
+    assert len(calls) == len(parts) > 0
+    policy.constant_parts = tuple
+    assert torch.equal(rollout(*arguments, num_steps=4).clean_latents, once.clean_latents)
+    assert len(calls) == 5 * len(parts)
