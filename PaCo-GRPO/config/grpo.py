@@ -151,7 +151,6 @@ def _toy(config: ConfigDict) -> ConfigDict:
     config.sample.batch_size = 64
     config.sample.unique_sample_num_per_epoch = 8
     config.sample.same_latent = True  # images of a group differ only by the noise that is trained on
-    config.sample.merge_lora = True  # in float32, so equal up to rounding
     config.train.resolution = 64
     config.train.batch_size = 64
     config.train.learning_rate = 2e-3

@@ -68,6 +68,7 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
     from paco_grpo.rewards.registry import build_rewards, write_records
     from paco_grpo.training.build import apply_speed, load_adapter, load_generator, test_reward_kwargs
     from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
+    from paco_grpo.training.plan import merges_lora
 
     check_run(options)
     strategy = start_processes(options)
@@ -92,7 +93,7 @@ def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, fl
         load_adapter(policy, adapter)
     strategy.place(policy)
     apply_speed(options, policy)
-    merge = adapter is not None and options.sample.merge_lora and options.use_lora
+    merge = adapter is not None and merges_lora(options, policy.device)
     metrics = evaluate(policy, items, rewards, options, strategy, output, merge_lora=merge)
     is_main = accelerator.is_main_process
     accelerator.end_training()

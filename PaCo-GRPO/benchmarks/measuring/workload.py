@@ -87,7 +87,7 @@ def prepare(
         "save_freq": 0, "eval_freq": 0, "test.at_start": False, "health.probe_images": 0, "max_train_minutes": None,
         "train.resolution": work.resolution, "test.resolution": work.resolution, "train.learning_rate": 1e-5,
         "sample.batch_size": work.batch, "train.batch_size": work.train_batch,
-        "sample.same_latent": False, "sample.merge_lora": False, "sample.global_std": False,
+        "sample.same_latent": False, "sample.global_std": False,
         "mixed_precision": "bf16" if torch.cuda.is_available() else "no",
         "test.reward_fn": {}, "test.reward_fn_kwargs": {}, "num_epochs": 1_000_000,
     }  # fmt: skip

@@ -65,7 +65,9 @@ class SampleOptions:
     guidance_scale: float = option(3.5, "embedded guidance (FLUX), or the scale of true CFG", at_least=0)
     negative_prompt: str | None = option(None, "turns on true CFG (with guidance_scale > 1); a space is enough")
     same_latent: bool = option(False, "one initial noise per prompt, whose first steps are computed once")
-    merge_lora: bool = option(False, "merge the LoRA into the base for steps without noise; rounds in its precision")
+    merge_lora: bool | None = option(
+        None, "merge the LoRA into the base for steps without noise; None = in float32 on a CPU, where that only rounds"
+    )
     global_std: bool = option(False, "divide advantages by the standard deviation over all images")
     batch_size: int = option(1, "images per process and forward; 0 = as many as fit into memory", at_least=0)
     num_images_per_prompt: int = option(16, "k, images of each prompt (the size of a group)", at_least=1)

@@ -25,7 +25,7 @@ from paco_grpo.distributed.processes import Replicated
 from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
 from paco_grpo.objectives import Objective
-from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.options import ConfigError, RunOptions, SampleOptions
 from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy, policy_class
 from paco_grpo.policies.lora import add_lora, add_snapshot
@@ -105,8 +105,9 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
     train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
+    sample = _as_sampled_before(options, folder)
     # What is saved and used from here on: with the folder's name and the length that apply.
-    options = dataclasses.replace(options, run_name=run_name, max_sequence_length=length, train=train)
+    options = dataclasses.replace(options, run_name=run_name, max_sequence_length=length, train=train, sample=sample)
     check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
@@ -171,6 +172,14 @@ def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accel
         )
     check_writable(folder, _FIRST_DISK_CHECK)
     return name, folder
+
+
+def _as_sampled_before(options: RunOptions, folder: Path) -> SampleOptions:
+    """``options.sample``, with an unset ``merge_lora`` as the run in ``folder`` recorded it: False by default in 0.1."""
+    earlier = folder / "config.yaml"
+    if options.sample.merge_lora is not None or not (options.resume_from and earlier.is_file()):
+        return options.sample
+    return dataclasses.replace(options.sample, merge_lora=load_options(str(earlier)).sample.merge_lora)
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.sampling.denoise import Tail
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
 from paco_grpo.sampling.schedule import sample_noise_steps
-from paco_grpo.training.plan import on_cuda
+from paco_grpo.training.plan import merges_lora, on_cuda
 from paco_grpo.types import Conditioning, Item, Rollout
 
 
@@ -129,7 +129,7 @@ def sample_epoch(
         noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, options.seed, epoch),
         noise_level=sample.noise_level,
         cps=sample.cps,
-        merge_lora=sample.merge_lora and options.use_lora,
+        merge_lora=merges_lora(options, policy.device),
         tail=Tail(sample.tail_steps, sample.tail_order, sample.tail_cache, sample.tail_weights),
     ):
         batch_rows = torch.from_numpy(rows[batch.numbers]).to(rollout.item_ids.device)

@@ -27,6 +27,7 @@ from paco_grpo.monitoring.observe import SampleObserver
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError, ScoringQueue
 from paco_grpo.training.build import Run
+from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
 from paco_grpo.training.update import NonFiniteError, NonFiniteWeights
 
@@ -257,7 +258,7 @@ class Trainer:
                     self.state.strategy,
                     folder,
                     self._signaled,
-                    merge_lora=self.options.sample.merge_lora and self.options.use_lora,
+                    merge_lora=merges_lora(self.options, self.state.policy.device),
                 )
         except ScoringError as error:
             self._stop(f"a reward failed in the evaluation after epoch {epoch} ({error})")

@@ -17,6 +17,7 @@ from tiny_run import rows_of, tiny_edit_options, tiny_options
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.training.build import build_run
+from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
 
@@ -180,6 +181,27 @@ def test_option_changes_the_update(weights_after, changes, others):
 def test_option_that_must_not_change_the_update(weights_after, changes):
     reference = weights_after(train__adam_epsilon=1.0)
     torch.testing.assert_close(weights_after(train__adam_epsilon=1.0, **changes), reference, rtol=0, atol=1e-7)
+
+
+def test_steps_without_noise_are_merged_where_that_only_rounds(make):
+    run = make(sample__merge_lora="None")
+    layers = [module for module in run.state.policy.transformer.modules() if hasattr(module, "merged_adapters")]
+    merged = []
+    run.state.policy.transformer.register_forward_pre_hook(
+        lambda *_: merged.append(all(layer.merged_adapters for layer in layers))
+    )
+    epoch(run)
+    noisy, steps = len(run.options.sample.noise_steps), run.options.sample.num_steps
+    assert sum(merged) * noisy == (len(merged) - sum(merged)) * (steps - noisy) > 0
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert merges_lora(run.options, cpu) and not merges_lora(run.options, gpu)
+    assert not merges_lora(dataclasses.replace(run.options, mixed_precision="bf16"), cpu)
+    assert not merges_lora(dataclasses.replace(run.options, use_lora=False), cpu)
+    # a run that recorded False, the default of 0.1, resumes with it
+    config = run.folder / "config.yaml"
+    config.write_text(config.read_text().replace("merge_lora: null", "merge_lora: false"))
+    resumed = build_run(dataclasses.replace(run.options, resume_from="latest"))
+    assert resumed.options.sample.merge_lora is False
 
 
 def test_lora_size_and_start(make):
