@@ -45,7 +45,12 @@ class Benchmark:
 
 
 def run_benchmark(
-    bench: Benchmark, file: Path, model: str, make_engine: Callable[[], tuple[str, ScorePairs]], batch_size: int
+    bench: Benchmark,
+    file: Path,
+    model: str,
+    make_engine: Callable[[], tuple[str, ScorePairs]],
+    batch_size: int,
+    weights: Callable[[], str | None],
 ) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
@@ -55,11 +60,12 @@ def run_benchmark(
         model: What gives the scores, recorded in every row.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
+        weights: As in ``ResultsFile``: results of other weights under the same name are refused.
 
     Raises:
         BenchError: The run cannot continue.
     """
-    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked) as results:
+    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked, weights) as results:
         print(f"{len(bench.items)} items, {len(results.done)} already in {file}", flush=True)
         for name, reason in bench.broken:
             print(f"{name}: {reason}", file=sys.stderr)
