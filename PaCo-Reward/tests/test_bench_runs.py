@@ -1,7 +1,9 @@
 """What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -286,6 +288,29 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
     assert all(row["scores"] == pytest.approx([0.75, 0.75]) for row in rows)
     with pytest.raises(BenchError, match=judge.url):
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
+
+
+@pytest.mark.parametrize("package, module", [("numpy", "numpy"), ("pillow", "PIL"), ("scipy", "scipy")])
+@pytest.mark.parametrize("script", ["eval_vllm.py", "eval.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
+def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
+    """The interpreter is a real one without the package: a finder before all others denies it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, package=None: None if name == {module!r} else find(name, package)\n"
+        f"sys.modules[{module!r}] = None\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=RANK_FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
+    assert f" lacks {package}; run: pip install -r " in run.stderr
 
 
 # ---------------------------------------------------------------- progress

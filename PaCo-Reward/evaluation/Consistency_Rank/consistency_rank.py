@@ -10,6 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+import paco_eval  # noqa: F401 - first: it names the packages that are missing
+
+# isort: split
 import numpy as np
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
