@@ -45,7 +45,7 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
     if accelerator.is_main_process:
         try:
             outcome = [decide(), None]
-        except Exception as error:
+        except (RuntimeError, ValueError, OSError) as error:  # all that is reported to users
             outcome = [None, error]
     decision, error = broadcast_object_list(outcome)
     if error is not None:
