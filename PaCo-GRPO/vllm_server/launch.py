@@ -36,7 +36,7 @@ from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
 from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import start, wait_until_ready
 from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import Group, LabelFolder, end_servers, runtime_root
+from vllm_server.state import Group, LabelFolder, end_servers, port_locked, runtime_root
 
 _POLL_S = 0.25
 
@@ -75,8 +75,9 @@ class Interrupts:
 def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interrupts) -> int:
     """Starts the servers and waits until they answer; in the foreground also until they end. Returns an exit status."""
     settings = LaunchSettings.from_environment(environment)
-    folder = LabelFolder(runtime_root(environment), settings.label)
-    with folder.locked():
+    root = runtime_root(environment)
+    folder = LabelFolder(root, settings.label)
+    with folder.locked(), port_locked(root, settings.port, settings.label):
         group = folder.read()
         for server in group.servers if group else ():
             if server.leader.alive():

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
     from paco_grpo.policies.base import Policy
 
 Batch = TypeVar("Batch")
+Decision = TypeVar("Decision")
 
 
 class Stopped(Exception):
@@ -29,6 +31,26 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
         return flag
     total = accelerator.reduce(torch.tensor([float(flag)], device=accelerator.device), reduction="sum")
     return bool(total.item() > 0)
+
+
+def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
+    """What ``decide`` returns, or raises, on the main process, on every process; a collective operation.
+
+    Files are read this way where they decide how a run goes on: on a network file system processes may see different
+    states of a folder, and processes that decide differently wait for each other forever.
+    """
+    if accelerator.num_processes == 1:
+        return decide()
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [decide(), None]
+        except (RuntimeError, ValueError, OSError) as error:  # all that is reported to users
+            outcome = [None, error]
+    decision, error = broadcast_object_list(outcome)
+    if error is not None:
+        raise error
+    return decision
 
 
 def rounds(

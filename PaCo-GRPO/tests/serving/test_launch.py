@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from serving_tools import all_ended, free_port, option, wait_for
+from serving_tools import FAKE, all_ended, free_port, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
 from vllm_server import engines
@@ -159,7 +160,36 @@ def test_a_lora_adapter_is_not_a_model(shell, model):
 
 def test_a_port_in_use_is_refused(shell):
     with socket.create_server(("127.0.0.1", shell.port)):
-        assert "VLLM_PORT" in shell.failed_launch()
+        errors = shell.failed_launch()
+    assert "VLLM_PORT" in errors and f"pid {os.getpid()} " in errors
+
+
+def test_of_two_launches_on_one_port_only_one_is_ready(shell):
+    """vLLM lets both listen, and the kernel divides the requests between their weights."""
+    launches = [shell.start("launch.sh", VLLM_LABEL=label) for label in ("one", "two")]
+    ends = [(*launch.communicate(timeout=200), launch.returncode) for launch in launches]
+    (errors,) = [errors for _, errors, status in ends if status == 1]
+    assert sorted(status for *_, status in ends) == [0, 1] and [("Ready:" in out) for out, *_ in ends].count(True) == 1
+    assert str(shell.port) in errors and "label" in errors and errors.count("\n") == 1
+    (row,) = shell.status()
+    assert row["state"] == "healthy"
+    shell.stop(VLLM_LABEL=row["label"])
+
+
+def test_a_launch_is_not_ready_because_another_server_answers(shell):
+    """The other takes the port while the model loads, and serves the same name."""
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    pids = shell.fake_pids()
+    words = ["--served-model-name", "Judge", "--host", "127.0.0.1", "--port", str(shell.port)]
+    other = subprocess.Popen([sys.executable, FAKE, *words])
+    try:
+        _, errors = launch.communicate(timeout=60)
+        assert launch.returncode == 1 and f"port {shell.port}" in errors and f"pid {other.pid} " in errors
+        assert errors.count("\n") == 1
+        all_ended(pids)
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_label_in_use_is_refused_and_that_of_a_dead_launch_is_replaced(shell):
