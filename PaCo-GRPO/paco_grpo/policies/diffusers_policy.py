@@ -213,6 +213,9 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
                 if keys:
                     shown = ", ".join(sorted(keys)[:5]) + (", …" if len(keys) > 5 else "")
                     raise ValueError(f"the weights in {path}/{name} {words} the model's tensors: {shown}")
+            # A transformer's NaN shows in the latents, a VAE's would be black pixels.
+            if name == "vae" and (broken := [key for key, p in model.named_parameters() if not p.isfinite().all()]):
+                raise ValueError(f"the weights in {path}/{name} are not finite in {', '.join(broken[:5])}")
             models[name] = model
     return models
 
