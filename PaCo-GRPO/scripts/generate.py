@@ -56,11 +56,10 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         ConfigError: The numbers of images and prompts do not fit.
         DataError: The file cannot be read; the message names line and field.
     """
-    from PIL import Image, ImageOps
-
-    from paco_grpo.data.files import given_size, json_lines, prompt_of, text_of
+    from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
     from paco_grpo.options import ConfigError
     from paco_grpo.types import Item
+    from paco_judge.images import UnreadableImage, read_image
 
     if file is not None and not file.is_file():
         raise ConfigError(f"--prompts-file {file} does not exist")
@@ -80,8 +79,10 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
             path = file.parent / row["image"]
         image = None
         if path is not None:
-            with Image.open(path) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+            try:
+                image = read_image(path, upright=True)
+            except UnreadableImage as error:
+                raise DataError(f"{where}: image {path} {error}") from error
         items.append(Item(number, prompt_of(row, where), *given_size(row, where), metadata=row, image=image))
     return items
 
