@@ -16,6 +16,7 @@ Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per mo
   VLLM_REPLICAS         1; copies of each model over the remaining GPUs
   GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
   VLLM_MAX_IMAGES       16; images in one request
+  VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
   VLLM_EXTRA_ARGS       more arguments for the engine
   VLLM_START_TIMEOUT    1800 seconds
 Gateway:
@@ -36,7 +37,7 @@ from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
 from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import start, wait_until_ready
 from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import Group, LabelFolder, end_servers, runtime_root
+from vllm_server.state import Group, LabelFolder, end_servers, port_locked, runtime_root
 
 _POLL_S = 0.25
 
@@ -75,8 +76,9 @@ class Interrupts:
 def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interrupts) -> int:
     """Starts the servers and waits until they answer; in the foreground also until they end. Returns an exit status."""
     settings = LaunchSettings.from_environment(environment)
-    folder = LabelFolder(runtime_root(environment), settings.label)
-    with folder.locked():
+    root = runtime_root(environment)
+    folder = LabelFolder(root, settings.label)
+    with folder.locked(), port_locked(root, settings.port, settings.label):
         group = folder.read()
         for server in group.servers if group else ():
             if server.leader.alive():

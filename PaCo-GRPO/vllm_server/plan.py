@@ -1,5 +1,6 @@
 """The processes of a launch: which has which model, port, GPUs and command line. Checked before anything starts."""
 
+import errno
 import random
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from vllm_server.engines import (
 )
 from vllm_server.gpus import divide_gpus, visible_gpus
 from vllm_server.models import Model, changes_vision, read_models
+from vllm_server.processes import port_users
 from vllm_server.settings import LaunchError, LaunchSettings
 from vllm_server.state import GATEWAY, Server
 
@@ -123,9 +125,10 @@ def _check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
+        user = port_users(host, port)[1] if error.errno == errno.EADDRINUSE else None
         raise LaunchError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another VLLM_PORT, or end the program that uses "
-            "it (`bash vllm_server/status.sh` lists our servers)"
+            f"cannot listen on {host}:{port} ({f'{user} listens there' if user else error.strerror}): choose another "
+            "VLLM_PORT, or end the program that uses it (`bash vllm_server/status.sh` lists our servers)"
         ) from error
 
 

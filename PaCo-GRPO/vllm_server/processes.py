@@ -1,13 +1,16 @@
 """Processes identified by pid *and* start time, ended gently and then forcibly; no other process is ever ended.
+Which process listens on a port.
 
 Linux only (/proc). A pid alone is not enough: it may belong to another process by now.
 """
 
 import contextlib
+import ipaddress
 import os
 import signal
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +56,72 @@ def session_members(leader: Process) -> list[Process]:
         if session == leader.pid and state not in "ZX":
             members.append(Process(pid, started))
     return members if _stat(leader.pid)[2] == leader.started else []
+
+
+def port_users(host: str, port: int, leader: Process | None = None) -> tuple[bool, str | None]:
+    """Whether the session of ``leader`` listens on a port, and which other process does (None: no other).
+
+    Both are possible: vLLM allows other processes of its user on its port (SO_REUSEPORT); the kernel then divides the
+    connections.
+    """
+    sockets = _listeners(host, port)
+    open_in = _holders(sockets)
+    members = session_members(leader) if leader and sockets else []
+    ours = {open_in[member.pid] for member in members if member.pid in open_in}
+    for name in sockets.keys() - ours:
+        pid = next((pid for pid, held in open_in.items() if held == name), None)
+        if pid:
+            return bool(ours), f"pid {pid} ({_command(pid)})"
+        if name in _listeners(host, port):  # otherwise it was closed in between
+            return bool(ours), f"a process of user {sockets[name]}"
+    return bool(ours), None
+
+
+def _listeners(host: str, port: int) -> dict[str, str]:
+    """The sockets that may get connections to ``host`` and ``port``: name in /proc/PID/fd -> id of the user."""
+    wanted = {_plain(info[4][0].partition("%")[0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                address, _, local_port = fields[1].partition(":")
+                if fields[3] != "0A" or int(local_port, 16) != port:  # 0A: listening
+                    continue
+                there = _plain(b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)))
+                if any(
+                    there.version == own.version and (there == own or there.is_unspecified or own.is_unspecified)
+                    for own in wanted
+                ):
+                    found[f"socket:[{fields[9]}]"] = fields[7]
+    return found
+
+
+def _plain(address: str | bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IP address; an IPv4 address inside IPv6 as itself."""
+    found = ipaddress.ip_address(address)
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _holders(sockets: Collection[str]) -> dict[int, str]:
+    """The processes that have one of the sockets open, as far as this user may see them: pid -> socket."""
+    found = {}
+    for entry in Path("/proc").iterdir() if sockets else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
+                for handle in (entry / "fd").iterdir():
+                    with contextlib.suppress(FileNotFoundError):
+                        if (name := os.readlink(handle)) in sockets:
+                            found[int(entry.name)] = name
+    return found
+
+
+def _command(pid: int) -> str:
+    """The start of a process's command line, of printable characters."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        return "".join(letter if letter.isprintable() else "?" for letter in text)[:80]
+    return "it has ended"
 
 
 def exit_status(pid: int) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_server.plan import PlannedProcess
-from vllm_server.processes import Process, exit_status
+from vllm_server.processes import Process, exit_status, port_users
 from vllm_server.settings import LaunchError
 from vllm_server.state import GATEWAY
 
@@ -58,6 +58,11 @@ def wait_until_ready(processes: Sequence[PlannedProcess], api_key: str | None) -
                 raise LaunchError(f"the server of {title} ended with status {status} {when}.\n{_log_tail(process)}")
         for process in (process for process in processes if not process.ready):
             server, now = process.server, time.monotonic()
+            if stranger := port_users(server.host, server.port, server.leader)[1]:
+                raise LaunchError(
+                    f"port {server.port}, meant for {server.title}, is taken: {stranger} listens there. End it, or choose "
+                    "another VLLM_PORT"
+                )
             if server.answers(api_key):
                 process.ready = True
             elif now - began > process.timeout_s:

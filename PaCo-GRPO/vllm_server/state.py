@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vllm_server.processes import Process, end_processes
+from vllm_server.processes import Process, end_processes, port_users
 from vllm_server.settings import LaunchError, local_url
 
 GATEWAY = "gateway"  # title and engine of the gateway's record
@@ -40,7 +40,10 @@ class Server:
         return local_url(self.host, self.port)
 
     def answers(self, api_key: str | None, timeout_s: float = 5.0) -> bool:
-        """Whether the server is healthy and serves all its names."""
+        """Whether this very server, and no other process on its port, is healthy and serves all its names."""
+        return port_users(self.host, self.port, self.leader) == (True, None) and self._replies(api_key, timeout_s)
+
+    def _replies(self, api_key: str | None, timeout_s: float) -> bool:
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
         try:
@@ -95,6 +98,23 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise LaunchError(f"the runtime folder {root} is not a folder of this user; set PACO_RUNTIME_DIR to another")
     return root
+
+
+@contextlib.contextmanager
+def port_locked(root: Path, port: int, label: str) -> Iterator[None]:
+    """One launch on a port at a time: two would load for minutes, and vLLM would let both listen. Raises LaunchError."""
+    with open(root / f"port-{port}.lock", "a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            handle.seek(0)
+            raise LaunchError(
+                f"port {port} is taken: {handle.read() or 'another launch'} is in progress there; choose another VLLM_PORT"
+            ) from error
+        handle.truncate(0)
+        handle.write(f"the launch of label {label!r} (pid {os.getpid()})")
+        handle.flush()
+        yield
 
 
 class LabelFolder:

@@ -23,7 +23,8 @@ def run(command: list, cwd: Path, **variables: str) -> str:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}"
+    # The end last and short: it tells the reason, and reports of a failure are cut.
+    assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout[-1200:]}"
     return done.stdout
 
 

@@ -56,4 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+class Server(ThreadingHTTPServer):
+    allow_reuse_port = True  # as vLLM: several may listen on one port
+
+
+Server((arguments.host, arguments.port), Handler).serve_forever()

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from serving_tools import all_ended, free_port, option, wait_for
+from serving_tools import FAKE, all_ended, free_port, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
 from vllm_server import engines
@@ -45,6 +46,27 @@ def test_command_and_environment_of_vllm(shell, model):
     assert "PYTHONPATH" not in environment
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
     assert Path(record["cwd"]) != shell.cwd
+
+
+def test_an_old_vllm_starts_and_says_that_it_fetches_images(shell):
+    """The fake vLLM does not know --allowed-media-domains; with a list of hosts it is refused."""
+    first = shell.launch().splitlines()[0]
+    assert "too old to forbid remote images" in first
+    (record,) = shell.records()
+    assert "--allowed-media-domains" not in record["argv"]
+    assert record["env"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    shell.stop()
+    assert "VLLM_MEDIA_HOSTS" in shell.failed_launch(VLLM_MEDIA_HOSTS="a.example")
+
+
+def test_a_vllm_that_can_forbids_remote_images(shell):
+    (site,) = shell.vllm.glob("lib/python3*/site-packages")
+    (site / "vllm" / "engine").mkdir()
+    (site / "vllm" / "engine" / "arg_utils.py").write_text('"--allowed-media-domains"')
+    shell.launch(VLLM_MEDIA_HOSTS="a.example, b.example")
+    words = shell.records()[0]["argv"]
+    at = words.index("--allowed-media-domains")
+    assert words[at + 1 : at + 3] == ["a.example", "b.example"]
 
 
 @pytest.mark.parametrize("found", ["venv", "conda", "program"])
@@ -119,6 +141,8 @@ def test_gpus_are_used_together(shell, model, config, size):
         ({"VLLM_EXTRA_ARGS": "--a 'b"}, "VLLM_EXTRA_ARGS"),
         ({"VLLM_API_KEY": "a b"}, "VLLM_API_KEY"),
         ({"VLLM_GATEWAY": "never"}, "VLLM_GATEWAY"),
+        ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
+        ({"VLLM_MEDIA_HOSTS": "a.example", "VLLM_ENGINE": "transformers"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_START_TIMEOUT": "soon"}, "VLLM_START_TIMEOUT"),
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
@@ -159,7 +183,36 @@ def test_a_lora_adapter_is_not_a_model(shell, model):
 
 def test_a_port_in_use_is_refused(shell):
     with socket.create_server(("127.0.0.1", shell.port)):
-        assert "VLLM_PORT" in shell.failed_launch()
+        errors = shell.failed_launch()
+    assert "VLLM_PORT" in errors and f"pid {os.getpid()} " in errors
+
+
+def test_of_two_launches_on_one_port_only_one_is_ready(shell):
+    """vLLM lets both listen, and the kernel divides the requests between their weights."""
+    launches = [shell.start("launch.sh", VLLM_LABEL=label) for label in ("one", "two")]
+    ends = [(*launch.communicate(timeout=200), launch.returncode) for launch in launches]
+    (errors,) = [errors for _, errors, status in ends if status == 1]
+    assert sorted(status for *_, status in ends) == [0, 1] and [("Ready:" in out) for out, *_ in ends].count(True) == 1
+    assert str(shell.port) in errors and "label" in errors and errors.count("\n") == 1
+    (row,) = shell.status()
+    assert row["state"] == "healthy"
+    shell.stop(VLLM_LABEL=row["label"])
+
+
+def test_a_launch_is_not_ready_because_another_server_answers(shell):
+    """The other takes the port while the model loads, and serves the same name."""
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    pids = shell.fake_pids()
+    words = ["--served-model-name", "Judge", "--host", "127.0.0.1", "--port", str(shell.port)]
+    other = subprocess.Popen([sys.executable, FAKE, *words])
+    try:
+        _, errors = launch.communicate(timeout=60)
+        assert launch.returncode == 1 and f"port {shell.port}" in errors and f"pid {other.pid} " in errors
+        assert errors.count("\n") == 1
+        all_ended(pids)
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_label_in_use_is_refused_and_that_of_a_dead_launch_is_replaced(shell):

@@ -1,11 +1,15 @@
 """Ending processes: gently, then forcibly, with their children, and never a process of somebody else."""
 
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from serving_tools import wait_for
 
-from vllm_server.processes import Process, end_processes, session_members
+from vllm_server.processes import Process, end_processes, port_users, session_members
 
 
 def start(*command) -> subprocess.Popen:
@@ -54,3 +58,39 @@ def test_children_end_with_their_leader_and_after_it():
         assert end_processes(members, [leader], gently_s=2.0) == []
         child.wait()
         assert not any(member.alive() for member in members)
+
+
+LISTEN = """
+import socket, sys, time
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+server = socket.create_server((sys.argv[1], 0), reuse_port=True, family=family)
+print(server.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+IPV6 = Path("/proc/net/if_inet6")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "0.0.0.0", *(["::1"] if IPV6.exists() and "lo" in IPV6.read_text() else [])]
+)
+def test_who_listens_on_a_port(host):
+    address = {"localhost": "127.0.0.1"}.get(host, host)
+    child = subprocess.Popen([sys.executable, "-c", LISTEN, address], start_new_session=True, stdout=subprocess.PIPE)
+    port, leader = int(child.stdout.readline()), Process.of(child.pid)
+    try:
+        assert port_users(host, port, leader) == (True, None)
+        ours, other = port_users(host, port)
+        assert not ours and other.startswith(f"pid {child.pid} ({sys.executable} ")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, port), family=family, reuse_port=True):
+            ours, other = port_users(host, port, leader)
+            assert ours and other.startswith(f"pid {os.getpid()} ")
+        if host == "127.0.0.1":
+            with socket.create_server(("127.0.0.2", port)):
+                assert port_users(host, port, leader) == (True, None), "no request to us arrives there"
+    finally:
+        child.kill()
+        child.wait()
+    assert port_users(host, port, leader) == (False, None)
