@@ -124,7 +124,7 @@ def _build(
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
     train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    sample = _as_sampled_before(options, folder)
+    sample = main_decides(accelerator, lambda: _as_sampled_before(options, folder))
     # What is saved and used from here on: with the length that applies.
     options = dataclasses.replace(options, max_sequence_length=length, train=train, sample=sample)
     check_device(options, accelerator.device)

@@ -96,7 +96,9 @@ def test_unrotated_text_has_the_same_bits(tiny_folder, name, dtype):
     theirs = velocity(policy, conditioning)
     assert torch.equal(ours, theirs)
     # backward adds the gradients of text and image in another order
-    torch.testing.assert_close(gradients, lora_gradients(policy, theirs), rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    torch.testing.assert_close(
+        gradients, lora_gradients(policy, theirs), rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

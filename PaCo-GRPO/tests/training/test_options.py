@@ -200,7 +200,9 @@ def test_steps_without_noise_are_merged_where_that_only_rounds(make):
     # a run that recorded False, the default of 0.1, resumes with it
     config = run.folder / "config.yaml"
     config.write_text(config.read_text().replace("merge_lora: null", "merge_lora: false"))
+    run.release()
     resumed = build_run(dataclasses.replace(run.options, resume_from="latest"))
+    resumed.release()
     assert resumed.options.sample.merge_lora is False
 
 
