@@ -7,7 +7,6 @@ another form is a ``DataError`` that names file, row and column.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -20,9 +19,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, UnidentifiedImageError
 
 from paco_grpo.data.files import DataError, json_lines
+from paco_judge.images import UnreadableImage, read_image
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
@@ -60,11 +59,13 @@ def gedit(source: Path, out: Path, *, language: str, **_) -> None:
         key = str(_column(row, "key", where))
         name = "images/" + re.sub(r"[^\w-]", "_", key) + ".png"
         image = row.get("input_image_raw") or _column(row, "input_image", where)
+        data = image.get("bytes") if isinstance(image, Mapping) else image
+        if not isinstance(data, bytes):
+            raise DataError(f"{where}: the image has no bytes")
         try:
-            with Image.open(io.BytesIO(image["bytes"] if isinstance(image, Mapping) else image)) as encoded:
-                encoded.convert("RGB").save(out / name)
-        except (UnidentifiedImageError, OSError, TypeError) as error:
-            raise DataError(f"{where}: the image cannot be read: {error}") from error
+            read_image(data).save(out / name)
+        except UnreadableImage as error:
+            raise DataError(f"{where}: the image {error}") from error
         prompt, category = _column(row, "instruction", where), _column(row, "task_type", where)
         rows.append({"prompt": prompt, "image": name, "idx": key, "category": category})
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))

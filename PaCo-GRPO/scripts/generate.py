@@ -7,6 +7,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
     --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if not the
                          configuration's
+    --no_user_code       refuse a configuration that names code outside this repository
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
 
@@ -55,11 +56,10 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         ConfigError: The numbers of images and prompts do not fit.
         DataError: The file cannot be read; the message names line and field.
     """
-    from PIL import Image, ImageOps
-
-    from paco_grpo.data.files import given_size, json_lines, prompt_of, text_of
+    from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
     from paco_grpo.options import ConfigError
     from paco_grpo.types import Item
+    from paco_judge.images import UnreadableImage, read_image
 
     if file is not None and not file.is_file():
         raise ConfigError(f"--prompts-file {file} does not exist")
@@ -79,8 +79,10 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
             path = file.parent / row["image"]
         image = None
         if path is not None:
-            with Image.open(path) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+            try:
+                image = read_image(path, upright=True)
+            except UnreadableImage as error:
+                raise DataError(f"{where}: image {path} {error}") from error
         items.append(Item(number, prompt_of(row, where), *given_size(row, where), metadata=row, image=image))
     return items
 

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import paco_grpo.policies.flux  # imported in the server, not in each run
 from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.monitoring.trackers import MetricsFile
+from paco_grpo.options import ConfigError
 from paco_grpo.rewards.queue import JournaledReward
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
@@ -44,7 +46,7 @@ COMPARABLE = {
     "train__max_missing_reward_fraction": 1,
 }  # fmt: skip
 TOLERANCE = 1e-6
-FAILED, STOPPED = 2, 3
+FAILED, STOPPED, REFUSED = 2, 3, 4
 # So that the server finds this module.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
@@ -105,6 +107,8 @@ _METHODS = {
     "write": (ckpt, "save_tensors"),
     "begin": (ckpt.CheckpointWriter, "begin"),
     "commit": (ckpt.CheckpointWriter, "commit"),
+    "find": (ckpt, "find_checkpoint"),
+    "rows": (MetricsFile, "rows"),
 }
 
 
@@ -154,9 +158,9 @@ def _main(
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
-    except (TrainingStopped, ckpt.CheckpointError, OSError) as error:
+    except (TrainingStopped, ConfigError, ckpt.CheckpointError, OSError) as error:
         (folder / f"message_{rank}").write_text(str(error))
-        sys.exit(STOPPED if isinstance(error, TrainingStopped) else FAILED)
+        sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
 
 
 def run(
@@ -222,9 +226,9 @@ def observe(trainer, folder: Path) -> None:
     }
     original = updater.run
 
-    def update(rollouts, item_ids, advantages, kept, epoch):
+    def update(rollouts, item_ids, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
-        result = original(rollouts, item_ids, advantages, kept, epoch)
+        result = original(rollouts, item_ids, advantages, kept, epoch, should_stop)
         optimizer = getattr(updater.state.optimizer, "optimizer", updater.state.optimizer)  # DeepSpeed's holds another
         seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in optimizer.state.values())
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))

@@ -1,7 +1,9 @@
 """What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -61,6 +63,66 @@ def test_results_of_something_else_are_not_mixed(name, change, request, capsys):
     command.file.write_text(before)
     assert command(BrightnessJudge()) == 2
     assert "line 1" in capsys.readouterr().err and command.file.read_text() == before
+
+
+@COMMANDS
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
+def test_other_weights_at_the_same_path_do_not_take_over_results(name, changed, request, tmp_path, capsys):
+    """The last byte of a large file is enough; the same weights at another path continue."""
+    command, model = request.getfixturevalue(name), tmp_path / "models" / "judge"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(bytes(10**6) + b"a")
+    (model / "README.md").write_text("a judge")
+    assert command(BrightnessJudge(stop_after=1), "--model", model) == 130
+    before = command.file.read_bytes()
+    (model / "README.md").write_text("a better judge")
+    (model / changed).write_bytes((model / changed).read_bytes()[:-1] + b"b")
+    capsys.readouterr()
+    assert command(BrightnessJudge(), "--model", model) == 2 and command.file.read_bytes() == before
+    reported = capsys.readouterr().err
+    assert reported.startswith("error: ") and reported.count("\n") == 1
+    assert f"{command.file} holds results of other weights (sha256:" in reported and str(model) in reported
+    (model / changed).write_bytes((model / changed).read_bytes()[:-1] + {"m": b"a", "c": b"}"}[changed[0]])
+    model = model.parent.rename(tmp_path / "moved") / "judge"
+    assert command(BrightnessJudge(), "--model", model) == 0 and command.file.read_bytes().startswith(before)
+    assert {row["weights"] for row in command.rows} == {json.loads(before.splitlines()[0])["weights"]}
+
+
+def test_weights_of_a_hub_model_are_those_in_the_cache(rank, tmp_path, monkeypatch, capsys):
+    """Known once the engine has loaded them; other ones under the same name are refused then."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789" * 4
+
+    class Downloading(BrightnessJudge):
+        def __call__(self, pairs):
+            folder = tmp_path / "models--some--judge"
+            (folder / "refs").mkdir(parents=True, exist_ok=True)
+            (folder / "refs" / "main").write_text(commit)
+            (folder / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+            (folder / "snapshots" / commit / "config.json").write_text("{}")
+            return super().__call__(pairs)
+
+    assert rank(Downloading(stop_after=1)) == 130
+    assert all(row["weights"].startswith("sha256:") for row in rank.rows) and rank.rows
+    (tmp_path / "models--some--judge" / "snapshots" / commit / "config.json").write_text('{"layers": 2}')
+    assert rank(BrightnessJudge()) == 2
+    assert "other weights" in capsys.readouterr().err
+
+
+def test_results_without_weights_continue_with_a_warning(rank, tmp_path, capsys):
+    """As older versions wrote them; behind a server nothing else is known."""
+    model = tmp_path / "judge"
+    assert rank(BrightnessJudge(stop_after=1), "--model", model) == 130  # not a folder yet: no weights
+    rows = [{**row, "model": str(model)} for row in rank.rows]
+    rank.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert rank(BrightnessJudge(), "--model", model) == 0
+    assert "do not record which weights" in capsys.readouterr().err
+    assert ["weights" in row for row in rank.rows].count(False) == len(rows)
 
 
 def test_two_runs_do_not_write_one_file(rank, capsys):
@@ -226,6 +288,29 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
     assert all(row["scores"] == pytest.approx([0.75, 0.75]) for row in rows)
     with pytest.raises(BenchError, match=judge.url):
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
+
+
+@pytest.mark.parametrize("package, module", [("numpy", "numpy"), ("pillow", "PIL"), ("scipy", "scipy")])
+@pytest.mark.parametrize("script", ["eval_vllm.py", "eval.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
+def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
+    """The interpreter is a real one without the package: a finder before all others denies it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, package=None: None if name == {module!r} else find(name, package)\n"
+        f"sys.modules[{module!r}] = None\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=RANK_FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
+    assert f" lacks {package}; run: pip install -r " in run.stderr
 
 
 # ---------------------------------------------------------------- progress

@@ -1,12 +1,20 @@
 """The first-token-weighted loss against plain NumPy in float64."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_reward.loss import count_answers, first_token_loss
+from paco_reward import loss
+from paco_reward.loss import answer_positions_only, count_answers, find_answers
+
+
+def first_token_loss(logits, labels, *arguments, **options):
+    """The loss of logits (B, L, V) of all positions."""
+    return loss.first_token_loss(logits[:, :-1][find_answers(labels).mask], labels, *arguments, **options)
 
 
 def numpy_answers(logits, labels):
@@ -135,3 +143,32 @@ def test_invalid_weight_and_scheme():
         first_token_loss(logits, labels, 1.5)
     with pytest.raises(ValueError, match="'mean'"):
         first_token_loss(logits, labels, 0.5, "mean")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("scheme", ["sequence", "released"])
+def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(scheme, checkpointing, scorer):
+    """The judge in float64, rows with answers at different places (two of them in the last), against all logits."""
+    model = copy.deepcopy(scorer.model).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.from_numpy(np.random.default_rng(0).integers(5, 200, (3, 64)))
+    labels = torch.full_like(ids, -100)
+    for row, answer in ((0, slice(50, 60)), (1, slice(3, 9)), (2, slice(20, 23)), (2, slice(40, 47))):
+        labels[row, answer] = ids[row, answer]
+    parameters = [parameter for name, parameter in model.named_parameters() if "visual" not in name]
+    answers = find_answers(labels).mask
+
+    def value(logits):
+        found = loss.first_token_loss(logits, labels, 0.1, scheme)
+        return found, torch.autograd.grad(found, parameters)
+
+    expected, gradients = value(model(input_ids=ids).logits[:, :-1][answers])
+    with answer_positions_only(model.get_output_embeddings(), answers):
+        logits = model(input_ids=ids).logits
+        found, own = value(logits)
+    assert logits.shape == (26, model.config.text_config.vocab_size)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # the loss is float32
+    for a, b in zip(own, gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    assert model(input_ids=ids).logits.shape == (*ids.shape, logits.shape[1])  # the layer is as before

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from training_tools import TIMEOUT, adapter, losses, run_processes, train_config
+from transformers import Qwen2_5_VLConfig
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
@@ -20,6 +21,7 @@ from paco_reward import launch, overlay, worker
 from paco_reward.config import check_keys
 from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
+from paco_reward.loss import find_answers
 from paco_reward.metrics import measure
 from paco_reward.scorer import JudgeScorer
 
@@ -111,6 +113,9 @@ def test_answer_statistics(tiny):
     logits = torch.randn(3, 6, 8, generator=generator)
     labels = torch.tensor([[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6])
     found = overlay.answer_statistics((logits, None), labels, yes_id=5, no_id=6)
+    picked = logits[:, :-1][find_answers(labels).mask]
+    assert torch.equal(overlay.answer_statistics(picked, labels, yes_id=5, no_id=6).nan_to_num(9), found.nan_to_num(9))
+    assert overlay.answer_statistics(picked[:0], labels[2:], yes_id=5, no_id=6).isnan().all()
     for row, start, label in ((0, 2, 1.0), (1, 4, 0.0)):
         guesses = logits[row].argmax(-1)
         right = [float(guesses[t - 1] == labels[row, t]) for t in (start, start + 1)]
@@ -126,6 +131,28 @@ def test_a_tokenizer_that_splits_yes_is_refused():
 
     with pytest.raises(PacoRewardError, match="'Yes'"):
         overlay.option_ids(Splitting())
+
+
+@pytest.mark.slow
+def test_training_computes_no_logits_of_prompts(installed, judge_dir, data_dir, tmp_path, monkeypatch):
+    """A step and an evaluation of the real trainer; at 7B, logits are 0.6 MB a token."""
+    rows, labeled, vocabulary = [], [], Qwen2_5_VLConfig.from_pretrained(judge_dir).text_config.vocab_size
+    original = torch.nn.Linear.forward
+
+    def forward(self, hidden):
+        if self.out_features == vocabulary:
+            rows.append(hidden.shape[:-1].numel())
+        return original(self, hidden)
+
+    def masks(labels):
+        labeled.append(int((labels[:, 1:] != -100).sum()))
+        return find_answers(labels)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    monkeypatch.setattr(overlay, "find_answers", masks)
+    changes = {"max_steps": 1, "eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True}
+    worker.train(train_config(judge_dir, data_dir, tmp_path / "out", first_token_weight=0.1, **changes))
+    assert len(rows) == 3 and set(rows) <= set(labeled)  # 8 rows, then two batches of evaluation
 
 
 @pytest.fixture(scope="module")

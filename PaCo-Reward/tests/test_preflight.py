@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from paco_reward import preflight
 from paco_reward.config import check_combinations, load_config
@@ -110,10 +111,13 @@ def test_unreadable_images_are_counted_and_the_first_are_listed(config, data):
     files = sorted((data / "images").glob("pairs_*.png"))[:7]
     files[0].unlink()
     files[1].write_bytes(b"not a picture")
-    for file in files[2:]:
+    Image.open(files[2]).save(files[2], "EPS")
+    Image.open(files[3]).save(files[3], "JPEG")
+    for file in files[3:]:
         file.write_bytes(file.read_bytes()[:-30])
     message = problem(config)
-    assert "7 of 32 images" in message and "not an image" in message and "missing" in message
+    assert "7 of 32 images" in message and "not an image" in message and "does not exist" in message
+    assert "is a EPS file" in message and "truncated" in message
     assert message.count("pairs row") == preflight.LISTED
 
 

@@ -80,7 +80,7 @@ def test_images_by_path_and_in_memory(scorer, tiny, tmp_path):
     with pytest.raises(PacoRewardError, match="nowhere.png does not exist"):
         open_image(tmp_path / "nowhere.png")
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(PacoRewardError, match="text.png cannot be read"):
+    with pytest.raises(PacoRewardError, match="text.png is not an image"):
         open_image(tmp_path / "text.png")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
+import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from paco_toy.processes import QuickstartError
+from paco_toy.processes import MARK, QuickstartError, end_marked
 
 
 def new_parser(script: str, description: str, seed_of: str) -> argparse.ArgumentParser:
@@ -46,11 +48,19 @@ def drive(name: str, out: Path, work: Callable[[], None]) -> int:
         signal.signal(number, interrupt)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with open(out.parent / ".quickstart.lock", "w") as lock:
+        with open(out.parent / ".quickstart.lock", "a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise QuickstartError("another quickstart is running in this clone; wait for it or end it") from None
+            lock.seek(0)
+            # A driver that was killed may have left trainers and servers: they would join, or answer, our own.
+            if (mark := lock.read().strip()) and (left := end_marked(mark)):
+                print(f"{name}: ended {left} processes of an earlier {name} that was killed", file=sys.stderr)
+            os.environ[MARK] = uuid.uuid4().hex
+            lock.truncate(0)
+            lock.write(os.environ[MARK])
+            lock.flush()
             work()
     except QuickstartError as error:
         print(f"\n{name}: {error}", file=sys.stderr)

@@ -7,16 +7,21 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import psutil
 
-MARK = "PACO_QUICKSTART_ID"  # in the environment of everything we start, so that detached servers are counted too
+MARK = "PACO_QUICKSTART_ID"  # in the environment of everything we start, so that detached servers are found too
+# Starts its arguments so that they get SIGTERM when we die, however we die (prctl, PR_SET_PDEATHSIG).
+_TIED = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+os.execvp(sys.argv[1], sys.argv[1:])"""
 Progress = Callable[[str], "tuple[float | None, str] | None"]
 
 
@@ -33,6 +38,30 @@ def steps(line: str) -> tuple[float | None, str] | None:
     if not found or not 0 < int(found[2]) or int(found[1]) > int(found[2]):
         return None
     return int(found[1]) / int(found[2]), line.strip()
+
+
+def marked(mark: str) -> Iterator[psutil.Process]:
+    """The processes that a driver with this mark started, their children and detached servers among them."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                yield process
+
+
+def end_marked(mark: str, gently_s: float = 20.0) -> int:
+    """End all ``marked`` processes: SIGTERM, later SIGKILL. Returns how many there were."""
+    ended: set[psutil.Process] = set()
+    for number, patience in ((signal.SIGTERM, gently_s), (signal.SIGKILL, 10.0)):
+        signaled: set[psutil.Process] = set()
+        deadline = time.monotonic() + patience
+        while (found := set(marked(mark))) and time.monotonic() < deadline:
+            for process in found - signaled:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            signaled |= found
+            psutil.wait_procs(found, timeout=0.2)
+        ended |= signaled
+    return len(ended)
 
 
 class Commands:
@@ -73,8 +102,9 @@ class Commands:
             file.write(f"$ cd {cwd} && {' '.join(words)}\n")
             file.flush()
             # In a new session: Ctrl-C reaches only us, and we end the whole group in order.
+            tied = [sys.executable, "-I", "-S", "-c", _TIED] if sys.platform == "linux" else []
             process = self.running = subprocess.Popen(
-                words, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
+                [*tied, *words], cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         fraction, text = None, ""
@@ -149,11 +179,9 @@ class MemoryWatch:
     def sample(self) -> int:
         """Bytes resident now."""
         total = 0
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
-                # The environment that /proc shows for us is the one we were started with.
-                if process.pid == os.getpid() or process.environ().get(MARK) == self.mark:
-                    total += process.memory_info().rss
+        for process in (psutil.Process(), *marked(self.mark)):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
         self.peak_bytes = max(self.peak_bytes, total)
         return total
 

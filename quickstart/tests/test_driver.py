@@ -154,11 +154,60 @@ def test_interrupted_it_ends_everything_it_started(repo, number):
     assert not (repo / "serving").exists()
     state = json.loads((repo / "quickstart/out/state.json").read_text())
     assert set(state["results"]) == {"world", "judge", "rank", "server"}
+    assert running(repo) == []
+
+
+def running(repo: Path) -> list[int]:
+    """Processes that were started with our stand-in repository."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            assert str(repo / "calls").encode() not in path.read_bytes()
+            if str(repo / "calls").encode() in path.read_bytes():
+                found.append(int(path.parent.name))
         except OSError:
             continue
+    return found
+
+
+def test_killed_and_started_again_it_first_ends_what_it_left(repo):
+    """A child of the trainer and a server that has left the driver's session are found, and nothing else is."""
+    hanging = RL.replace("touch", "setsid sleep 301 & touch")
+    (repo / "PaCo-GRPO/scripts/single_node/train_flux.sh").write_text(f"#!/bin/bash\n{hanging}\n")
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, repo], env=environment(repo, HANG="1"),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (repo / "hanging").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    left = running(repo)
+    assert left
+    other = subprocess.Popen(["sleep", "300"], env=environment(repo))
+    try:
+        again = drive(repo)
+        assert again.returncode == 0, again.stderr
+        assert f"ended {len(left)} processes of an earlier quickstart" in again.stderr
+        assert running(repo) == [other.pid]
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_command_ends_with_a_killed_driver(repo):
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, repo], env=environment(repo, HANG="1"),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    script = repo / "PaCo-GRPO/scripts/single_node/train_flux.sh"
+    script.write_text(script.read_text().replace("sleep 300", "exec sleep 300"))
+    deadline = time.monotonic() + 120
+    while not (repo / "hanging").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while running(repo):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_missing_models_say_how_to_get_them(repo):

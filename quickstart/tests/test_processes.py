@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paco_toy.processes import MARK, Commands, MemoryWatch, QuickstartError, failure, steps
+from paco_toy.processes import MARK, Commands, MemoryWatch, QuickstartError, end_marked, failure, steps
 
 
 @pytest.mark.parametrize(("line", "fraction"), [
@@ -68,6 +68,23 @@ def test_stop_ends_the_whole_group(commands, tmp_path):
         time.sleep(0.05)
     else:
         pytest.fail("the grandchild lives on")
+
+
+def test_marked_processes_are_ended_also_those_that_ignore_sigterm():
+    command = ["bash", "-c", "trap '' TERM; echo ready; sleep 300; sleep 300"]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for mark in ("a-mark-of-this-test", "another-mark-of-this-test")
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
+        assert end_marked("a-mark-of-this-test", gently_s=0.5) >= 1
+        assert processes[0].wait(10) is not None and processes[1].poll() is None
+        assert end_marked("a-mark-of-this-test") == 0
+    finally:
+        end_marked("another-mark-of-this-test", gently_s=0)
+        for process in processes:
+            process.wait()
 
 
 def test_memory_counts_servers_that_left_our_process_tree(monkeypatch):

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,19 +162,29 @@ def save_json(path: Path, value: Any) -> None:
 
 def load_json(path: Path) -> Any:
     """Plain values; raises CheckpointError if the file is missing or damaged."""
-    return _read(path, lambda path: json.loads(path.read_text(encoding="utf-8")))
+    with reading(path):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Tensors by name, on the CPU; raises CheckpointError if the file is missing or damaged."""
-    return _read(path, load_file)
+    with reading(path):
+        return load_file(path)
 
 
-def _read(path: Path, read: Callable[[Path], Any]) -> Any:
+@contextmanager
+def reading(path: Path) -> Iterator[Path]:
+    """Errors of reading ``path``, and of using values of the wrong type or size from it, become a CheckpointError."""
     try:
-        return read(path)
+        yield path
+    except CheckpointError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read ({error}); resume from an older one") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint file {path} is damaged ({type(error).__name__}: {error}); resume from an older one"
+        ) from error
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -217,12 +228,15 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: A file is missing or damaged, or a value is not finite.
     """
-    rest = load_json(folder / "optimizer.json")
     tensors = load_tensors(folder / "optimizer.safetensors")
     check_finite(tensors, folder / "optimizer.safetensors")
+    rest = load_json(folder / "optimizer.json")
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **rest["numbers"]}.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    groups = [group | {"betas": tuple(group["betas"])} for group in rest["param_groups"]]
+    with reading(folder / "optimizer.json"):
+        for key, value in {**tensors, **rest["numbers"]}.items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        groups = [group | {"betas": tuple(group["betas"])} for group in rest["param_groups"]]
+        if state and sorted(state) != sorted(index for group in groups for index in group["params"]):
+            raise ValueError("some parameters have no state")
     return {"state": state, "param_groups": groups}

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +21,15 @@ from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.fsdp2 import save_transformer
-from paco_grpo.distributed.processes import Replicated, any_process
+from paco_grpo.distributed.processes import Replicated, any_process, main_decides
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
+
+Number = TypeVar("Number", int, float)
 
 
 class EMA:
@@ -128,17 +131,19 @@ def load_rng(folder: Path, process: int) -> None:
     if not (folder / f"rng_{process}.json").is_file():
         logger.warning("the checkpoint was written by fewer processes; process %d keeps its own generators", process)
         return
-    tensors = files.load_tensors(folder / f"rng_{process}.safetensors")
-    torch.set_rng_state(tensors.pop("torch"))
-    for name, state in tensors.items():
-        index = int(name.removeprefix("cuda."))
-        if index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, index)
-    numbers = files.load_json(folder / f"rng_{process}.json")
-    name, keys, *rest = numbers["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, words, gauss = numbers["python"]
-    random.setstate((version, tuple(words), gauss))
+    with files.reading(folder / f"rng_{process}.safetensors") as path:
+        tensors = files.load_tensors(path)
+        torch.set_rng_state(tensors.pop("torch"))
+        for name, state in tensors.items():
+            index = int(name.removeprefix("cuda."))
+            if index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, index)
+    with files.reading(folder / f"rng_{process}.json") as path:
+        numbers = files.load_json(path)
+        name, keys, *rest = numbers["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        version, words, gauss = numbers["python"]
+        random.setstate((version, tuple(words), gauss))
 
 
 class Checkpoints:
@@ -182,20 +187,25 @@ class Checkpoints:
         """Restore everything that ``save`` wrote, including the global generators of this process.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or belongs to another model or rank.
+            CheckpointError: On every process: a file is missing or damaged, or belongs to another model or rank.
         """
-        state, saved = self.state, folder / "state"
-        numbers = files.load_json(saved / "trainer.json")
-        files.load_parameters(saved / "trainable.safetensors", state.parameters)
-        for name, parameters in state.snapshots.items():
-            files.load_parameters(saved / f"{name}.safetensors", parameters)
-        if state.ema:
-            files.load_parameters(saved / "ema.safetensors", state.ema.shadow)
-        state.strategy.load_optimizer_state(state.optimizer, files.load_optimizer(saved))
-        state.sampler.load_state_dict(numbers["sampler"])
-        state.step, state.recompute_old = numbers["step"], numbers["recompute"]
-        state.progress = Progress(**numbers["progress"])
-        load_rng(saved, self.accelerator.process_index)
+        state, saved, problem = self.state, folder / "state", None
+        try:
+            for name, parameters in {"trainable": state.parameters, **state.snapshots}.items():
+                files.load_parameters(saved / f"{name}.safetensors", parameters)
+            if state.ema:
+                files.load_parameters(saved / "ema.safetensors", state.ema.shadow)
+            optimizer = files.load_optimizer(saved)
+            load_rng(saved, self.accelerator.process_index)
+        except files.CheckpointError as error:
+            problem = error
+        if any_process(self.accelerator, problem is not None):
+            raise problem or files.CheckpointError(f"another process could not read the checkpoint {folder}")
+        with files.reading(saved / "optimizer.json"):
+            state.strategy.load_optimizer_state(state.optimizer, optimizer)
+        numbers = main_decides(self.accelerator, lambda: _load_numbers(saved / "trainer.json"))
+        state.progress, state.step, state.recompute_old, sampler = numbers
+        state.sampler.load_state_dict(sampler)
 
     def write_cards(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         """Write the model cards of the adapters in checkpoint ``folder`` (main process)."""
@@ -257,6 +267,29 @@ class Checkpoints:
             f"checkpoint {writer.final} could not be written ({problem or 'another process failed'}); {intact}. "
             "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
         ) from problem
+
+
+def _load_numbers(path: Path) -> tuple[Progress, int, bool | None, dict[str, int]]:
+    """What trainer.json holds: progress, optimizer steps, ``recompute_old``, the sampler's position."""
+    with files.reading(path):
+        saved = files.load_json(path)
+        progress, sampler = saved["progress"], saved["sampler"]
+        if saved["recompute"] not in (True, False, None):
+            raise ValueError(f"recompute is {saved['recompute']!r}")
+        times = {name: _number(progress, name, float) for name in ("train_seconds", "elapsed")}
+        return (
+            Progress(epoch=_number(progress, "epoch", int), **times),
+            _number(saved, "step", int),
+            saved["recompute"],
+            {name: _number(sampler, name, int) for name in ("epoch", "seed")},
+        )
+
+
+def _number(values: Mapping[str, Any], name: str, kind: type[Number]) -> Number:
+    value = values[name]
+    if type(value) not in (int, kind) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {str(value)[:40]}")
+    return kind(value)
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

@@ -1,23 +1,27 @@
 """Editing sets: an instruction and a reference image (docs/method.md §2, ``geneval_image`` and ``arrow_editing``).
 
-Images are checked when the set is read, and opened again each time an item's ``image`` is read.
+All images are checked when the set is read, and opened again each time an item's ``image`` is read.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from pyarrow import types
+from tqdm import tqdm
 
 from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of
 from paco_grpo.types import Item
+from paco_judge.images import UnreadableImage, check_image, read_image
 
 Read = Callable[[list[str]], Any]  # names of columns → a table of them
 
@@ -26,9 +30,9 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
     """Items of ``{split}_metadata.jsonl``: ``prompt``, ``image`` (path from the dataset's folder), optional sizes.
 
     Raises:
-        DataError: A field is missing or wrong, or an image does not exist or cannot be read.
+        DataError: A field is missing or wrong, or an image does not exist or cannot be read to its end.
     """
-    items = []
+    items, images = [], []
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
         prompt = prompt_of(row, where)
         height, width = given_size(row, where)
@@ -38,8 +42,10 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
         path = folder / name
         if not path.is_file():
             raise DataError(f"{where}: field 'image' names {name!r}, but {path} does not exist")
-        _check_image(path, f"{where}: field 'image' ({name!r})")
-        items.append(Item(len(items), prompt, height, width, metadata=dict(row), image=partial(_open_image, path)))
+        images.append((path, f"{where}: field 'image' ({name!r})"))
+        image = partial(_open_image, *images[-1])
+        items.append(Item(len(items), prompt, height, width, metadata=dict(row), image=image))
+    _check_images(iter(images), len(images))
     return items
 
 
@@ -62,18 +68,33 @@ def load_arrow_editing(folder: Path, split: str) -> list[Item]:
     texts = _text_columns(schema, path)
     items = []
     for read in pieces:
-        images = read(["image"]).column(0)
-        for row, metadata in enumerate(read(texts).to_pylist()):
+        for row, metadata in enumerate(_rows(read, texts, path).to_pylist()):
             where = f"{path}: row {len(items)}"
             prompt = prompt_of(metadata, where)
             height, width = given_size(metadata, where)
-            data = _bytes(images[row])
-            if data is None:
-                raise DataError(f"{where}: field 'image' has no bytes; save the set with its images embedded")
-            _check_image(io.BytesIO(data), f"{where}: field 'image'")
-            image = partial(_image_of_row, read, row)
+            image = partial(_image_of_row, read, row, f"{where}: field 'image'")
             items.append(Item(len(items), prompt, height, width, metadata=metadata, image=image))
+    _check_images(_images_of(pieces, path), len(items))
     return items
+
+
+def _images_of(pieces: list[Read], path: Path) -> Iterator[tuple[bytes, str]]:
+    """(encoded image, its place) of every row."""
+    number = 0
+    for read in pieces:
+        for value in _rows(read, ["image"], path).column(0):
+            data, what = _bytes(value), f"{path}: row {number}: field 'image'"
+            if data is None:
+                raise DataError(f"{what} has no bytes; save the set with its images embedded")
+            yield data, what
+            number += 1
+
+
+def _rows(read: Read, columns: list[str], path: Path) -> Any:
+    try:
+        return read(columns)
+    except (pyarrow.ArrowException, OSError) as error:  # a damaged page
+        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again") from error
 
 
 def _open_table(path: Path) -> tuple[Any, list[Read]]:
@@ -115,19 +136,29 @@ def _bytes(value: Any) -> bytes | None:
     return value["bytes"] if isinstance(value, dict) else value
 
 
-def _image_of_row(read: Read, row: int) -> Image.Image:
-    return _open_image(io.BytesIO(_bytes(read(["image"]).column(0)[row])))
+def _image_of_row(read: Read, row: int, what: str) -> Image.Image:
+    return _open_image(_bytes(read(["image"]).column(0)[row]), what)
 
 
-def _check_image(source: Path | io.BytesIO, what: str) -> None:
+def _check_images(images: Iterator[tuple[Path | bytes, str]], count: int) -> None:
+    """Raises DataError for the first image that cannot be read to its end; a training run would meet it hours later."""
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool, tqdm(desc="images", total=count, disable=None, delay=2) as bar:
+        while piece := list(islice(images, 16 * workers)):  # a large set is never in memory
+            for _ in pool.map(_check_image, *zip(*piece, strict=True)):
+                bar.update()
+
+
+def _check_image(source: Path | bytes, what: str) -> None:
     try:
-        with Image.open(source):  # reads only the header
-            pass
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{what} is not an image that can be read: {str(error).splitlines()[0]}") from error
+        check_image(source)
+    except UnreadableImage as error:
+        raise DataError(f"{what} {error}") from error
 
 
-def _open_image(source: Path | io.BytesIO) -> Image.Image:
-    """RGB, upright according to its EXIF data."""
-    with Image.open(source) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+def _open_image(source: Path | bytes, what: str) -> Image.Image:
+    """RGB, upright according to its EXIF data. Raises DataError: it has changed since it was checked."""
+    try:
+        return read_image(source, upright=True)
+    except UnreadableImage as error:
+        raise DataError(f"{what} {error}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from paco_grpo.monitoring.trackers import Tracker
+from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
 REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images that are kept
@@ -74,18 +75,16 @@ def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
     for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
         row = json.loads(line)
         scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
-        with Image.open(folder / row["file"]) as image:
-            picture = image.convert("RGB")
+        picture = read_image(folder / row["file"])
         if row.get("reference"):
-            with Image.open(folder / row["reference"]) as reference:
-                picture = side_by_side(reference, picture)
+            picture = side_by_side(read_image(folder / row["reference"]), picture)
         shown.append((picture, f"{row['prompt']} ({scores})"))
     return shown
 
 
 def log_pictures(tracker: Tracker, folder: Path, epoch: int, images: bool) -> None:
     """Send an evaluation's contact sheet, and its first ``images`` with prompts and scores, to the tracker."""
-    with Image.open(folder / "sheet.png") as sheet:
-        tracker.log_images("eval/sheet", [(sheet.convert("RGB"), f"first test items after epoch {epoch}")], epoch)
+    sheet = read_image(folder / "sheet.png")
+    tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
     if images:
         tracker.log_images("eval/images", captioned(folder, _TRACKED_IMAGES), epoch)

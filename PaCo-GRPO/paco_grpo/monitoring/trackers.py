@@ -43,14 +43,20 @@ class MetricsFile:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a line truncated by a kill is skipped."""
+        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped.
+
+        Raises:
+            TrackingError: Another line is damaged; the message has its number.
+        """
+        if not self.path.is_file():
+            return []
         rows = []
-        if self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    continue
+        *lines, _ = self.path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(_row(line.decode("utf-8")))
+            except (ValueError, RecursionError) as error:
+                raise TrackingError(f"{self.path}, line {number} is damaged ({error}): correct or remove it") from error
         return [row for row in rows if phase in (None, row["phase"])]
 
     def keep_until(self, epoch: int) -> None:
@@ -59,6 +65,17 @@ class MetricsFile:
         replacement = self.path.with_suffix(".tmp")
         replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         replacement.replace(self.path)
+
+
+def _row(line: str) -> dict[str, Any]:
+    """A line of metrics.jsonl. Raises ValueError if it is none."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or type(row.get("epoch")) is not int or row.get("phase") not in ("train", "eval"):
+        raise ValueError("a row is an object with an epoch and a phase")
+    wrong = [name for name, value in row.items() if name != "phase" and type(value) not in (int, float)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not a number")
+    return row
 
 
 class TensorboardTracker(Tracker):

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from PIL import Image
+
+from paco_judge.images import UnreadableImage, read_image
 
 
 class ReportError(RuntimeError):
@@ -94,6 +97,14 @@ def curves(
     return found
 
 
+def open_picture(file: Path) -> Image.Image:
+    """RGB. Raises ReportError."""
+    try:
+        return read_image(file)
+    except UnreadableImage as error:
+        raise ReportError(f"image {file} {error}, or remove it") from error
+
+
 def _pictures(folder: Path) -> dict[str, Picture]:
     """Images of one evaluation with their scores, by file name; those that were not saved are left out."""
     found = {}
@@ -115,7 +126,9 @@ def read_run(folder: str | Path) -> Run:
     rows = read_json_lines(folder / "metrics.jsonl")
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
-        raise ReportError(f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first")
+        raise ReportError(
+            f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first"
+        )
     file = folder / "config.yaml"
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     sample = config.get("sample", {})

@@ -9,9 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from PIL import Image
 
-from paco_grpo.report.data import Curve, Picture, Run
+from paco_grpo.report.data import Curve, Picture, Run, open_picture
 from paco_grpo.report.style import FAINT, GRID, INK, SERIES, new_figure, styled
 
 LABELS = {
@@ -59,7 +58,9 @@ def _plot(axes, curves: Iterable[tuple[str, Curve]], colors: Mapping[str, str], 
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=columns, fontsize=8.5, handlelength=1.6, borderaxespad=0)
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(0, -0.16), ncols=columns, fontsize=8.5, handlelength=1.6, borderaxespad=0
+        )
 
 
 def reward_curves(run: Run) -> Figure:
@@ -104,7 +105,9 @@ def judge_bars(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figure:
             for shift, report, color in ((0.19, before, FAINT), (-0.19, after, SERIES[0])):
                 value, n = report[name], report.get("n")
                 error = math.sqrt(value * (1 - value) / n) if name == "accuracy" and n else None
-                axes.barh(-row + shift, value, height=0.34, color=color, xerr=error, error_kw={"ecolor": INK, "elinewidth": 1})
+                axes.barh(
+                    -row + shift, value, height=0.34, color=color, xerr=error, error_kw={"ecolor": INK, "elinewidth": 1}
+                )
                 axes.text(value + 0.025, -row + shift, f"{value:.3f}", va="center", fontsize=8.5)
         axes.set_yticks([-row for row in range(len(names))], [{"accuracy": "accuracy", "auc": "AUC"}[n] for n in names])
         axes.set_xlim(0, 1.16)
@@ -188,7 +191,7 @@ def before_after(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str],
             if before.reference:
                 shown.insert(0, ("reference", before.reference, None))
             for axes, (caption, file, picture) in zip(place.subplots(1, width), shown, strict=False):
-                axes.imshow(Image.open(file).convert("RGB"), interpolation="nearest")
+                axes.imshow(open_picture(file), interpolation="nearest")
                 axes.set_title(caption, fontsize=8, fontweight="normal", pad=4)
                 axes.set(xticks=[], yticks=[])
                 axes.spines[:].set(visible=True, color=GRID)

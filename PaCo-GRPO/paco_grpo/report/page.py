@@ -11,7 +11,7 @@ from string import Template
 
 from PIL import Image
 
-from paco_grpo.report.data import Picture, Run
+from paco_grpo.report.data import Picture, Run, open_picture
 from paco_grpo.report.figures import label, short_label
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -22,7 +22,10 @@ def render(title: str, subtitle: str, sections: Sequence[str], values: Mapping[s
     """The whole page. ``values``: the headline's numbers by their names."""
     tiles = "".join(f"<div><b>{number}</b><span>{html.escape(name)}</span></div>" for name, number in values.items())
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(title), subtitle=html.escape(subtitle), tiles=tiles, sections="\n".join(filter(None, sections))
+        title=html.escape(title),
+        subtitle=html.escape(subtitle),
+        tiles=tiles,
+        sections="\n".join(filter(None, sections)),
     )
 
 
@@ -85,7 +88,9 @@ def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> s
     for before, after in pairs:
         prompt = html.escape(before.prompt)
         category = f'<p class="category">{html.escape(before.category)}</p>' if before.category else ""
-        images = _figure("before", before.file, _scores(before, names)) + _figure("after", after.file, _scores(after, names))
+        images = _figure("before", before.file, _scores(before, names)) + _figure(
+            "after", after.file, _scores(after, names)
+        )
         if before.reference:
             text = f'<p class="instruction" title="{prompt}">{prompt}</p>'
             images = f'{text}<div class="pair edit">{_figure("reference", before.reference)}{images}</div>'
@@ -96,7 +101,7 @@ def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> s
 
 
 def _figure(caption: str, file: Path, text: str = "") -> str:
-    image, buffer = Image.open(file).convert("RGB"), io.BytesIO()
+    image, buffer = open_picture(file), io.BytesIO()
     scale = _SIDE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     image = image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +70,19 @@ def plan_batches(
     return [Batch(numbers, *sizes[numbers[0]]) for numbers in batches_by_key(keys, batch_size)]
 
 
+@cache
+def decoding_thread(device: torch.device) -> tuple[ThreadPoolExecutor, torch.cuda.Stream | None]:
+    """The process's thread that decodes on ``device``, and its stream there (CUDA).
+
+    CUDA's caching allocator has a pool for each stream, so the memory of a stream that is no longer used is lost.
+    """
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, thread_name_prefix="decode"), stream
+
+
+os.register_at_fork(after_in_child=decoding_thread.cache_clear)  # threads do not survive a fork
+
+
 def sample_images(
     policy: Policy,
     rounds: Iterable[tuple[Batch, bool]],
@@ -95,7 +110,7 @@ def sample_images(
     Yields:
         Each batch with its rollout, after its decoding has begun.
     """
-    stream = torch.cuda.Stream(policy.device) if overlap_decode and policy.device.type == "cuda" else None
+    thread, stream = decoding_thread(policy.device) if overlap_decode else (None, None)
 
     def decode(latents: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -106,13 +121,13 @@ def sample_images(
         deliver([image if good else None for image, good in zip(images, finite, strict=True)], batch)
 
     last: Future | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="decode") as thread:  # started by its first use
+    try:
         for batch, idle in rounds:
             result = rollout(policy, height=batch.height, width=batch.width, **inputs(batch), **sampling)
             if idle:
                 continue
             latents = result.clean_latents
-            if overlap_decode:
+            if thread is not None:
                 if last is not None:
                     last.result()
                 if stream is not None:
@@ -124,3 +139,5 @@ def sample_images(
             yield batch, result
         if last is not None:
             last.result()
+    finally:  # nothing is delivered after the end, whatever ended it
+        wait([last] if last is not None else [])

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.checkpoint.files import CheckpointError
+from paco_grpo.checkpoint.lock import RunLock, claim_folder
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
-from paco_grpo.distributed.processes import Replicated
+from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
 from paco_grpo.objectives import Objective
@@ -76,6 +77,7 @@ class Run:
     probe: BaseProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
+    lock: RunLock | None  # on the main process
 
     @property
     def accelerator(self) -> Accelerator:
@@ -83,11 +85,17 @@ class Run:
         return self.state.strategy.accelerator
 
     def close(self) -> None:
-        """Close the tracker and the process group."""
+        """Close the tracker and the process group, and let others have the folder."""
         if self.tracker is not None:
             self.tracker.close()
+        self.release()
         if self.accelerator.num_processes > 1:
             self.accelerator.end_training()
+
+    def release(self) -> None:
+        """Let another trainer have the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
@@ -98,21 +106,32 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """
     objective = check_run(options)
     strategy = start_processes(options)
+    run_name, folder, lock = _run_folder(options, configuration_name, strategy.accelerator)
+    try:
+        return _build(dataclasses.replace(options, run_name=run_name), folder, lock, objective, strategy)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _build(
+    options: RunOptions, folder: Path, lock: RunLock | None, objective: Objective, strategy: Replicated
+) -> Run:
     accelerator = strategy.accelerator
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
-    run_name, folder = _run_folder(options, configuration_name, accelerator)
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
     train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    # What is saved and used from here on: with the folder's name and the length that apply.
-    options = dataclasses.replace(options, run_name=run_name, max_sequence_length=length, train=train)
+    # What is saved and used from here on: with the length that applies.
+    options = dataclasses.replace(options, max_sequence_length=length, train=train)
     check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
     if accelerator.is_main_process:
         values = options_to_dict(options)
-        tracker = build_tracker(options.logging_platform, folder, options.project_name, run_name, values)
+        tracker = build_tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
@@ -145,17 +164,45 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         probe=BaseProbe(policy, probe_items, options) if probe_items else None,
         metrics=metrics,
         tracker=tracker,
+        lock=lock,
     )
     if accelerator.is_main_process:
         _log_start(run)
     return run
 
 
-def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accelerator) -> tuple[str, Path]:
-    name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    (name,) = broadcast_object_list([name])  # clocks differ
-    folder = (Path(options.save_dir).expanduser() / name).absolute()
-    occupied = (folder / "metrics.jsonl").is_file() and not options.resume_from
+def _run_folder(
+    options: RunOptions, configuration_name: str, accelerator: Accelerator
+) -> tuple[str, Path, RunLock | None]:
+    """Name and folder of the run on every process, and its lock on the main process."""
+    parent, locks = Path(options.save_dir).expanduser().absolute(), []
+
+    def claim() -> str:
+        name = options.run_name
+        if not name:
+            check_writable(parent)
+            name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        check_writable(parent / name, _FIRST_DISK_CHECK)
+        lock = RunLock(parent / name)
+        try:
+            _check_earlier_run(options, parent / name)
+        except BaseException:
+            lock.release()
+            raise
+        locks.append(lock)
+        return name
+
+    name = main_decides(accelerator, claim)
+    check_writable(parent / name, _FIRST_DISK_CHECK)
+    return name, parent / name, locks[0] if locks else None
+
+
+def _check_earlier_run(options: RunOptions, folder: Path) -> None:
+    if (folder / "metrics.jsonl").is_file() and not options.resume_from:
+        raise ConfigError(
+            f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
+            "--config.run_name"
+        )
     earlier = folder / "config.yaml"
     if options.resume_from and earlier.is_file() and policy_class(options.pretrained.model).text_sees_image:
         positions = load_options(str(earlier)).pretrained.image_positions
@@ -163,14 +210,6 @@ def _run_folder(options: RunOptions, configuration_name: str, accelerator: Accel
             raise ConfigError(
                 f"{folder} was trained otherwise: resume with --config.pretrained.image_positions={positions}"
             )
-    accelerator.wait_for_everyone()
-    if occupied:
-        raise ConfigError(
-            f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
-            "--config.run_name"
-        )
-    check_writable(folder, _FIRST_DISK_CHECK)
-    return name, folder
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------

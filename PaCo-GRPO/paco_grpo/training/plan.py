@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from paco_grpo.options import RunOptions
+from paco_grpo.distributed.processes import main_decides
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
@@ -99,8 +100,8 @@ def choose_batch_size(
     if asked:
         return asked
     plan = folder / "plan.json"
-    if options.resume_from and plan.is_file():
-        return json.loads(plan.read_text())["sample_batch_size"]
+    if options.resume_from and (earlier := main_decides(accelerator, lambda: _earlier_batch_size(plan))):
+        return earlier
     samples = options.sample.unique_sample_num_per_epoch * options.sample.num_images_per_prompt
     share = max(1, samples // accelerator.num_processes)
     fits = _IMAGES_ON_CPU if policy.device.type == "cpu" else _fitting_on_gpu(options, policy, items)
@@ -108,6 +109,19 @@ def choose_batch_size(
     chosen = largest_divisor(share, min(fits, _MOST_IMAGES))
     logger.info("sample.batch_size: %d images (%d would fit; %d an epoch on each process)", chosen, fits, share)
     return chosen
+
+
+def _earlier_batch_size(plan: Path) -> int | None:
+    """Of the run's plan.json, None if there is none yet."""
+    if not plan.is_file():
+        return None
+    try:
+        size = json.loads(plan.read_text(encoding="utf-8"))["sample_batch_size"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"{plan} cannot be read ({error}); set config.sample.batch_size") from error
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"{plan}: sample_batch_size is {size!r}; set config.sample.batch_size")
+    return size
 
 
 def largest_divisor(number: int, most: int) -> int:

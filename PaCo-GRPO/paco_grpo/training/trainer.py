@@ -18,7 +18,7 @@ from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
-from paco_grpo.distributed.processes import Stopped, any_process
+from paco_grpo.distributed.processes import Stopped, any_process, main_decides
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
@@ -70,20 +70,23 @@ class Trainer:
             TrainingStopped: A signal, missing rewards or a non-finite number ended it early; the state is saved.
             CheckpointError: State could not be saved or found.
         """
-        with self.signals.listening():
-            self._resume()
-            while True:
-                finished = self._finished()
-                if self._evaluation_due(finished):
-                    self._evaluate()
-                if finished:
-                    break
-                self._epoch()
-                if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
-                    self._save()
-                self._stop_if_asked()
-            self._save()
-        self.run.close()
+        try:
+            with self.signals.listening():
+                self._resume()
+                while True:
+                    finished = self._finished()
+                    if self._evaluation_due(finished):
+                        self._evaluate()
+                    if finished:
+                        break
+                    self._epoch()
+                    if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
+                        self._save()
+                    self._stop_if_asked()
+                self._save()
+            self.run.close()
+        finally:
+            self.run.release()
         logger.info(
             "finished after %d epochs and %d optimizer steps: %s",
             self.progress.epoch, self.state.step, self.run.folder,
@@ -197,7 +200,12 @@ class Trainer:
         self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray
     ) -> dict[str, float]:
         try:
-            losses = self.run.updater.run(rollouts, item_ids, advantages, kept, self.progress.epoch)
+            losses = self.run.updater.run(
+                rollouts, item_ids, advantages, kept, self.progress.epoch, self._signaled
+            )
+        except Stopped:  # no weight has changed
+            self._stop_if_asked()
+            raise
         except NonFiniteError as error:
             folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
             raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error
@@ -237,7 +245,8 @@ class Trainer:
 
     def _evaluation_due(self, finished: bool) -> bool:
         epoch, frequency = self.progress.epoch, self.options.eval_freq
-        if any(row["epoch"] == epoch for row in self.run.metrics.rows("eval")):
+        evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
+        if epoch in evaluated:
             return False
         if epoch == 0 and not finished:
             return self.options.test.at_start
@@ -284,7 +293,9 @@ class Trainer:
     def _resume(self) -> None:
         if not self.options.resume_from:
             return
-        found = files.find_checkpoint(self.options.resume_from, self.run.folder)
+        found = main_decides(
+            self.accelerator, lambda: files.find_checkpoint(self.options.resume_from, self.run.folder)
+        )
         if found is None:
             logger.info("no checkpoint in %s yet: starting from the beginning", self.run.folder)
         else:
@@ -329,7 +340,7 @@ class Trainer:
 
     def _write_checkpoint(self, name: str | None = None) -> Any:
         self.progress.elapsed, self.started = self._elapsed(), time.perf_counter()
-        evaluations = self.run.metrics.rows("eval")
+        evaluations = self.run.metrics.rows("eval") if self.accelerator.is_main_process else []
         return self.run.checkpoints.save(self.rng, evaluations[-1] if evaluations else None, name)
 
     def _how_to_resume(self) -> str:

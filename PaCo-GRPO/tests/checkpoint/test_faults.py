@@ -88,6 +88,19 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
 
 
+def stale(*_) -> None:
+    raise AssertionError("only the main process may look")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["find", "rows"])
+def test_only_the_main_process_reads_what_decides(uninterrupted, tiny_flux_dir, tmp_path, method):
+    """On a network file system another process may see an older state of the run's folder."""
+    run_to_end(tiny_flux_dir, tmp_path, 2, num_epochs=2)
+    run_to_end(tiny_flux_dir, tmp_path, 2, fault=Fault(method, 1, stale, rank=1), resume_from="latest")
+    assert state(tmp_path, 3) == state(uninterrupted(2), 3)
+
+
 @pytest.mark.slow
 def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_path):
     """The system refuses writes beyond a size, in the middle of the second checkpoint."""

@@ -25,6 +25,9 @@ def write_jsonl(folder, *rows):
     (folder / "images").mkdir(exist_ok=True)
     (folder / "images" / "a.png").write_bytes(encoded("red"))
     (folder / "images" / "broken.png").write_bytes(b"not an image")
+    (folder / "images" / "cut.png").write_bytes(encoded("red", size=(64, 64))[:-20])
+    (folder / "images" / "cut.jpg").write_bytes(encoded("red", "JPEG", size=(64, 64))[:-20])
+    (folder / "images" / "a.eps").write_bytes(encoded("red", "EPS"))
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -57,7 +60,11 @@ def test_geneval_image(tmp_path):
         ({"prompt": "x"}, "field 'image' must be a path"),
         ({"prompt": "x", "image": 3}, "field 'image' must be a path from .*, got 3"),
         ({"prompt": "x", "image": "images/b.png"}, "field 'image' names 'images/b.png', but .* does not exist"),
-        ({"prompt": "x", "image": "images/broken.png"}, "field 'image' .*images/broken.png"),
+        ({"prompt": "x", "image": "images/broken.png"}, "field 'image' .*images/broken.png.* is not an image"),
+        ({"prompt": "x", "image": "images/cut.png"}, "field 'image' .*images/cut.png.* cannot be read: .*runcated"),
+        ({"prompt": "x", "image": "images/cut.jpg"}, "field 'image' .*images/cut.jpg.* cannot be read: .*truncated"),
+        ({"prompt": "x", "image": "images/a.eps"}, "field 'image' .*images/a.eps.* is a EPS file"),
+        ({"prompt": "x", "image": "a\0b"}, "field 'image' "),
         ({"prompt": "x", "image": "images/a.png", "height": 3}, "fields 'height' and 'width' must be given together"),
     ],
 )
@@ -106,6 +113,8 @@ def test_what_datasets_saves_is_read(tmp_path):
         (pa.table({"prompt": ["x"], "image": ["path.png"]}), "column 'image' must hold bytes .* it is string"),
         (table([encoded("red"), encoded("red")], ["x", " "]), "row 1: field 'prompt'"),
         (table([encoded("red"), b"x", encoded("red")]), "row 1: field 'image' is not an image"),
+        (table([encoded("red"), encoded("red", "GIF")]), "row 1: field 'image' is a GIF file"),
+        (table([encoded("red"), encoded("red")[:-20]]), "row 1: field 'image' cannot be read"),
         (table([encoded("red"), None]), "row 1: field 'image' has no bytes"),
         (table([{"bytes": encoded("red")}, {"bytes": None}]), "row 1: field 'image' has no bytes"),
     ],
@@ -115,6 +124,13 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, nam
     write(tmp_path / f"train.{suffix}", data)
     with pytest.raises(DataError, match=rf"train.{suffix}: {named}"):
         load_prompts(tmp_path, "train", "arrow_editing")
+
+
+def test_an_image_that_changed_after_the_check_is_named(tmp_path):
+    (item,) = load_prompts(write_jsonl(tmp_path, {"prompt": "x", "image": "images/a.png"}), "train", "geneval_image")
+    (tmp_path / "images" / "a.png").unlink()
+    with pytest.raises(DataError, match="train_metadata.jsonl:1: field 'image' .*a.png.* does not exist"):
+        _ = item.image
 
 
 def test_missing_and_broken_tables(tmp_path):

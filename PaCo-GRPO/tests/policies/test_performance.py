@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from tiny_flux import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load
 from torch._dynamo.utils import counters
 
 from paco_grpo.policies import lora
-from paco_grpo.policies.performance import AccelerationError
+from paco_grpo.policies.performance import AccelerationError, attention
 from paco_grpo.policies.performance.attention import attention_problem, set_attention, try_attention
 from paco_grpo.policies.performance.compile import compile_blocks, is_compiled
 from paco_grpo.policies.performance.offload import Offloaded
@@ -118,6 +119,46 @@ def test_attention_backends_are_tried_before_use():
         try_attention(name, torch.device("cpu"), torch.float32, masked=True)
     with pytest.raises(AccelerationError, match="'_native_cudnn'"):
         try_attention("_native_cudnn", torch.device("cpu"), torch.float32, masked=False)
+
+
+class Float32RMSNorm(torch.nn.RMSNorm):
+    """As under CUDA's autocast, whose list of float32 operations has rms_norm; the CPU's has not."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("name", ["native", "flex"])
+def test_attention_backends_take_float32_queries_and_keys(tiny_flux_dir, monkeypatch, name):
+    """Autocast casts the inputs of F.scaled_dot_product_attention alone; other backends must get the same bits from us."""
+    plain = {name: getattr(f, "__wrapped__", f) for name, f in _AttentionBackendRegistry._backends.items()}
+    monkeypatch.setattr(_AttentionBackendRegistry, "_backends", plain)
+    policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
+    for module in policy.transformer.modules():
+        if type(module) is torch.nn.RMSNorm:
+            module.__class__ = Float32RMSNorm
+    policy.transformer.set_attention_backend("native")
+    (expected,) = forward(policy, "flux")
+    dtypes = []
+    compute = plain[AttentionBackendName(name)]
+
+    def recorded(query, key, value, **others):
+        dtypes.extend((query.dtype, key.dtype, value.dtype))
+        return compute(query=query, key=key, value=value, **others)
+
+    plain[AttentionBackendName(name)] = recorded
+    set_attention(policy, name)
+    (found,) = forward(policy, "flux")
+    assert set(dtypes) == {torch.bfloat16}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0 if name == "native" else 0.02)  # flex rounds elsewhere
+
+
+def test_attention_is_tried_with_float32_queries_and_keys(monkeypatch):
+    seen = []
+    monkeypatch.setattr(_AttentionBackendRegistry, "_backends", dict(_AttentionBackendRegistry._backends))
+    monkeypatch.setattr(attention, "dispatch_attention_fn", lambda q, k, v, **_: seen.append((q.dtype, k.dtype, v.dtype)) or v)
+    try_attention("_native_math", torch.device("cpu"), torch.bfloat16, masked=False)
+    assert seen == [(torch.float32, torch.float32, torch.bfloat16)]
 
 
 def addresses(modules):

@@ -94,6 +94,7 @@ def test_stop_ends_gateway_workers_that_were_started_after_the_launch(shell, sup
     workers = later()
     if supervisor == "was killed":
         os.kill(leader, signal.SIGKILL)
+        all_ended([worker.pid for worker in workers])  # by themselves: nobody would know them any more
     shell.stop()
     all_ended([worker.pid for worker in workers])
     assert port_users("127.0.0.1", shell.port) == (False, None)

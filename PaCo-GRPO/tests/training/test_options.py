@@ -303,7 +303,8 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
     run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes))
     assert run.state.policy.pipeline_setup
     options = dataclasses.replace(run.options, resume_from="latest")
-    build_run(options)
+    run.release()
+    build_run(options).release()
     stock = dataclasses.replace(run.options.pretrained, image_positions="stock")
     with pytest.raises(ConfigError, match=r"config\.pretrained\.image_positions=mrope"):
         build_run(dataclasses.replace(options, pretrained=stock))

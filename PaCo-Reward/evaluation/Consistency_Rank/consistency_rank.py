@@ -10,11 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+import paco_eval  # noqa: F401 - first: it names the packages that are missing
+
+# isort: split
 import numpy as np
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names
+from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names, weights_of
 from paco_eval.results import BenchError, ItemError, read_jsonl
 from paco_eval.runner import Benchmark, Prepared, read_image, run_benchmark
 from paco_judge.client import Pair
@@ -78,6 +81,7 @@ def run(
     exact: str,
     short: str,
     engine: Callable[[], tuple[str, ScorePairs]],
+    weights: Callable[[], str | None],
     question: Question | None = None,
 ) -> int:
     """``run_benchmark`` with the results file ``<results_dir>/<short>.jsonl`` and the scorer's name ``exact`` in it.
@@ -88,7 +92,7 @@ def run(
     unpack_images(root)
     bench = load_bench(root, question or load_question("pair"))
     bench.asked = record((question,), form_of(args)) if question else None
-    return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size)
+    return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size, weights)
 
 
 def run_judge(args: argparse.Namespace) -> int:
@@ -100,7 +104,7 @@ def run_judge(args: argparse.Namespace) -> int:
         raise BenchError(f"--question: {error}") from error
     exact, short = model_names(args.model, args.adapter)
     version = question.name if args.question else template
-    return run(args, exact, f"{short}-v{version}", lambda: make_engine(args), question)
+    return run(args, exact, f"{short}-v{version}", lambda: make_engine(args), weights_of(args), question)
 
 
 def find_bench(dataset_dir: str | None) -> Path:

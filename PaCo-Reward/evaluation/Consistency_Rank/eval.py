@@ -22,6 +22,7 @@ items and the exit status are as in eval_vllm.py. The file is <results_dir>/<sco
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
@@ -31,6 +32,7 @@ from consistency_rank import add_arguments, run, run_judge
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
 from paco_eval.results import BenchError
 from paco_eval.runner import exit_status
+from paco_eval.weights import fingerprint
 
 BASELINE_OPTIONS = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
 FORM_OPTIONS = ("image_labels", "image_format", "answer_tokens")
@@ -49,7 +51,9 @@ def evaluate(args: argparse.Namespace) -> int:
         args.model = args.scorer
         return run_judge(args)
     options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
-    return run(args, *baseline_names(*options), lambda: (args.scorer, make_baseline(*options, args.batch_size)))
+    folders = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
+    engine, weights = partial(make_baseline, *options, args.batch_size), partial(fingerprint, folders)
+    return run(args, *baseline_names(*options), lambda: (args.scorer, engine()), weights)
 
 
 def main(arguments: list[str] | None = None) -> int:

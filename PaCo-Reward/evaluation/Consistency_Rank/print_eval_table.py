@@ -11,6 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
+import paco_eval  # noqa: F401 - first: it names the packages that are missing
+
+# isort: split
 import numpy as np
 from consistency_rank import METRICS
 

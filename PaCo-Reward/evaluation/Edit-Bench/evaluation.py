@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 from calculate_statistics import save_tables
 from edit_reward_bench import HUB_NAME, LOCAL_NAME, load_bench
 
-from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, model_names
+from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, model_names, weights_of
 from paco_eval.results import BenchError
 from paco_eval.runner import exit_status, run_benchmark
 from paco_judge.client import DEFAULT_MODEL
@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> int:
     file = Path(args.results_dir) / f"{short}{version}.jsonl"
     bench = load_bench(args.dataset, questions, args.split, args.resize_edits)
     bench.asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
-    failed = run_benchmark(bench, file, exact, make, args.batch_size)
+    failed = run_benchmark(bench, file, exact, make, args.batch_size, weights_of(args))
     if file.exists():
         print(save_tables(Path(args.results_dir), Path(args.output)))
         print(f"tables: {args.output}.txt, {args.output}.tex")

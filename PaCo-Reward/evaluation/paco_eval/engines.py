@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_eval.results import BenchError, first_line
+from paco_eval.weights import fingerprint
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.images import as_received, content_digest
 from paco_judge.questions import RequestForm, add_form_arguments, build_messages, form_of
@@ -52,6 +53,11 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     if name == "transformers":
         return name, transformers_engine(args.model, args.adapter, args.batch_size, form)
     return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
+
+
+def weights_of(args: argparse.Namespace) -> Callable[[], str | None]:
+    """What gives the hash of the judge's configuration and weights; None behind a server, which does not tell."""
+    return lambda: None if args.server else fingerprint((args.model, args.adapter))
 
 
 def model_names(model: str, adapter: str | None) -> tuple[str, str]:
@@ -101,6 +107,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
         return client
 
     client = connect()
+    print(f"a server does not tell its weights: results count for every model served as {model}", file=sys.stderr)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         verdicts = client.score_blocking(pairs)

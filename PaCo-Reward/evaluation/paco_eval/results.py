@@ -2,12 +2,15 @@
 
 import fcntl
 import json
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
 Row = dict[str, Any]
 Table = list[list[str]]  # headings in the first row
+
+REMEDY = "move the file away or pass another --results_dir"
 
 
 class BenchError(RuntimeError):
@@ -31,12 +34,27 @@ class ResultsFile:
     """
 
     def __init__(
-        self, file: Path, model: str, known: Collection[tuple], key_of: Callable[[Row], tuple], asked: Row | None = None
+        self,
+        file: Path,
+        model: str,
+        known: Collection[tuple],
+        key_of: Callable[[Row], tuple],
+        asked: Row | None = None,
+        weights: Callable[[], str | None] = lambda: None,
     ):
-        """``known``: keys of the benchmark's items; ``key_of``: key of a row; ``asked``: questions and their form."""
+        """
+        Args:
+            file: The file.
+            model: The model's name. Of rows that record weights, the weights count instead.
+            known: Keys of the benchmark's items.
+            key_of: Key of a row.
+            asked: Questions and their form.
+            weights: Gives a hash of the model's configuration and weights; None where they are not known (yet).
+        """
         self.file, self.known, self.key_of = file, frozenset(known), key_of
         self.stamp = {"model": model} | ({"asked": asked} if asked else {})
         self.done: set[tuple] = set()
+        self._hash, self._weights, self._recorded = weights, None, None
 
     def __enter__(self) -> Self:
         """Raises BenchError if the file is not writable, in use, or holds rows of another model or benchmark."""
@@ -59,8 +77,10 @@ class ResultsFile:
         self._out.close()
 
     def append(self, row: Row) -> None:
-        """Add a row in one write and flush it."""
-        self._out.write(json.dumps({**self.stamp, **row}).encode("ascii") + b"\n")
+        """Add a row in one write and flush it. Raises BenchError if the weights are not those of earlier rows."""
+        self._identify(self._recorded)  # a model of the hub is there only now
+        weights = {"weights": self._weights} if self._weights else {}
+        self._out.write(json.dumps({**self.stamp, **weights, **row}).encode("ascii") + b"\n")
         self._out.flush()
         self.done.add(self.key_of(row))
 
@@ -72,26 +92,45 @@ class ResultsFile:
         except OSError:
             pass  # the file system has no locks
 
+    def _identify(self, recorded: object) -> bool:
+        """Whether the weights are known to be the ``recorded`` ones. Raises BenchError if they are others."""
+        self._weights = self._weights or self._hash()
+        if None not in (recorded, self._weights) and recorded != self._weights:
+            raise BenchError(
+                f"{self.file} holds results of other weights ({recorded}) than {self.stamp['model']} has now "
+                f"({self._weights}); {REMEDY} to score it"
+            )
+        return None not in (recorded, self._weights)
+
     def _read(self) -> None:
         self._out.seek(0)
         raw = self._out.read()
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) != len(raw):
             self._out.truncate(len(whole))
-        remedy = "move the file away or pass another --results_dir"
+        unknown = 0
         for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             place = f"{self.file} line {number}"
             try:
                 row = json.loads(line)
                 key, stamp = self.key_of(row), self.stamp | {"model": row["model"]} | row
             except (ValueError, KeyError, TypeError) as error:
-                raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {remedy}") from error
+                raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {REMEDY}") from error
+            self._recorded = row.get("weights")
+            same = self._identify(self._recorded)
+            unknown += self._recorded is None
             for name, value in self.stamp.items():
-                if stamp[name] != value:
-                    raise BenchError(f"{place} is a result of {name} {stamp[name]}, not {value}; {remedy}")
+                if stamp[name] != value and not (same and name == "model"):
+                    raise BenchError(f"{place} is a result of {name} {stamp[name]}, not {value}; {REMEDY}")
             if key not in self.known:
-                raise BenchError(f"{place} is about item {' '.join(map(str, key))} of another benchmark; {remedy}")
+                raise BenchError(f"{place} is about item {' '.join(map(str, key))} of another benchmark; {REMEDY}")
             self.done.add(key)
+        if unknown and self._weights:
+            print(
+                f"warning: {unknown} rows of {self.file} do not record which weights gave them (an older version wrote "
+                f"them) and are taken as results of {self.stamp['model']}; if that changed since, {REMEDY}",
+                file=sys.stderr,
+            )
 
 
 def read_jsonl(file: Path) -> list[Row]:

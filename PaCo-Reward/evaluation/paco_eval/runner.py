@@ -1,6 +1,5 @@
 """One benchmark run: items become pairs, pairs become scores, scores become rows of a results file."""
 
-import io
 import shutil
 import sys
 import time
@@ -11,11 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs
 from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line
+from paco_judge import images
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
 
@@ -45,7 +45,12 @@ class Benchmark:
 
 
 def run_benchmark(
-    bench: Benchmark, file: Path, model: str, make_engine: Callable[[], tuple[str, ScorePairs]], batch_size: int
+    bench: Benchmark,
+    file: Path,
+    model: str,
+    make_engine: Callable[[], tuple[str, ScorePairs]],
+    batch_size: int,
+    weights: Callable[[], str | None],
 ) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
@@ -55,11 +60,12 @@ def run_benchmark(
         model: What gives the scores, recorded in every row.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
+        weights: As in ``ResultsFile``: results of other weights under the same name are refused.
 
     Raises:
         BenchError: The run cannot continue.
     """
-    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked) as results:
+    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked, weights) as results:
         print(f"{len(bench.items)} items, {len(results.done)} already in {file}", flush=True)
         for name, reason in bench.broken:
             print(f"{name}: {reason}", file=sys.stderr)
@@ -186,11 +192,6 @@ def exit_status(run: Callable[[], int]) -> int:
 def read_image(source: str | Path | bytes, name: str) -> Image.Image:
     """An RGB image from a path or from encoded bytes. Raises ItemError with ``name`` if it cannot be read."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise ItemError(f"image {name} does not exist") from None
-    except UnidentifiedImageError:
-        raise ItemError(f"image {name} cannot be read: unknown image format") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ItemError(f"image {name} cannot be read: {error}") from error
+        return images.read_image(source)
+    except images.UnreadableImage as error:
+        raise ItemError(f"image {name} {error}") from error

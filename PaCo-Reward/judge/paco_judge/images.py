@@ -1,19 +1,87 @@
-"""Images for the judge: each is hashed once and encoded once per batch."""
+"""Image files from outside; and images for the judge: each is hashed once and encoded once per batch."""
 
 import asyncio
 import base64
 import hashlib
 import io
 from functools import partial
+from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
+MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
 # Larger images are worth a thread (hashing and zlib release the GIL).
 _INLINE_PIXELS = 160 * 160
 
 
 class UnreadableImage(Exception):
-    """An image that cannot be decoded; the message names it and the cause."""
+    """An image that cannot be decoded; the message says why, and of an opened one also which."""
+
+
+def open_image(source: str | Path | bytes) -> Image.Image:
+    """An image of ``FORMATS`` from a file, or from a file's content; only its header is read.
+
+    Raises:
+        UnreadableImage: It does not exist, is of another format, or has more than ``MAX_PIXELS`` pixels. The message
+            ("is a GIF file …") follows the image's name.
+    """
+    try:
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    except FileNotFoundError:
+        raise UnreadableImage("does not exist") from None
+    except UnidentifiedImageError as error:
+        found = f"is a {kind} file, and" if (kind := _format_of(source)) else "is not an image that can be read:"
+        raise UnreadableImage(f"{found} only {', '.join(FORMATS)} are opened; convert it to PNG") from error
+    except Exception as error:  # decoders raise many types on damaged headers
+        raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+    if image.width * image.height > MAX_PIXELS:
+        image.close()
+        raise UnreadableImage(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller")
+    return image
+
+
+def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image:
+    """The RGB image of ``open_image``; ``upright``: turned as its EXIF data say. Raises UnreadableImage."""
+    with open_image(source) as image:
+        try:
+            return (ImageOps.exif_transpose(image) if upright else image).convert("RGB")
+        except Exception as error:  # decoders raise many types on damaged data
+            raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+
+
+def check_image(source: str | Path | bytes) -> None:
+    """Read all of an image's file, faster than decoding it: PNG by its checksums, JPEG at an eighth of its size.
+
+    Raises:
+        UnreadableImage: As ``read_image``; also of a file that was cut off.
+    """
+    with open_image(source) as image:
+        try:
+            if image.format == "PNG":
+                image.verify()
+            else:
+                image.getexif()
+                image.draft("RGB", (image.width // 8, image.height // 8))
+                image.load()
+        except Exception as error:  # decoders raise many types on damaged data
+            raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+
+
+def _format_of(source: str | Path | bytes) -> str | None:
+    """What Pillow would take a file for by its first bytes, without opening it as that."""
+    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        start = file.read(16).ljust(16, b"\0")
+    Image.init()
+    for name, (_, accept) in Image.OPEN.items():
+        if accept and accept(start) is True and name not in FORMATS:
+            return name
+    return None
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:

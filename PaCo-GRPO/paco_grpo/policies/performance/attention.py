@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
 import torch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
+    _AttentionBackendRegistry,
     _check_attention_backend_requirements,
+    _maybe_download_kernel_for_backend,
     dispatch_attention_fn,
 )
 
@@ -47,10 +53,13 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
         AccelerationError: It does not work.
     """
     shape = (1, 128, 2, 128)  # batch, tokens, heads, channels of a head (FLUX and Qwen-Image have 128)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
     mask = torch.ones(1, 1, 1, 128, device=device, dtype=torch.bool) if masked else None
     try:
-        out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=AttentionBackendName(name))
+        _maybe_download_kernel_for_backend(AttentionBackendName(name))
+        # As in the models: q and k from a norm, which autocast may leave in float32; v from a linear layer.
+        with torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else nullcontext():
+            out = dispatch_attention_fn(q, k, v.to(dtype), attn_mask=mask, backend=_one_dtype(name))
         out.float().sum().backward()
     except Exception as error:  # kernels raise anything
         what = "with a mask of padded text " if masked else ""
@@ -62,4 +71,23 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
 
 def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``."""
+    _one_dtype(name)
     unwrap(policy.transformer).set_attention_backend(name)
+
+
+def _one_dtype(name: str) -> AttentionBackendName:
+    """The backend ``name``, from now on with q and k in the data type of v.
+
+    CUDA's autocast computes the norms of q and k in float32 and leaves them so; of all attentions it casts the inputs of
+    ``F.scaled_dot_product_attention`` alone. The same cast at the same place gives the same bits.
+    """
+    backend = AttentionBackendName(name)
+    compute = _AttentionBackendRegistry._backends[backend]
+
+    @wraps(compute)
+    def cast_then_compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **others: Any) -> torch.Tensor:
+        return compute(query=query.to(value.dtype), key=key.to(value.dtype), value=value, **others)
+
+    if not hasattr(compute, "__wrapped__"):
+        _AttentionBackendRegistry._backends[backend] = cast_then_compute
+    return backend

@@ -67,7 +67,7 @@ class RemoteReward:
                 f"reward {self.name!r}: no service answers at {self.server} ({error}); start one with "
                 f"`bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
             ) from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise RewardError(f"reward {self.name!r}: {self.server} is not a reward service: {error!r}") from error
         if served != self.name:
             raise RewardError(f"reward {self.name!r}: the service at {self.server} serves {served!r}; correct server=")

@@ -1,10 +1,10 @@
 """Opening images."""
 
-import io
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from paco_judge.images import UnreadableImage, read_image
 from paco_reward.errors import PacoRewardError
 
 LARGEST_DOWNLOAD = 64 * 2**20  # bytes
@@ -15,18 +15,15 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     """An RGB image from a file, an http(s) URL or another image.
 
     Raises:
-        PacoRewardError: It is missing, cannot be downloaded, or is not an image.
+        PacoRewardError: It is missing, cannot be downloaded, or is not a PNG, JPEG or WebP image of a usual size.
     """
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     is_url = str(source).startswith(("http://", "https://"))
     try:
-        with Image.open(io.BytesIO(_download(str(source))) if is_url else source) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise PacoRewardError(f"image {source} does not exist") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise PacoRewardError(f"image {source} cannot be read: {error}") from error
+        return read_image(_download(str(source)) if is_url else source)
+    except UnreadableImage as error:
+        raise PacoRewardError(f"image {source} {error}") from error
 
 
 def _download(url: str) -> bytes:

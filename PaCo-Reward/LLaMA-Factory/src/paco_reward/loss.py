@@ -3,14 +3,16 @@
 The judge answers Yes or No first and then gives its reasons. The score comes from the first token, which therefore has
 a separate weight (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
 
-Notation: B rows, L positions, V vocabulary. An *answer* is a maximal run of labeled positions in a row: one per
+Notation: B rows, L positions, V vocabulary, K positions that predict a labeled token. An *answer* is a maximal run of labeled positions in a row: one per
 row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have cross-entropies l_0 .. l_{n-1}.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORE_INDEX = -100
@@ -42,6 +44,23 @@ def find_answers(labels: Tensor) -> Answers:
     first = starts[mask]
     answer = first.long().cumsum(0) - 1
     return Answers(mask=mask, answer=answer, first=first, lengths=torch.bincount(answer))
+
+
+@contextmanager
+def answer_positions_only(head: nn.Module, mask: Tensor) -> Iterator[None]:
+    """Compute logits (K, V) instead of (B, L, V): in row-major order, those of the positions in ``mask`` alone.
+
+    An answer has about 100 tokens, its prompt with two images thousands, and a row of 152k logits takes 0.6 MB.
+
+    Args:
+        head: The model's output layer, which gets hidden states (B, L, H).
+        mask: (B, L-1) bool, as in ``Answers``.
+    """
+    handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, :-1][mask.to(inputs[0].device)],))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def count_answers(labels: Tensor) -> Tensor:
@@ -83,7 +102,7 @@ def first_token_loss(
         released:  sum over tokens of (their weight * l) / labeled tokens of this micro-batch / num_items
 
     Args:
-        logits: (B, L, V) float; position t predicts token t+1.
+        logits: (K, V) float, of the positions that predict a labeled token, row by row (``answer_positions_only``).
         labels: (B, L) int64, -100 = ignored; padding on either side.
         weight: Share of the first token, in [0, 1].
         scheme: "sequence" or "released".
@@ -93,12 +112,11 @@ def first_token_loss(
     A micro-batch without answers has loss 0 and gradient 0, so that processes stay in step.
     """
     answers = find_answers(labels)
-    picked = logits[:, :-1][answers.mask].float()  # only answer positions: a vocabulary of 152k is large
-    if picked.shape[0] == 0:
+    if logits.shape[0] == 0:
         return logits.sum() * 0.0
-    losses = functional.cross_entropy(picked, labels[:, 1:][answers.mask], reduction="none")
+    losses = functional.cross_entropy(logits.float(), labels[:, 1:][answers.mask], reduction="none")
     total = (losses * token_weights(answers, weight, scheme)).sum()
     if scheme == "released":
-        total = total / picked.shape[0]
+        total = total / logits.shape[0]
         return total if num_items is None else total / num_items
     return total / (answers.lengths.shape[0] if num_items is None else num_items)

@@ -1,7 +1,8 @@
 """Our changes to LLaMA-Factory, at two seams. No other file of this package touches upstream internals.
 
 1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
-2. The SFT trainer gets the first-token-weighted loss and the judge's metrics.
+2. The SFT trainer gets the first-token-weighted loss, whose logits are those of the answers alone, and the judge's
+   metrics.
 
 ``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
 """
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from paco_reward.errors import PacoRewardError
-from paco_reward.loss import SCHEMES, count_answers, find_answers, first_token_loss
+from paco_reward.loss import SCHEMES, answer_positions_only, count_answers, find_answers, first_token_loss
 from paco_reward.metrics import JudgeMetrics
 
 TESTED_VERSIONS = ("0.9.5",)
@@ -135,7 +136,7 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
     """Statistics of one evaluation batch.
 
     Args:
-        logits: (B, L, V), or a tuple that begins with them.
+        logits: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins with either.
         labels: (B, L) int64, -100 = ignored.
 
     Returns:
@@ -144,24 +145,25 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
         the last three columns describe the first.
     """
     logits = logits[0] if isinstance(logits, (list, tuple)) else logits
-    answers = find_answers(labels)
-    has_answer = answers.mask.any(1)
-    position = answers.mask.long().argmax(1)
-    rows = torch.arange(labels.shape[0], device=labels.device)
-    target = labels[rows, position + 1]
-    first = logits[rows, position].float()
-    hits = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & answers.mask
-    judged = torch.where(target == yes_id, 1.0, torch.where(target == no_id, 0.0, torch.nan))
-    statistics = torch.stack(
+    mask = find_answers(labels).mask
+    counts, target = mask.sum(1), labels[:, 1:][mask]
+    if logits.dim() == 3:
+        logits = logits[:, :-1][mask]
+    has_answer, row = counts > 0, mask.nonzero()[:, 0]
+    begin = (counts.cumsum(0) - counts)[has_answer]  # the first token of each row's answers among the K
+    right = (logits.argmax(-1) == target).float()
+    first, wanted = logits[begin].float(), target[begin]
+    statistics = torch.full((len(labels), 4), torch.nan, device=logits.device)
+    statistics[has_answer] = torch.stack(
         [
-            hits.sum(1) / answers.mask.sum(1),
-            (first.argmax(-1) == target).float(),
+            (torch.zeros_like(counts, dtype=torch.float32).index_add(0, row, right) / counts)[has_answer],
+            right[begin],
             torch.sigmoid(first[:, yes_id] - first[:, no_id]),
-            judged,
+            torch.where(wanted == yes_id, 1.0, torch.where(wanted == no_id, 0.0, torch.nan)),
         ],
         dim=1,
     )
-    return torch.where(has_answer[:, None], statistics, torch.nan)
+    return statistics
 
 
 def _trainer_class(base: type, upstream_metric: type) -> type:
@@ -191,6 +193,14 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 finetuning_args.first_token_weight,
                 finetuning_args.first_token_scheme,
             )
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            """As in LLaMA-Factory, without logits that the weighted loss does not need."""
+            if self.finetuning_args.first_token_weight is None or "labels" not in inputs:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            mask = find_answers(inputs["labels"]).mask
+            with answer_positions_only(self.model.get_output_embeddings(), mask):
+                return super().compute_loss(model, inputs, *args, **kwargs)
 
         def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
             """The divisor of an optimizer step's loss, over its micro-batches and all processes.

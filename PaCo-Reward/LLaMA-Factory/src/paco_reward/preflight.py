@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tqdm import tqdm
 
+from paco_judge.images import UnreadableImage, check_image
 from paco_reward.datasets import load_examples
 from paco_reward.errors import PacoRewardError
 
@@ -129,7 +131,7 @@ def check_images(files: dict[Path, str]) -> None:
         PacoRewardError: Counts the missing or broken files and names the first few.
     """
     with ThreadPoolExecutor(max_workers=min(8, (os.cpu_count() or 1) * 2)) as pool:
-        problems = list(pool.map(_image_problem, files))
+        problems = list(tqdm(pool.map(_image_problem, files), "images", len(files), disable=None, delay=2))
     broken = [f"{file} ({files[file]}: {problem})" for file, problem in zip(files, problems) if problem]
     if broken:
         raise PacoRewardError(
@@ -138,20 +140,10 @@ def check_images(files: dict[Path, str]) -> None:
 
 
 def _image_problem(file: Path) -> str | None:
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        with Image.open(file) as image:
-            if image.format == "PNG":  # has checksums: no need to decode the pixels
-                image.verify()
-            else:
-                image.load()
-    except FileNotFoundError:
-        return "missing"
-    except UnidentifiedImageError:
-        return "not an image"
-    except (OSError, SyntaxError, ValueError) as error:
-        return str(error) or type(error).__name__
+        check_image(file)
+    except UnreadableImage as error:
+        return str(error)
     return None
 
 
