@@ -78,6 +78,7 @@ def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
     assert "geheim" not in output + written + "".join(commands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervisor", ["runs", "was killed"])
 def test_stop_ends_gateway_workers_that_were_started_after_the_launch(shell, supervisor):
     shell.launch(VLLM_GATEWAY="always", VLLM_GATEWAY_WORKERS="2")
