@@ -16,6 +16,7 @@ Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per mo
   VLLM_REPLICAS         1; copies of each model over the remaining GPUs
   GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
   VLLM_MAX_IMAGES       16; images in one request
+  VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
   VLLM_EXTRA_ARGS       more arguments for the engine
   VLLM_START_TIMEOUT    1800 seconds
 Gateway:

@@ -48,6 +48,27 @@ def test_command_and_environment_of_vllm(shell, model):
     assert Path(record["cwd"]) != shell.cwd
 
 
+def test_an_old_vllm_starts_and_says_that_it_fetches_images(shell):
+    """The fake vLLM does not know --allowed-media-domains; with a list of hosts it is refused."""
+    first = shell.launch().splitlines()[0]
+    assert "too old to forbid remote images" in first
+    (record,) = shell.records()
+    assert "--allowed-media-domains" not in record["argv"]
+    assert record["env"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    shell.stop()
+    assert "VLLM_MEDIA_HOSTS" in shell.failed_launch(VLLM_MEDIA_HOSTS="a.example")
+
+
+def test_a_vllm_that_can_forbids_remote_images(shell):
+    (site,) = shell.vllm.glob("lib/python3*/site-packages")
+    (site / "vllm" / "engine").mkdir()
+    (site / "vllm" / "engine" / "arg_utils.py").write_text('"--allowed-media-domains"')
+    shell.launch(VLLM_MEDIA_HOSTS="a.example, b.example")
+    words = shell.records()[0]["argv"]
+    at = words.index("--allowed-media-domains")
+    assert words[at + 1 : at + 3] == ["a.example", "b.example"]
+
+
 @pytest.mark.parametrize("found", ["venv", "conda", "program"])
 def test_an_environment_with_nothing_but_vllm(shell, found):
     """What a user has activated, or put on the PATH, serves; the launcher itself runs in it too."""
@@ -120,6 +141,8 @@ def test_gpus_are_used_together(shell, model, config, size):
         ({"VLLM_EXTRA_ARGS": "--a 'b"}, "VLLM_EXTRA_ARGS"),
         ({"VLLM_API_KEY": "a b"}, "VLLM_API_KEY"),
         ({"VLLM_GATEWAY": "never"}, "VLLM_GATEWAY"),
+        ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
+        ({"VLLM_MEDIA_HOSTS": "a.example", "VLLM_ENGINE": "transformers"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_START_TIMEOUT": "soon"}, "VLLM_START_TIMEOUT"),
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
