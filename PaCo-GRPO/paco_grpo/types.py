@@ -84,7 +84,7 @@ class Batched:
             if self._is_shared(name):
                 continue
             if isinstance(value, torch.Tensor):
-                rows = index if isinstance(index, slice) else torch.as_tensor(index, device=value.device)
+                rows = index if isinstance(index, slice) else to_device(torch.as_tensor(index), value.device)
                 changes[name] = value[rows]
             elif isinstance(value, Batched):
                 changes[name] = value.select(index)
@@ -158,7 +158,7 @@ class Rollout(Batched):
     """What training needs of sampled images. All samples share image size, schedule, noise level and noise steps."""
 
     item_ids: torch.Tensor  # (B,) int64
-    seeds: torch.Tensor  # (B,) int64, seed of each sample's noise
+    seeds: torch.Tensor  # (B,) int64 on the CPU, where noise is made: seed of each sample's noise
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B
     noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling

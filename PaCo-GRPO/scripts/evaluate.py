@@ -2,6 +2,7 @@
 
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
+    --no_user_code  refuse a configuration that names code outside this repository
     --output DIR    images, eval_data.jsonl, sheet.png, categories.md, metrics.json; default: evaluation
 What is sampled and scored is config.test; through `accelerate launch` several processes share the images.
 """

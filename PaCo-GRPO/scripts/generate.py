@@ -7,6 +7,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
     --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if not the
                          configuration's
+    --no_user_code       refuse a configuration that names code outside this repository
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
 

@@ -10,6 +10,7 @@
 #   MAIN_PROCESS_PORT  another name of MASTER_PORT; on one machine, what two runs on different GPUs must not share
 #   PYTHON             interpreter (default: the activated environment, the repository's .venv, or python3)
 #   OMP_NUM_THREADS    CPU threads per process (default: cores / processes)
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds until processes that were asked to stop are killed (default 600)
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -55,6 +56,8 @@ if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
 fi
 # A fragmented pool of GPU memory fails an allocation that would fit: segments that grow cannot be fragmented so.
 ((gpus == 0)) || export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+# torchrun and accelerate kill after 30 s; an update that has begun and a checkpoint of 4 GB take longer.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 echo "launch: $processes process(es) on $( ((gpus > 0)) && echo "$gpus GPU(s)" || echo "the CPU"), OMP_NUM_THREADS=$OMP_NUM_THREADS," \
   "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-}, with $PYTHON ($PYTHON_FROM)" >&2

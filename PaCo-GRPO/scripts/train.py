@@ -1,5 +1,7 @@
 """Train: ``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]`` (or a saved config.yaml).
 
+``--no_user_code``: refuse a configuration that names code outside this repository.
+
 Usually started by scripts/single_node/*.sh through ``accelerate launch``. All options: docs/configuration.md.
 """
 

@@ -226,9 +226,9 @@ def observe(trainer, folder: Path) -> None:
     }
     original = updater.run
 
-    def update(rollouts, item_ids, advantages, kept, epoch):
+    def update(rollouts, item_ids, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
-        result = original(rollouts, item_ids, advantages, kept, epoch)
+        result = original(rollouts, item_ids, advantages, kept, epoch, should_stop)
         optimizer = getattr(updater.state.optimizer, "optimizer", updater.state.optimizer)  # DeepSpeed's holds another
         seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in optimizer.state.values())
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))

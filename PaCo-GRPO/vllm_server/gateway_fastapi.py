@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from vllm_server.asgi import KeyGuard, unknown_route
+from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard, unknown_route
 from vllm_server.gateway.forwarding import Forwarder
 from vllm_server.gateway.metrics import Metrics
 from vllm_server.gateway.replicas import Replicas
@@ -166,13 +166,7 @@ def serve(settings: GatewaySettings) -> None:
             port=settings.port,
             workers=settings.workers,
             loop="uvloop",
-            http="httptools",
-            ws="none",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=4096,
-            timeout_keep_alive=75,  # callers keep their connections between two batches of questions
+            **SERVER_SETTINGS,
             timeout_graceful_shutdown=max(1, round(settings.drain)),
             # On a busy machine a worker needs longer than uvicorn's 5 s to start, and would be killed again and again.
             timeout_worker_healthcheck=30,

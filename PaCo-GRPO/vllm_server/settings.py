@@ -84,6 +84,14 @@ def _extra_args(environment: Mapping[str, str]) -> tuple[str, ...]:
         raise LaunchError(f"VLLM_EXTRA_ARGS cannot be split into words as a shell would: {error}") from error
 
 
+def _media_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
+    hosts = _listed(environment, "VLLM_MEDIA_HOSTS")
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", host):
+            raise LaunchError(f"VLLM_MEDIA_HOSTS must be host names separated by commas, got {host!r}")
+    return tuple(hosts)
+
+
 def _read(read: Callable[[Mapping[str, str]], Any]) -> Any:
     """A field that ``read`` takes from the environment."""
     return field(metadata={"read": read})
@@ -145,6 +153,8 @@ class LaunchSettings:
     max_model_len: int = _number("MAX_MODEL_LEN", 8192, 16, 1 << 24)
     # In one request. build-dataset ranks 5 by default: a reference and --candidates.
     max_images: int = _number("VLLM_MAX_IMAGES", 16, 1, 1024)
+    # From which vLLM may fetch images; nobody by default.
+    media_hosts: tuple[str, ...] = _read(_media_hosts)
     extra_args: tuple[str, ...] = _read(_extra_args)
     gateway: str = _choice("VLLM_GATEWAY", "auto", "always")
     gateway_workers: int = _number("VLLM_GATEWAY_WORKERS", 1, 1, 256)

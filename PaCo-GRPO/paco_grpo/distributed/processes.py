@@ -5,7 +5,8 @@ Every function that takes an ``Accelerator`` is a collective operation: all proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from paco_grpo.policies.base import Policy
 
 Batch = TypeVar("Batch")
+Value = TypeVar("Value")
+_loops = itertools.count()  # of ``until_stopped``; equal on all processes
 Decision = TypeVar("Decision")
 
 
@@ -62,6 +65,8 @@ def rounds(
 ) -> Iterator[tuple[Batch, bool]]:
     """This process's ``batches``, in rounds that all processes go through together where that is needed.
 
+    Without ``filler``, no process waits for another or for its GPU between batches.
+
     Args:
         accelerator: The processes; they may have different numbers of batches.
         batches: This process's batches.
@@ -73,18 +78,41 @@ def rounds(
         (batch, idle); ``idle`` is True for the filler, whose result is to be dropped.
 
     Raises:
-        Stopped: A process asked to stop.
+        Stopped: On every process, because one was asked to stop.
     """
     count = len(batches)
-    if accelerator.num_processes > 1 and (should_stop is not None or filler is not None):
+    if accelerator.num_processes > 1 and filler is not None:
         count = int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
-    for number in range(count):
-        if should_stop is not None and any_process(accelerator, should_stop()):
-            raise Stopped
-        if number < len(batches):
-            yield batches[number], False
-        elif filler is not None:
-            yield filler, True
+    together = [(batch, False) for batch in batches] + [(filler, True)] * (count - len(batches))
+    yield from until_stopped(accelerator, together, should_stop, filler is not None)
+
+
+def until_stopped(
+    accelerator: Accelerator, values: Iterable[Value], should_stop: Callable[[], bool] | None, in_step: bool
+) -> Iterator[Value]:
+    """``values`` until ``should_stop`` answers True, as in ``rounds``; ``in_step``: processes end at the same value.
+
+    Raises:
+        Stopped: On every process, because one was asked to stop.
+    """
+    if should_stop is None:
+        yield from values
+        return
+    # A key in the store that the processes met at: to read it involves no GPU.
+    key, stop = f"paco_grpo/stop/{next(_loops)}", False
+    alone = accelerator.num_processes == 1
+    store = None if alone or in_step else torch.distributed.distributed_c10d._get_default_store()
+    for value in values:
+        stop = any_process(accelerator, should_stop()) if in_step else should_stop()
+        if store is not None and stop:
+            store.set(key, "asked")
+        elif store is not None:
+            stop = store.check([key])
+        if stop:
+            break
+        yield value
+    if any_process(accelerator, stop):
+        raise Stopped
 
 
 def gather_rows(accelerator: Accelerator, local: np.ndarray, total: int) -> np.ndarray:

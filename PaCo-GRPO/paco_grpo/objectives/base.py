@@ -25,7 +25,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import current_transition
 from paco_grpo.sampling.sde import Transition
 from paco_grpo.suggest import did_you_mean
-from paco_grpo.types import NoiseStep, Rollout
+from paco_grpo.types import NoiseStep, Rollout, to_device
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Step:
         clean = self.rollout.clean_latents
         if isinstance(self.index, float):
             return torch.full((len(self.rollout),), self.index, device=clean.device)
-        return self.rollout.sigmas[self.index].to(clean.device).expand(len(self.rollout))
+        return to_device(self.rollout.sigmas[self.index], clean.device).expand(len(self.rollout))
 
     @property
     def minus_dt(self) -> float:

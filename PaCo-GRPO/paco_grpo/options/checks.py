@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from paco_grpo.options.schema import OPTIONS, Option, RunOptions
 from paco_grpo.suggest import did_you_mean
@@ -29,6 +29,21 @@ def find_problems(options: RunOptions) -> list[str]:
     for rule in (_noise, _tail, _training, _rewards):
         problems.extend(rule(options))
     return problems
+
+
+def user_code(options: RunOptions) -> Iterator[tuple[str, object]]:
+    """(option, what it names) for every option that names code by its place: ``package.module:name``, ``file.py:name``."""
+    for group in ("train", "test"):
+        part = getattr(options, group)
+        yield from ((f"{group}.reward_fn", name) for name in part.reward_fn if ":" in str(name))
+        for name, kwargs in part.reward_fn_kwargs.items():
+            if isinstance(kwargs, Mapping) and ":" in str(kwargs.get("reader")):  # the reward ocr imports it
+                yield f"{group}.reward_fn_kwargs.{name}.reader", kwargs["reader"]
+    function = options.train.aggregate_fn
+    if callable(function) or ":" in str(function.get("name") if isinstance(function, Mapping) else function):
+        yield "train.aggregate_fn", function
+    if ":" in options.train.loss_type:
+        yield "train.loss_type", options.train.loss_type
 
 
 def _range(declared: Option, value) -> Iterator[str]:

@@ -20,11 +20,13 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from paco_grpo.options.checks import ConfigError
+from paco_grpo.options.checks import ConfigError, user_code
 from paco_grpo.options.published import PUBLISHED
 from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
 from paco_grpo.suggest import suggestions
 
+NO_USER_CODE = "--no_user_code"
+_OWN_CONFIGURATIONS = Path(__file__).resolve().parents[2] / "config"
 _NONE = ("none", "null")
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 _EXPECTED = {
@@ -57,11 +59,22 @@ def config_dict() -> ConfigDict:
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
     """The options that a command line gives, and the name of their configuration.
 
+    With ``--no_user_code`` among the arguments, no file of Python is run and no module imported that they name.
+
     Raises:
-        ConfigError: See ``parse_command_line`` and ``load_options``.
+        ConfigError: See ``parse_command_line`` and ``load_options``; or they name code.
     """
-    source, overrides = parse_command_line(arguments)
-    return load_options(source, overrides), source.partition(":")[2] or Path(source).stem
+    source, overrides = parse_command_line([word for word in arguments if word != NO_USER_CODE])
+    file, _, name = source.partition(":")
+    trusted = NO_USER_CODE not in arguments
+    if not trusted and file.endswith(".py") and Path(file).resolve().parent != _OWN_CONFIGURATIONS:
+        raise ConfigError(f"{NO_USER_CODE}: {file} is a file of Python that is not in {_OWN_CONFIGURATIONS}")
+    options = load_options(source, overrides)
+    for place, code in () if trusted else user_code(options):
+        raise ConfigError(
+            f"{NO_USER_CODE}: config.{place} names code ({code!r}); read that code, and leave the option out if you trust it"
+        )
+    return options, name or Path(source).stem
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -110,7 +123,7 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     if not path.is_file():
         raise ConfigError(f"configuration file {file!r} does not exist (current folder: {Path.cwd()})")
     if path.suffix in (".yaml", ".yml"):
-        values = _as_saved(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        values = _as_saved(_load_yaml(path))
     elif path.suffix == ".py":
         values = _load_python(path, name)
     else:
@@ -118,9 +131,20 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     return make_options(values, overrides)
 
 
-def _as_saved(values: Any) -> Any:
+def _load_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"configuration file {path} cannot be read ({type(error).__name__}: {reason})") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"configuration file {path} is a {type(values).__name__}, not options with their values")
+    return values
+
+
+def _as_saved(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """``values`` of a saved run; an option that its version did not have yet gets the value that it computed with."""
-    pretrained = values.get("pretrained") if isinstance(values, Mapping) else None
+    pretrained = values.get("pretrained")
     if not isinstance(pretrained, Mapping):
         return values
     return {**values, "pretrained": {"image_positions": "stock", **pretrained}}

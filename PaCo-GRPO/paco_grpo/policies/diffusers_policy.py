@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar, Self
 
+import diffusers
 import numpy as np
 import torch
 import transformers
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from PIL import Image
+from safetensors import SafetensorError
 from torch import nn
 
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
@@ -100,10 +102,11 @@ class DiffusersPolicy(Policy):
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
         """As in ``Policy``; ``options`` are those of the class."""
         try:
-            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_text_encoders(path, dtype))
-        except (OSError, ValueError, RuntimeError) as error:
+            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_models(path, dtype))
+        except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, SafetensorError) as error:
+            reason = str(error).partition(" If you want to instead overwrite")[0].rstrip(".")  # diffusers' own advice
             raise PolicyLoadError(
-                f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {error}. "
+                f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {reason}. "
                 "The folder may be incomplete or damaged: download or build it again."
             ) from error
         return cls(pipeline, dtype=dtype, **options)
@@ -191,18 +194,30 @@ class DiffusersPolicy(Policy):
         return height // self.size_multiple, width // self.size_multiple
 
 
-def _text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's text encoders by name. diffusers would load them too, but with random values for absent tensors.
+def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing or left over.
 
     Raises:
-        ValueError: Tensors are absent; the message names them.
+        ValueError: The weights are not those of the model; the message names tensors and folder.
     """
-    parts = DiffusionPipeline.load_config(path)
-    return {
-        name: load_complete(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
-        for name, part in parts.items()
-        if name.startswith("text_encoder") and part[0] == "transformers"
-    }
+    models: dict[str, nn.Module] = {}
+    for name, part in DiffusionPipeline.load_config(path).items():
+        if name.startswith("text_encoder") and part[0] == "transformers":
+            models[name] = load_complete(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
+        elif name in ("transformer", "vae") and part[0] == "diffusers":
+            model_class = getattr(diffusers, part[1])
+            model, found = model_class.from_pretrained(path, subfolder=name, dtype=dtype, output_loading_info=True)
+            # Of several files, diffusers believes their index; a tensor that none of them has stays on "meta".
+            absent = {key for key, tensor in model.state_dict().items() if tensor.is_meta} | set(found["missing_keys"])
+            for keys, words in ((absent, "lack"), (found["unexpected_keys"], "have more than")):
+                if keys:
+                    shown = ", ".join(sorted(keys)[:5]) + (", …" if len(keys) > 5 else "")
+                    raise ValueError(f"the weights in {path}/{name} {words} the model's tensors: {shown}")
+            # A transformer's NaN shows in the latents, a VAE's would be black pixels.
+            if name == "vae" and (broken := [key for key, p in model.named_parameters() if not p.isfinite().all()]):
+                raise ValueError(f"the weights in {path}/{name} are not finite in {', '.join(broken[:5])}")
+            models[name] = model
+    return models
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

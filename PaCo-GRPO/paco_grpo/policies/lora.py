@@ -7,7 +7,6 @@ for any precision of the frozen base.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import re
 import warnings
@@ -19,6 +18,7 @@ import torch
 from peft import LoraConfig, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -37,6 +37,8 @@ TRAINED = "default"  # name of the trained adapter; snapshots have other names
 _PEFT_PREFIX = "base_model.model."
 
 # Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
+# What peft and diffusers raise at files with other bytes, types or shapes than they expect.
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
 _DIFFUSERS = ("pytorch_lora_weights.safetensors",)
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -306,14 +308,15 @@ def _load_peft(transformer: nn.Module, folder: Path) -> None:
     try:
         config = LoraConfig.from_pretrained(str(folder))
         weights = load_peft_weights(str(folder), device="cpu")
-    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        config.megatron_config = None  # peft would import a module that an adapter names
+        config.inference_mode = False
+        logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
+        transformer.add_adapter(config, TRAINED)
+    except _UNREADABLE as error:
         raise PolicyLoadError(
             f"config.train.lora_path: the LoRA at {folder} cannot be read ({type(error).__name__}: {error}). "
             "Save or download it again."
         ) from error
-    config.inference_mode = False
-    logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
-    transformer.add_adapter(config, TRAINED)
     weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in weights.items()}
     expected = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
     if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
@@ -328,7 +331,7 @@ def _load_peft(transformer: nn.Module, folder: Path) -> None:
 def _load_diffusers(policy: Policy, folder: Path) -> None:
     try:
         policy.pipeline.load_lora_weights(str(folder), adapter_name=TRAINED)
-    except (OSError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise PolicyLoadError(
             f"config.train.lora_path: the LoRA at {folder} does not fit this model ({type(error).__name__}: "
             f"{str(error)[:300]}). Choose the LoRA that belongs to config.pretrained.model."

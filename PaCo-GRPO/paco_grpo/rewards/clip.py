@@ -1,12 +1,13 @@
 """CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT, subfig_clipI).
 
-Models are loaded at the first image. Features of texts are kept.
+Models are loaded by ``check``, before training, or at the first image. Features of texts are kept.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -14,13 +15,24 @@ import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
+from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
 from paco_grpo.types import Item
 from paco_judge.grid import split_image, split_prompt
+from paco_judge.weights import load_complete
 
 PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Errors of loading become a RewardError: files are absent, or tensors are missing or do not fit."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RewardError(f"CLIP model {model} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
 class ClipTextImage:
@@ -41,8 +53,11 @@ class ClipTextImage:
         if self._model is None:
             from transformers import CLIPModel, CLIPProcessor
 
-            self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-            self._model = CLIPModel.from_pretrained(self.name).eval().requires_grad_(False).to(self.device)
+            with _loading(self.name):
+                self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+                self._model = load_complete(CLIPModel, self.name).eval().requires_grad_(False).to(self.device)
+
+    check = load  # weights that are not whole are found before training
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -95,10 +110,11 @@ class OpenClip:
             if self._model is None:
                 import open_clip
 
-                model, _, self._preprocess = open_clip.create_model_and_transforms(
-                    self.name, pretrained=self.pretrained, device=self.device
-                )
-                self._tokenize = open_clip.get_tokenizer(self.name)
+                with _loading(f"{self.name} ({self.pretrained})"):
+                    model, _, self._preprocess = open_clip.create_model_and_transforms(
+                        self.name, pretrained=self.pretrained, device=self.device
+                    )
+                    self._tokenize = open_clip.get_tokenizer(self.name)
                 self._model = model.eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -142,7 +158,7 @@ class SubfigClipT:
     """Mean cosine similarity of each sub-figure with its own panel text."""
 
     def __init__(self, clip: OpenClip, batch_size: int) -> None:
-        self.clip, self.batch_size = clip, batch_size
+        self.clip, self.batch_size, self.check = clip, batch_size, clip.load
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [−1, 1]."""
@@ -181,7 +197,7 @@ def subfig_clipI(
 ) -> SubfigurePairs:
     """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
     clip = open_clip_model(model, pretrained, device)
-    return SubfigurePairs("subfig_clipI", lambda images: clip.images(images, batch_size))
+    return SubfigurePairs("subfig_clipI", lambda images: clip.images(images, batch_size), clip.load)
 
 
 subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")

@@ -29,10 +29,21 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
 
 
 class SubfigurePairs:
-    """Mean cosine of two sub-figures over all unordered pairs of an image; ``features``: images → unit features (n, C)."""
+    """Mean cosine of two sub-figures over all unordered pairs of an image.
 
-    def __init__(self, name: str, features: Callable[[Sequence[Image.Image]], torch.Tensor]) -> None:
-        self.name, self.features = name, features
+    Args:
+        name: For messages.
+        features: Images → unit features (n, C).
+        check: Called before training.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Callable[[Sequence[Image.Image]], torch.Tensor],
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name, self.features, self.check = name, features, check
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [−1, 1].

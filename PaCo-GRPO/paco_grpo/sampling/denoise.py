@@ -129,8 +129,8 @@ def rollout(
         x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
 
     return Rollout(
-        item_ids=torch.as_tensor(item_ids, dtype=torch.int64, device=x.device),
-        seeds=torch.as_tensor(list(seeds), dtype=torch.int64, device=x.device),
+        item_ids=to_device(torch.as_tensor(item_ids, dtype=torch.int64), x.device),
+        seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
         clean_latents=x,
         conditioning=conditioning,
         noise_steps=recorded,
@@ -178,17 +178,24 @@ def current_transition(policy: Policy, rollout: Rollout, step: NoiseStep) -> Tra
     )
 
 
-@torch.no_grad()
-def recompute_old(policy: Policy, rollout: Rollout) -> Rollout:
+def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
     """The rollout with ``mean`` and ``log_prob`` recomputed under the current weights (``old_log_prob='recompute'``).
 
     In low precision, another batch size or kernel in training gives other numbers than the rollout did.
+
+    Args:
+        policy: The generator.
+        rollout: len B.
+        as_trained: Compute with gradients enabled: compiled blocks have one graph with and another without them. One step's
+            activations are then held at a time, as in training.
     """
     steps = []
     for step in rollout.noise_steps:
-        transition = current_transition(policy, rollout, step)
-        log_prob = transition.log_prob(step.next_latents)
-        steps.append(dataclasses.replace(step, mean=transition.mean, log_prob=log_prob))
+        with torch.set_grad_enabled(as_trained):
+            transition = current_transition(policy, rollout, step)
+        mean = transition.mean.detach()
+        log_prob = dataclasses.replace(transition, mean=mean).log_prob(step.next_latents)
+        steps.append(dataclasses.replace(step, mean=mean, log_prob=log_prob))
     return dataclasses.replace(rollout, noise_steps=steps)
 
 

@@ -200,7 +200,12 @@ class Trainer:
         self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray
     ) -> dict[str, float]:
         try:
-            losses = self.run.updater.run(rollouts, item_ids, advantages, kept, self.progress.epoch)
+            losses = self.run.updater.run(
+                rollouts, item_ids, advantages, kept, self.progress.epoch, self._signaled
+            )
+        except Stopped:  # no weight has changed
+            self._stop_if_asked()
+            raise
         except NonFiniteError as error:
             folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
             raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error

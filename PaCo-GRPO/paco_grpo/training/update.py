@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +15,12 @@ from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint.state import TrainState
-from paco_grpo.distributed.processes import any_process, rounds
+from paco_grpo.distributed.processes import any_process, rounds, until_stopped
 from paco_grpo.objectives import Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import recompute_old
 from paco_grpo.training.sample import Rollouts
-from paco_grpo.types import Rollout
+from paco_grpo.types import Rollout, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,13 @@ class Updater:
             self._recompute(rollouts)
 
     def run(
-        self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray, epoch: int
+        self,
+        rollouts: Rollouts,
+        item_ids: np.ndarray,
+        advantages: np.ndarray,
+        kept: np.ndarray,
+        epoch: int,
+        should_stop: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
         """Train on one epoch's samples.
 
@@ -101,11 +107,14 @@ class Updater:
             advantages: (N,) over all processes.
             kept: (N,) bool over all processes; the others are left out, the loss is divided by the global number kept.
             epoch: For random streams and messages.
+            should_stop: Asked before each micro-batch of the first optimizer step; after it, weights are no longer those
+                of a finished epoch, and the epoch is finished.
 
         Returns:
             Metrics over the epoch, equal on every process.
 
         Raises:
+            Stopped: On every process, before the weights changed.
             NonFiniteError: On every process, before the update.
             NonFiniteWeights: On every process, after the epoch's last step.
         """
@@ -119,7 +128,8 @@ class Updater:
                 mine = [local[p] for p in chosen.tolist() if p in local]
                 batches = rollouts.batches(mine, self.options.train.batch_size)
                 weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch)
-                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch)
+                ask = None if collected else should_stop
+                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, ask)
                 collected.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         totals: Counter[str] = Counter()
@@ -154,10 +164,8 @@ class Updater:
         """The training steps of the micro-batch of local samples ``numbers``."""
         rollout = rollouts.rollout(numbers)
         train = self.options.train
-        values = torch.as_tensor(
-            advantages[rollouts.positions[numbers]], dtype=torch.float32, device=rollout.item_ids.device
-        )
-        clipped = values.clamp(-train.adv_clip_max, train.adv_clip_max)
+        values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32)
+        clipped = to_device(values, rollout.item_ids.device).clamp(-train.adv_clip_max, train.adv_clip_max)
         rng = np.random.default_rng([_STEPS, self.options.seed, epoch])
         return [Step(rollout, index, clipped) for index in self.objective.steps(train, rollout, rng)]
 
@@ -169,17 +177,19 @@ class Updater:
         weights: Mapping[int, np.ndarray],
         kept: int,
         epoch: int,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Meter:
         """Gradients of all micro-batches, one step of the schedule at a time."""
         strategy, meter = self.state.strategy, Meter()
         filler = rollouts.samples[0][:1] if strategy.collective_backwards else None
         together = list(rounds(strategy.accelerator, batches, filler=filler))
-        for number, (numbers, idle) in enumerate(together, start=1):
+        asked = until_stopped(strategy.accelerator, together, should_stop, strategy.collective_backwards)
+        for number, (numbers, idle) in enumerate(asked, start=1):
             steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch)
             for place, step in enumerate(steps):
                 if weights and not idle:
                     rows = np.stack([weights[int(sample)] for sample in numbers])[:, place]
-                    step.group_weights = torch.as_tensor(rows, dtype=torch.float32, device=step.advantages.device)
+                    step.group_weights = to_device(torch.as_tensor(rows, dtype=torch.float32), step.advantages.device)
                 terms = self.objective(step, self.state.policy, self.options.train)
                 # An idle process takes part in collective backwards with a loss that has no gradient.
                 active = torch.full_like(terms.loss, not idle, dtype=torch.bool)
@@ -251,7 +261,7 @@ class Updater:
         for (number, rows), idle in rounds(strategy.accelerator, batches, filler=filler):
             part = rollouts.parts[number].select(rows)
             full = dataclasses.replace(part, conditioning=rollouts.conditioning.select(part.conditioning.rows))
-            recomputed = recompute_old(self.state.policy, full)
+            recomputed = recompute_old(self.state.policy, full, self.options.speed.compile)
             if not idle:
                 done[number].append(dataclasses.replace(recomputed, conditioning=part.conditioning))
         rollouts.parts = [Rollout.cat(parts) for parts in done]
@@ -263,9 +273,9 @@ class Updater:
             return False
         numbers = rollouts.batches(rollouts.samples[0].tolist(), options.train.batch_size)[0]
         rollout = rollouts.rollout(numbers)
+        again = recompute_old(policy, rollout, options.speed.compile)
         log_ratios = [
-            new.log_prob - old.log_prob
-            for new, old in zip(recompute_old(policy, rollout).noise_steps, rollout.noise_steps, strict=True)
+            new.log_prob - old.log_prob for new, old in zip(again.noise_steps, rollout.noise_steps, strict=True)
         ]
         deviation = (torch.stack(log_ratios, dim=1).exp() - 1).abs().mean().item()
         limit = options.train.clip_range / 4

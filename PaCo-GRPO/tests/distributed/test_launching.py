@@ -11,6 +11,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from serving_reward import free_port
 from tiny_run import ROOT, overrides_for
+from torch.distributed.launcher.api import LaunchConfig
 
 SCRIPTS = ROOT / "scripts"
 CONFIGS = ("cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp2") + tuple(
@@ -49,6 +50,7 @@ def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> 
     python.write_text(
         '#!/bin/sh\n[ "$1" != -P ] || exit 0  # asked which packages it has\n'
         f'printf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
+        f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > {tmp_path}/timeout\n'
     )
     python.chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")}
@@ -60,6 +62,15 @@ def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> 
 
 def called(tmp_path: Path) -> list[str]:
     return (tmp_path / "called").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 600), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7)])
+def test_processes_have_time_to_stop(tmp_path, monkeypatch, given, seconds):
+    """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable is checked too."""
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert launch(tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES="", **given).returncode == 0
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", (tmp_path / "timeout").read_text().strip())
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == seconds
 
 
 def test_several_machines_reach_accelerate(tmp_path):

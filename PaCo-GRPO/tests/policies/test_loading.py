@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from diffusers import FluxTransformer2DModel
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -55,6 +58,47 @@ def test_a_text_encoder_without_one_of_its_tensors(tmp_path, tiny_folder, name, 
     del weights[removed]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(PolicyLoadError, match=removed.split(".", 2)[2]):
+        load_policy(tmp_path / "model")
+
+
+def damage(file: Path, kind: str) -> str:
+    """Rewrite weights with one tensor missing, one too many, or one of another shape; returns its name."""
+    weights = load_file(file)
+    name = sorted(weights)[len(weights) // 2]
+    if kind == "missing":
+        del weights[name]
+    elif kind == "unexpected":
+        name = "left.over"
+        weights[name] = torch.zeros(2)
+    else:
+        weights[name] = torch.zeros([size + 1 for size in weights[name].shape])
+    save_file(weights, file, {"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched"])
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
+def test_weights_must_be_those_of_the_model(tmp_path, tiny_folder, name, part, kind):
+    shutil.copytree(tiny_folder(name), tmp_path / "model")
+    tensor = damage(tmp_path / "model" / part / "diffusion_pytorch_model.safetensors", kind)
+    with pytest.raises(PolicyLoadError) as caught:
+        load_policy(tmp_path / "model")
+    message = str(caught.value)
+    assert str(tmp_path / "model") in message and tensor in message and "\n" not in message
+
+
+def test_every_file_of_a_sharded_transformer_must_be_whole(tmp_path, tiny_flux_dir):
+    shutil.copytree(tiny_flux_dir, tmp_path / "model")
+    folder = tmp_path / "model" / "transformer"
+    model = FluxTransformer2DModel.from_pretrained(folder)
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert load_policy(tmp_path / "model")
+    tensor = damage(files[1], "missing")
+    with pytest.raises(PolicyLoadError, match=tensor):
         load_policy(tmp_path / "model")
 
 

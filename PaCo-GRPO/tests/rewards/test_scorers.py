@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_clip import save_clip, save_open_clip
 
 from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.dreamsim import DreamSim
+from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
+from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.rewards.subfigures import SubfigurePairs
 from paco_grpo.types import Item
 from paco_judge.grid import split_image
@@ -99,6 +103,23 @@ def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_c
     shared.texts(["asleep.", "awake."], 8)
     monkeypatch.setattr(shared._model, "encode_text", None)  # not needed any more
     assert shared.texts(["awake.", "asleep.", "awake."], 8).shape == (3, 16)
+
+
+def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tiny_open_clip, tmp_path):
+    shutil.copytree(clip_folder, tmp_path / "clip")
+    folder = shutil.copytree(Path(tiny_open_clip[1]).parent, tmp_path / "open_clip")
+    for file in (tmp_path / "clip" / "model.safetensors", folder / "open_clip_model.safetensors"):
+        weights = load_file(file)
+        removed = next(name for name in weights if name.endswith("bias"))
+        del weights[removed]
+        save_file(weights, file, {"format": "pt"})
+        clip = file.name == "model.safetensors"
+        for name in ("pickscore", "clipscore") if clip else ("subfig_clipT", "subfig_clipI"):
+            place = str(tmp_path / "clip") if clip else tiny_open_clip[0]
+            kwargs = {"model": place} | ({"processor": place} if clip else {"pretrained": str(file)})
+            reward = build_rewards({name: 1.0}, {name: kwargs})[name]
+            with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
+                reward.check()
 
 
 class TinyDreamSim(torch.nn.Module):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine_tools import chat_body, parse, plain_logprobs, plain_model
 
+from paco_grpo.asgi import ApiError
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages, load_question, theme_question
 from paco_judge.verdict import p_yes_from_logits
-from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine.protocol import parse_request
 from vllm_server.transformers_engine.server import build_app
 

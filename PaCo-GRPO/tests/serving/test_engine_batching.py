@@ -4,9 +4,10 @@ import threading
 from unittest import mock
 
 import pytest
+import torch
 from engine_tools import ids, pair_requests, run
 
-from vllm_server.asgi import ApiError
+from paco_grpo.asgi import ApiError
 from vllm_server.transformers_engine.batching import Batcher, Job
 
 
@@ -65,33 +66,56 @@ async def test_scores_run_between_the_tokens_of_long_answers(judge, tiny, scores
 @pytest.mark.parametrize(
     ("method", "tokens"), [("prepare", 1), ("first_token_logprobs", 1), ("prefill", 3), ("decode", 3)]
 )
-async def test_a_failure_is_an_error_of_its_requests_only(judge, tiny, method, tokens):
-    requests = [row[2] for row in pair_requests(tiny, 2, max_tokens=tokens)]
-    good, failed = getattr(judge, method), []
+async def test_a_failure_is_an_error_of_its_request_only(judge, tiny, method, tokens):
+    requests = [row[2] for row in pair_requests(tiny, 3, max_tokens=tokens)]
+    good, length = getattr(judge, method), len(judge.prepare(requests[:1])[0])
 
-    def failing(*given):
-        if not failed:
-            failed.append(True)
-            raise RuntimeError("out of memory")
-        return good(*given)
+    def failing(batch, *rest):
+        first = (lambda each: each == requests[0]) if method == "prepare" else (lambda each: len(each) == length)
+        if method == "decode" or any(map(first, batch)):
+            raise RuntimeError("out of memory in /secret/place")
+        return good(batch, *rest)
 
-    with mock.patch.object(judge, "eos_ids", frozenset()), mock.patch.object(judge, method, failing):
+    with mock.patch.object(judge, "eos_ids", frozenset()):
         batcher = Batcher(judge)
         batcher.start()
         for attempt in range(2):
             jobs = [Job(each) for each in requests]
-            for job in jobs:
-                batcher.submit(job)
-            for job in jobs:
-                if attempt:
-                    assert len([token async for token in job]) == tokens
-                else:
-                    with pytest.raises(ApiError, match="out of memory") as error:
-                        [token async for token in job]
-                    assert error.value.status == 500
+            fault = mock.patch.object(judge, method, good if attempt else failing)
+            with fault:
+                for job in jobs:
+                    batcher.submit(job)
+                for number, job in enumerate(jobs):
+                    if attempt or (number and method != "decode"):  # in the middle of answers nothing is repeated
+                        assert len([token async for token in job]) == tokens
+                    else:
+                        with pytest.raises(ApiError) as error:
+                            [token async for token in job]
+                        assert error.value.status == 500 and "secret" not in str(error.value)
             assert batcher.alive()
         await batcher.stop()
     assert not batcher.alive()
+
+
+async def test_log_probabilities_that_are_no_numbers_are_an_error_of_their_request(judge, scores):
+    forward = judge.first_token_logprobs
+
+    def damaged(batch):
+        logprobs = forward(batch)
+        logprobs[0] = torch.nan
+        return logprobs
+
+    with mock.patch.object(judge, "first_token_logprobs", damaged):
+        batcher = Batcher(judge)
+        jobs = [Job(each) for each in scores[:2]]
+        for job in jobs:
+            batcher.submit(job)
+        batcher.start()
+        with pytest.raises(ApiError, match="not numbers") as error:
+            [token async for token in jobs[0]]
+        assert error.value.status == 422, "clients do not ask again"
+        assert len([token async for token in jobs[1]]) == 1
+        await batcher.stop()
 
 
 async def test_a_cancelled_request_costs_no_forward(judge, scores):

@@ -11,9 +11,9 @@ from engine_tools import ids, pair_requests, parse, plain_inputs, plain_logprobs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from paco_grpo.asgi import ApiError
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
-from vllm_server.asgi import ApiError
 from vllm_server.transformers_engine import model as model_module
 from vllm_server.transformers_engine.__main__ import named_folder
 from vllm_server.transformers_engine.model import JudgeModel
@@ -91,12 +91,6 @@ def test_bad_requests_are_errors_of_their_own(judge, tiny):
     assert not isinstance(results[0], ApiError)
     assert all(isinstance(row, ApiError) and row.status == 400 and row.param == "messages" for row in results[1:])
     assert results[1].code == "invalid_image" and results[4].code == "context_length_exceeded"
-
-
-def test_an_image_of_too_many_pixels_is_refused(judge, tiny, monkeypatch):
-    monkeypatch.setattr(model_module, "_MAX_PIXELS", 100)
-    (row,) = judge.prepare([request(tiny.picture(77), tiny.picture(78))])
-    assert isinstance(row, ApiError)
 
 
 async def test_longer_answers_are_those_of_generate(judge, plain, tiny):
@@ -179,7 +173,7 @@ async def test_adapters_are_listed_after_their_base(tuned, adapters):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as http:
         rows = {row["id"]: row for row in (await http.get("/v1/models")).json()["data"]}
     assert list(rows) == ["base", *adapters]
-    assert rows["all"]["parent"] == "base" and rows["all"]["root"] == adapters["all"]
+    assert rows["all"]["parent"] == "base" and adapters["all"] not in str(rows), "no folders of the server"
 
 
 @pytest.mark.parametrize("given", ["name", "=folder", "name="])

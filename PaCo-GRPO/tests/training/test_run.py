@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from paco_grpo.objectives import Terms
 from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.update import Updater
 
 THREE_EPOCHS = {"num_epochs": 3, "eval_freq": 2, "test__at_start": True, "train__gradient_step_per_epoch": 2}
 
@@ -108,6 +110,31 @@ def test_signal_saves_and_resume_is_bit_identical(finished, tiny_flux_dir, tmp_p
     assert [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")] == ["epoch_0001"]
     train(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
     assert state(tmp_path, 3) == state(folder_of(finished).parents[1], 3)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_signal_within_an_update(tiny_flux_dir, tmp_path, monkeypatch, step):
+    """Before the epoch's first optimizer step it stops at the next micro-batch, later the epoch is finished."""
+    changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0, "train__batch_size": 2}
+    stopped, calls = tiny_options(tiny_flux_dir, tmp_path, **changes), []
+    steps = Updater._steps
+
+    def signal_then_steps(*arguments):
+        calls.append(1)
+        if len(calls) == 3 + 2 * step:  # four micro-batches an epoch; the first of this optimizer step, in epoch 2
+            os.kill(os.getpid(), signal.SIGTERM)
+        return steps(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingStopped):
+        patch.setattr(Updater, "_steps", signal_then_steps)
+        train(stopped)
+    assert len(calls) == (5 if step == 1 else 8)
+    names = [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")]
+    assert names == ["epoch_0001" if step == 1 else "epoch_0002"]
+    train(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
+    uninterrupted = tmp_path / "uninterrupted"
+    train(tiny_options(tiny_flux_dir, uninterrupted, **changes))
+    assert state(tmp_path, 3) == state(uninterrupted, 3)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished):

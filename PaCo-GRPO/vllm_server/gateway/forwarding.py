@@ -7,20 +7,31 @@ another; an event stream is passed on as it comes. The body is passed on as it w
 import asyncio
 import contextlib
 import json
+import logging
 import time
+from collections.abc import AsyncIterator
 
 import aiohttp
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
-from vllm_server.asgi import ApiError, read_body
+from paco_grpo.asgi import BODY_S, ApiError, Bodies, until_caller_leaves
 from vllm_server.gateway.metrics import UNKNOWN, Metrics
 from vllm_server.gateway.replicas import Replica, Replicas
 
 try:
     from orjson import loads  # several times faster on a request with images
 except ImportError:  # in vLLM's environment
-    from json import loads
+
+    def loads(text: bytes):
+        """As strict as orjson: NaN and Infinity are no JSON."""
+        return json.loads(text, parse_constant=_no_constant)
+
+    def _no_constant(name: str):
+        raise ValueError(f"{name} is no JSON")
+
+
+logger = logging.getLogger(__name__)
 
 _REQUEST_HEADERS = {b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate"}
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id")
@@ -78,46 +89,57 @@ class Forwarder:
     """The application behind every ``POST /v1/…``. ``session`` is set before it is called.
 
     Args:
-        max_in_flight: Requests in progress beyond which new ones are refused with 429.
-        timeout_s: Until a body has arrived, until an answer begins, and between its parts.
+        max_in_flight: Requests in progress (whose bodies are complete) beyond which new ones are refused with 429.
+        timeout_s: Until an answer begins, and between its parts; until a body has arrived, if that is shorter.
     """
 
     session: aiohttp.ClientSession
 
     def __init__(self, replicas: Replicas, metrics: Metrics, max_in_flight: int, max_body_bytes: int, timeout_s: float):
         self._replicas, self._metrics = replicas, metrics
-        self._limit, self._max_body_bytes, self._timeout_s = max_in_flight, max_body_bytes, timeout_s
+        self._limit, self._timeout_s = max_in_flight, timeout_s
+        self._bodies = Bodies(max_body_bytes, timeout_s=min(BODY_S, timeout_s))
         self._in_flight = 0
 
     async def __call__(self, scope, receive, send) -> None:
         exchange = Exchange(scope, send, self._metrics)
-        self._in_flight += 1
-        self._metrics.in_flight.set(self._in_flight)
         try:
-            if self._in_flight > self._limit:
-                raise ApiError(
-                    f"{self._limit} requests are in progress; try again later",
-                    429, code="rate_limit_exceeded", kind="too_many_requests", retry_after_s=1,
-                )  # fmt: skip
-            body = await read_body(scope, receive, self._max_body_bytes, self._timeout_s)
-            exchange.model = self._model(body)
-            headers = {
-                name.decode("latin-1"): value.decode("latin-1")
-                for name, value in scope["headers"]
-                if name in _REQUEST_HEADERS
-            }
-            headers.setdefault("content-type", "application/json")
-            await _until_caller_leaves(exchange, receive, self._serve(exchange, headers, body))
+            async with self._bodies.read(scope, receive) as body, self._place():
+                exchange.model = self._model(body)
+                headers = {
+                    name.decode("latin-1"): value.decode("latin-1")
+                    for name, value in scope["headers"]
+                    if name in _REQUEST_HEADERS
+                }
+                headers.setdefault("content-type", "application/json")
+                work = self._serve(exchange, headers, body)
+                await until_caller_leaves(receive, work, lambda: exchange.complete)
         except ApiError as error:
             await exchange.refuse(error)
         except asyncio.CancelledError:  # the server is ending, and the time for requests in progress is over
             message = "the gateway is shutting down; try again when it is back"
             await exchange.refuse(ApiError(message, 503, kind="shutting_down", retry_after_s=1))
         finally:
-            self._in_flight -= 1
-            self._metrics.in_flight.set(self._in_flight)
             self._metrics.requests.labels(exchange.model, exchange.status).inc()
             self._metrics.seconds.labels(exchange.model).observe(exchange.seconds)
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places for requests in progress. Raises ApiError (429) when all are taken."""
+        if self._in_flight >= self._limit:
+            raise ApiError(
+                f"{self._limit} requests are in progress; try again later",
+                429, code="rate_limit_exceeded", kind="too_many_requests", retry_after_s=1,
+            )  # fmt: skip
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._in_flight += change
+        self._metrics.in_flight.set(self._in_flight)
 
     def _model(self, body: bytes) -> str:
         """The served model that a request names. Raises ApiError."""
@@ -131,7 +153,7 @@ class Forwarder:
         if not isinstance(model, str):
             raise ApiError(f"model must be a string, one of {served}", param="model")
         if model not in self._replicas.of_model:
-            message = f"model {model!r} is not served here; served: {served}"
+            message = f"model {model[:200]!r} is not served here; served: {served}"
             raise ApiError(message, 404, param="model", code="model_not_found", kind="model_not_found")
         return model
 
@@ -150,7 +172,7 @@ class Forwarder:
                 self._metrics.errors.labels("replica_error" if error.answer else "replica_failed").inc()
                 replica.failed(str(error))
                 if exchange.status:
-                    message = f"the answer broke off: {error}"
+                    message = "the answer broke off: its server failed"
                     raise ApiError(message, 502, code="bad_gateway", kind="broken_stream") from error
                 continue
             replica.succeeded()
@@ -160,7 +182,7 @@ class Forwarder:
             raise ApiError(message, 503, code="no_replica", kind="no_replica", retry_after_s=1)
         if failure.answer:
             return await failure.answer(exchange.scope, None, exchange.send)
-        message = f"no replica of {model!r} gave an answer: {failure}"
+        message = f"no replica of {model!r} gave an answer; the gateway's log says why"
         raise ApiError(message, 502, code="bad_gateway", kind="bad_gateway", retry_after_s=1)
 
     async def _ask(self, exchange: Exchange, replica: Replica, headers: dict, body: bytes) -> Response | None:
@@ -192,34 +214,10 @@ class Forwarder:
                 raise ReplicaFailed(f"{replica.name} hangs") from error
             if isinstance(error, aiohttp.ServerTimeoutError):
                 raise ReplicaFailed(f"{replica.name} accepts no connection") from error
-            message = f"{replica.name} did not answer within {self._timeout_s:g} s (VLLM_REQUEST_TIMEOUT)"
+            message = f"no answer within {self._timeout_s:g} s (VLLM_REQUEST_TIMEOUT)"
             raise ApiError(message, 504, code="timeout", kind="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaFailed(f"{replica.name}: {type(error).__name__}: {error}") from error
-
-
-async def _until_caller_leaves(exchange: Exchange, receive, serving) -> None:
-    """Runs ``serving``; ends it when the caller disconnects, so that the engine stops working on it."""
-
-    task, left = asyncio.current_task(), False
-
-    async def watch() -> None:
-        nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not exchange.complete:
-            left = True
-            task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        await serving
-    except asyncio.CancelledError:
-        if not left or task.uncancel() > 0:
-            raise
-        raise ApiError("the caller left", 499, kind="client_closed") from None
-    finally:
-        watcher.cancel()
 
 
 async def _whole(response: aiohttp.ClientResponse) -> Response:
@@ -236,8 +234,8 @@ async def _whole(response: aiohttp.ClientResponse) -> Response:
     if not is_object:
         if response.status < 400:
             raise aiohttp.ClientPayloadError(f"an answer that is not a JSON object: {body[:80]!r}")
-        text = body[:200].decode(errors="replace")
-        error = ApiError(f"the server answered {response.status}: {text}", response.status)
+        logger.warning("a server answered %d: %r", response.status, body[:200])  # may hold its addresses and paths
+        error = ApiError(f"the server answered {response.status} without a reason", response.status)
         answer = JSONResponse(error.body(), response.status, headers | {"content-type": "application/json"})
     else:
         answer = Response(body, response.status, headers)

@@ -38,6 +38,7 @@ def main() -> int:
     import torch
     import uvicorn
 
+    from paco_grpo.asgi import SERVER_SETTINGS
     from vllm_server.transformers_engine.model import JudgeModel
     from vllm_server.transformers_engine.server import build_app
 
@@ -65,9 +66,7 @@ def main() -> int:
         app,
         host=arguments.host,
         port=arguments.port,
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,  # callers keep their connections between two batches of questions
+        **SERVER_SETTINGS,
         timeout_graceful_shutdown=10,
     )
     return 0

@@ -1,19 +1,21 @@
 """Batching across requests: those that wait while one batch runs become the next batch."""
 
 import asyncio
-import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from vllm_server.asgi import ApiError
+from paco_grpo.asgi import ApiError
 from vllm_server.transformers_engine.model import JudgeModel, Prepared
 from vllm_server.transformers_engine.protocol import ChatRequest
 
 logger = logging.getLogger(__name__)
+
+_LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class Job:
     prepared: Prepared | None = None
     finish_reason: str = "length"
     cancelled: bool = False
+    began: bool = False  # a token was delivered
+
+    def drop_inputs(self) -> None:
+        """Frees texts and images, which nobody needs any more."""
+        self.request = replace(self.request, turns=(), images=())
+
+    def cancel(self) -> None:
+        """The caller has left: nothing more is computed for this request."""
+        self.cancelled = True
+        self.drop_inputs()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Yields the tokens as they come. Raises ApiError."""
@@ -41,7 +53,7 @@ class Job:
             if isinstance(item, ApiError):
                 raise item
             if isinstance(item, Exception):
-                raise ApiError(f"the model's forward failed: {type(item).__name__}: {item}", 500) from item
+                raise ApiError("the engine failed on this request; its log says why", 500) from item
             yield item
 
 
@@ -101,23 +113,25 @@ class Batcher:
             jobs = [await incoming.get()]
             while len(jobs) < self._max_batch and not incoming.empty():
                 jobs.append(incoming.get_nowait())
-            jobs = [job for job in jobs if not job.cancelled]
-            with _errors_delivered_to(jobs):
-                requests = [job.request for job in jobs]
-                rows = await _on(self._prepare_thread, self._model.prepare, requests)
-                for job, row in zip(jobs, rows, strict=True):
-                    if isinstance(row, ApiError):
-                        job.tokens.put_nowait(row)
-                    else:
-                        job.prepared = row
-                        await ready.put(job)
+                if jobs[-1].cancelled:
+                    jobs.pop()
+            await _together_or_alone(jobs, self._prepare_batch)
+            for job in jobs:
+                job.drop_inputs()
+                if job.prepared:
+                    await ready.put(job)
+
+    async def _prepare_batch(self, jobs: list[Job]) -> None:
+        rows = await _on(self._prepare_thread, self._model.prepare, [job.request for job in jobs])
+        for job, row in zip(jobs, rows, strict=True):
+            if isinstance(row, ApiError):
+                job.tokens.put_nowait(row)
+            else:
+                job.prepared = row
 
     async def _run(self, ready: asyncio.Queue[Job], run: Callable[[list[Job]], Awaitable[None]]) -> None:
         async for batch in self._batches(ready):
-            jobs = [job for job in batch if not job.cancelled]
-            if jobs:
-                with _errors_delivered_to(jobs):
-                    await run(jobs)
+            await _together_or_alone(batch, run)
 
     async def _batches(self, ready: asyncio.Queue[Job]) -> AsyncIterator[list[Job]]:
         """Yields jobs for one forward each: of one adapter, and as many as fit."""
@@ -147,16 +161,21 @@ class Batcher:
             tokens = await _on(self._model_thread, next, steps)
             for i in list(left):
                 left[i] -= 1
-                last = left[i] <= 0 or jobs[i].cancelled or tokens[i].id in self._model.eos_ids
-                self._deliver(jobs[i], tokens[i], last)
-                if last:
+                if self._deliver(jobs[i], tokens[i], left[i] <= 0 or jobs[i].cancelled):
                     del left[i]
 
-    def _deliver(self, job: Job, token: Token, last: bool) -> None:
+    def _deliver(self, job: Job, token: Token, last: bool) -> bool:
+        """Hands out a token; whether the answer ends with it."""
+        job.began = True
+        if not math.isfinite(token.logprob):
+            job.tokens.put_nowait(_not_a_number())
+            return True
         job.tokens.put_nowait(token)
-        if last:
-            job.finish_reason = "stop" if token.id in self._model.eos_ids else "length"
+        stop = token.id in self._model.eos_ids
+        if last or stop:
+            job.finish_reason = "stop" if stop else "length"
             job.tokens.put_nowait(None)
+        return last or stop
 
     # On the model's thread.
 
@@ -182,7 +201,7 @@ def _tokens(jobs: list[Job], logprobs: torch.Tensor) -> list[Token]:
     wanted = [job.request.top_logprobs or 0 for job in jobs]
     chosen = logprobs.argmax(-1)
     own = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
-    values, ids = (part.tolist() for part in logprobs.topk(max(1, *wanted), dim=-1))
+    values, ids = (part.tolist() for part in logprobs.clamp(min=_LOWEST).topk(max(1, *wanted), dim=-1))
     return [
         Token(token, own[i], tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True)))
         for i, token in enumerate(chosen.tolist())
@@ -193,12 +212,24 @@ async def _on(thread: ThreadPoolExecutor, function: Callable, *arguments):
     return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
 
-@contextlib.contextmanager
-def _errors_delivered_to(jobs: list[Job]) -> Iterator[None]:
-    """A batch that fails (out of memory, for example) is an error of its requests and not the end of the server."""
+def _not_a_number() -> ApiError:
+    # No 5xx: asking again, as clients then do, would not help.
+    return ApiError("the model's log-probabilities are not numbers: its weights are damaged", 422, code="not_a_number")
+
+
+async def _together_or_alone(jobs: list[Job], work: Callable[[list[Job]], Awaitable[None]]) -> None:
+    """Runs ``work`` on the jobs whose callers wait; if it fails, on each alone: one request costs others nothing.
+
+    A job that fails alone, or in the middle of its answer, gets the error.
+    """
+    jobs = [job for job in jobs if not job.cancelled]
     try:
-        yield
+        if jobs:
+            await work(jobs)
     except Exception as error:
         logger.exception("a batch of %d requests failed", len(jobs))
         for job in jobs:
-            job.tokens.put_nowait(error)
+            if job.began or len(jobs) == 1:
+                job.tokens.put_nowait(error)
+            else:
+                await _together_or_alone([job], work)

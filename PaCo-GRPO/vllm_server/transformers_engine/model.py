@@ -3,12 +3,10 @@
 Shapes: B requests, L tokens, D width, V vocabulary.
 """
 
-import functools
 import hashlib
-import io
 import logging
+import math
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,15 +15,18 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from vllm_server.asgi import ApiError
+from paco_grpo.asgi import ApiError
+from paco_grpo.images import check_total, decode, open_image
 from vllm_server.transformers_engine.adapters import Adapters, load_adapters
+from vllm_server.transformers_engine.cache import ByteCache
 from vllm_server.transformers_engine.protocol import ChatRequest, image_bytes
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ("qwen2_5_vl",)
-_PROMPT_CACHE_ENTRIES = 8192
-_MAX_PIXELS = 64_000_000  # of a decoded image: a larger one is an attack on memory rather than a picture to judge
+_PROMPT_CACHE_BYTES = 64 << 20
+_CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
+_DECODED_PIXELS = 1 << 25  # decoded at a time, over all requests of a batch (a single larger image is refused)
 _VISION_PATCHES = 1 << 15  # in one pass of the vision tower
 # Decoding releases the interpreter's lock.
 _DECODERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="engine-decode")
@@ -40,6 +41,24 @@ class Prompt:
     image_slots: torch.Tensor  # (image tokens,) int64: where image features go
     next_position: int  # position of the first answer token
 
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return self.ids.nbytes + self.positions.nbytes + self.image_slots.nbytes
+
+
+@dataclass(frozen=True)
+class OpenedImage:
+    """An image whose header was read."""
+
+    image: Image.Image
+    patches: int  # that it will have
+
+    @property
+    def pixels(self) -> int:
+        """As it is in the file; the processor may make it smaller."""
+        return self.image.width * self.image.height
+
 
 @dataclass(frozen=True)
 class EncodedImage:
@@ -47,6 +66,11 @@ class EncodedImage:
 
     grid: tuple[int, int, int]  # patches: time, height, width
     features: torch.Tensor  # (image tokens, D), on the model's device
+
+    @property
+    def patches(self) -> int:
+        """Before merging."""
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True)
@@ -75,9 +99,7 @@ class JudgeModel:
         self.model, self.processor, self.tokenizer = model, processor, processor.tokenizer
         self.device, self.max_model_len = model.device, max_model_len
         self._merged = model.config.vision_config.spatial_merge_size**2
-        self._tokenize = functools.lru_cache(_PROMPT_CACHE_ENTRIES)(self._tokenize)
-        self._images: OrderedDict[tuple, EncodedImage] = OrderedDict()  # the most recently used last
-        self._image_bytes_left = image_cache_bytes
+        self._prompts, self._images = ByteCache(_PROMPT_CACHE_BYTES), ByteCache(image_cache_bytes)
         eos = model.generation_config.eos_token_id
         eos = [*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id]
         self.eos_ids = frozenset(token for token in eos if token is not None)
@@ -119,7 +141,10 @@ class JudgeModel:
 
     @torch.inference_mode()
     def prepare(self, requests: list[ChatRequest]) -> list[Prepared | ApiError]:
-        """Prepares requests together: new images of one adapter pass through the vision tower in one batch."""
+        """Prepares requests together: new images of one adapter pass through the vision tower in one batch.
+
+        A request is refused by its texts' length and its images' headers, before anything of it is decoded.
+        """
         rows: list[Prepared | ApiError | None] = [None] * len(requests)
         for adapter in dict.fromkeys(request.adapter for request in requests):
             self._vision_adapters.use(adapter)
@@ -130,19 +155,53 @@ class JudgeModel:
                 for index, request in enumerate(requests)
                 if request.adapter == adapter
             }
-            images = self._encode(
-                {key: url for i in keys for key, url in zip(keys[i], requests[i].images, strict=True)}
-            )
+            urls = {key: url for i in keys for key, url in zip(keys[i], requests[i].images, strict=True)}
+            images = {key: image for key in urls if (image := self._images.get(key)) is not None}
+            new = [key for key in urls if key not in images]
+            images |= zip(new, _DECODERS.map(self._open, (urls[key] for key in new)), strict=True)
             for index, own in keys.items():
-                rows[index] = self._prepare(requests[index], [images[key] for key in own])
+                rows[index] = self._refusal(requests[index], [images[key] for key in own])
+            wanted = [key for index, own in keys.items() if rows[index] is None for key in own]
+            images |= self._encode({key: images[key] for key in wanted if isinstance(images[key], OpenedImage)})
+            for index, own in keys.items():
+                rows[index] = rows[index] or self._prepare(requests[index], [images[key] for key in own])
         return rows
+
+    def _open(self, url: str) -> OpenedImage | ApiError:
+        """Reads the header of a data URL's image; an error is returned."""
+        try:
+            image = open_image(image_bytes(url))
+            # Raises ValueError for proportions that the processor would refuse.
+            patches = self.processor.image_processor.get_number_of_image_patches(image.height, image.width, {})
+            return OpenedImage(image, patches)
+        except ApiError as error:
+            return error
+        except ValueError as error:
+            return ApiError(str(error), param="messages", code="invalid_image")
+
+    def _refusal(self, request: ChatRequest, images: list) -> ApiError | None:
+        """Why a request is not worth decoding; ``images``: opened, encoded (in the cache), or errors."""
+        for image in images:
+            if isinstance(image, ApiError):
+                return image
+        characters = sum(len(part) for _, parts in request.turns for part in parts if part)
+        if characters > _CHARACTERS_PER_TOKEN * self.max_model_len:
+            return _too_long(f"the texts have {characters} characters", self.max_model_len)
+        try:
+            check_total([image.image for image in images if isinstance(image, OpenedImage)])
+        except ValueError as error:
+            return ApiError(str(error), param="messages", code="invalid_image")
+        tokens = sum(image.patches for image in images) // self._merged
+        if tokens >= self.max_model_len:
+            return _too_long(f"the images have {tokens} tokens", self.max_model_len)
+        return None
 
     def _prepare(self, request: ChatRequest, images: list) -> Prepared | ApiError:
         for image in images:
             if isinstance(image, ApiError):
                 return image
         try:
-            prompt = self._tokenize(request.turns, tuple(image.grid for image in images))
+            prompt = self._prompt(request.turns, tuple(image.grid for image in images))
         except ApiError as error:
             return error
         answer = request.max_tokens or 1
@@ -183,6 +242,15 @@ class JudgeModel:
         """Log-probabilities (B, V) float32 at the last position."""
         return torch.log_softmax(self.model.lm_head(output.last_hidden_state[:, -1]).float(), dim=-1)
 
+    def _prompt(self, turns: tuple, grids: tuple[tuple[int, int, int], ...]) -> Prompt:
+        """``_tokenize``, cached."""
+        prompt = self._prompts.get((turns, grids))
+        if prompt is None:
+            prompt = self._tokenize(turns, grids)
+            characters = sum(len(part) for _, parts in turns for part in parts if part)
+            self._prompts.put((turns, grids), prompt, prompt.nbytes + 4 * characters)
+        return prompt
+
     def _tokenize(self, turns: tuple, grids: tuple[tuple[int, int, int], ...]) -> Prompt:
         messages = [
             {
@@ -211,18 +279,22 @@ class JudgeModel:
         )
         return Prompt(ids, positions[:, 0], is_image.nonzero()[:, 0], int(positions.max()) + 1)
 
-    def _encode(self, urls: Mapping[tuple, str]) -> dict[tuple, EncodedImage | ApiError]:
-        """Images by key, from the cache or encoded together; an unreadable one is an error in its place."""
-        results = {key: self._images[key] for key in urls if key in self._images}
-        for key in results:
-            self._images.move_to_end(key)
-        new = {key: url for key, url in urls.items() if key not in results}
-        decoded = dict(zip(new, _DECODERS.map(_open_url, new.values()), strict=True))
-        results |= {key: error for key, error in decoded.items() if isinstance(error, ApiError)}
-        readable = {key: image for key, image in decoded.items() if key not in results}
-        if not readable:
-            return results
-        inputs = self.processor.image_processor(images=list(readable.values()), return_tensors="pt")
+    def _encode(self, opened: Mapping[tuple, OpenedImage]) -> dict[tuple, EncodedImage | ApiError]:
+        """Images by key, encoded together; an unreadable one is an error in its place."""
+        results: dict[tuple, EncodedImage | ApiError] = {}
+        keys, start = list(opened), 0
+        for stop in _chunks([image.pixels for image in opened.values()], _DECODED_PIXELS):
+            group = {key: opened[key].image for key in keys[start:stop]}
+            decoded = dict(zip(group, _DECODERS.map(_decode, group.values()), strict=True))
+            results |= {key: error for key, error in decoded.items() if isinstance(error, ApiError)}
+            self._encode_decoded({key: image for key, image in decoded.items() if key not in results}, results)
+            start = stop
+        return results
+
+    def _encode_decoded(self, images: Mapping[tuple, Image.Image], results: dict) -> None:
+        if not images:
+            return
+        inputs = self.processor.image_processor(images=list(images.values()), return_tensors="pt")
         grids = inputs["image_grid_thw"]
         patches = torch.split(inputs["pixel_values"], grids.prod(-1).tolist())
         start = 0
@@ -230,15 +302,12 @@ class JudgeModel:
             pixels = torch.cat(patches[start:stop]).to(self.device)
             output = self.model.model.get_image_features(pixels, grids[start:stop].to(self.device))
             for key, grid, features in zip(
-                list(readable)[start:stop], grids[start:stop].tolist(), output.pooler_output, strict=True
+                list(images)[start:stop], grids[start:stop].tolist(), output.pooler_output, strict=True
             ):
                 image = EncodedImage(tuple(grid), features.to(self.model.dtype).clone())
-                results[key] = self._images[key] = image
-                self._image_bytes_left -= image.features.nbytes
+                results[key] = image
+                self._images.put(key, image, image.features.nbytes)
             start = stop
-        while self._image_bytes_left < 0 and len(self._images) > 1:
-            self._image_bytes_left += self._images.popitem(last=False)[1].features.nbytes
-        return results
 
     def _forward(self, batch: list[Prepared], use_cache: bool):
         """Left-padded forward of one adapter's rows: last log-probabilities (B, V), cache or None, mask (B, L)."""
@@ -270,18 +339,17 @@ class JudgeModel:
         return self._logprobs(output), output.past_key_values, mask
 
 
-def _open_url(url: str) -> Image.Image | ApiError:
-    """Decodes a data URL to RGB; an error is returned."""
+def _decode(image: Image.Image) -> Image.Image | ApiError:
+    """An opened image as RGB; an error is returned."""
     try:
-        image = Image.open(io.BytesIO(image_bytes(url)))
-        if image.width * image.height > _MAX_PIXELS:
-            message = f"an image has {image.width}x{image.height} pixels; at most {_MAX_PIXELS}"
-            return ApiError(message, param="messages")
-        return image.convert("RGB")
-    except ApiError as error:
-        return error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return ApiError(f"an image cannot be read: {error}", param="messages", code="invalid_image")
+        return decode(image)
+    except ValueError as error:
+        return ApiError(str(error), param="messages", code="invalid_image")
+
+
+def _too_long(what: str, limit: int) -> ApiError:
+    message = f"{what}; the model takes {limit} tokens (raise MAX_MODEL_LEN, or send less)"
+    return ApiError(message, param="messages", code="context_length_exceeded")
 
 
 def _last_position_only(language_model) -> None:

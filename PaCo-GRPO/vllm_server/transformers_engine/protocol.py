@@ -1,6 +1,7 @@
 """The part of OpenAI's chat API that the engine understands; it refuses everything else with a clear message."""
 
 import binascii
+import reprlib
 from base64 import b64decode
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pydantic import (
     ValidationError,
 )
 
-from vllm_server.asgi import ApiError
+from paco_grpo.asgi import ApiError
 
 MAX_TOP_LOGPROBS = 20
 
@@ -113,7 +114,7 @@ def parse_request(
         raise ApiError("the body must be a JSON object")
     model = body.get("model")
     if model not in served:
-        message = f"model {model!r} is not served here; served: {', '.join(served)}"
+        message = f"model {reprlib.repr(model)} is not served here; served: {', '.join(served)}"
         raise ApiError(message, 404, param="model", code="model_not_found")
     try:
         parsed = _ChatBody.model_validate({name: value for name, value in body.items() if value is not None})
@@ -145,7 +146,7 @@ def parse_request(
 def _refusal(invalid: ValidationError) -> ApiError:
     first = invalid.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
-    message = f"{where}: {first['msg']}, got {str(first['input'])[:80]!r}; the transformers engine answers greedily"
+    message = f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; the transformers engine answers greedily"
     return ApiError(f"{message}, use vLLM for other requests", param=str(first["loc"][0]))
 
 

@@ -3,7 +3,7 @@
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vllm_server.asgi import ApiError, KeyGuard, read_body, unknown_route
+from paco_grpo.asgi import ApiError, Bodies, KeyGuard, refuse, unknown_route, until_caller_leaves
 from vllm_server.transformers_engine.batching import Batcher, Job, Token
 from vllm_server.transformers_engine.model import JudgeModel
 from vllm_server.transformers_engine.protocol import parse_request
@@ -30,9 +30,9 @@ class Api:
     batcher: Batcher
     base: str
     names: tuple[str, ...]  # everything served
-    adapters: Mapping[str, str]  # folder of each adapter by its name
+    adapters: Collection[str]  # which of them are adapters
     max_images: int  # in a request
-    max_body_bytes: int
+    bodies: Bodies
     started: int = field(default_factory=lambda: int(time.time()))
     _token_entries: dict[int, dict] = field(default_factory=dict)
 
@@ -50,28 +50,29 @@ class Api:
         limit = self.model.max_model_len
         rows = [
             {"id": name, "object": "model", "created": self.started, "owned_by": "paco-rl", "max_model_len": limit}
-            | ({"root": self.adapters[name], "parent": self.base} if name in self.adapters else {})
+            | ({"parent": self.base} if name in self.adapters else {})
             for name in self.names
         ]
         return JSONResponse({"object": "list", "data": rows})
 
     async def chat(self, request: Request) -> Response:
         """A chat completion, or its event stream. Raises ApiError."""
-        body = await read_body(request.scope, request.receive, self.max_body_bytes)
-        job = Job(parse_request(body, self.names, self.adapters, self.max_images))
-        self.batcher.submit(job)
+        async with self.bodies.read(request.scope, request.receive) as body:
+            job = Job(parse_request(body, self.names, self.adapters, self.max_images))
+            del body
+            self.batcher.submit(job)
+            received = aiter(job)
+            try:
+                # The first token of a stream is awaited here, so that a refusal is still an HTTP error.
+                work = _first(received) if job.request.stream else _all(received)
+                tokens = await until_caller_leaves(request.receive, work)
+            except BaseException:
+                job.cancel()
+                raise
         answer = {"id": next(self._answer_ids), "created": int(time.time()), "model": job.request.model}
-        tokens: list[Token] = []
-        received = aiter(job)
         if job.request.stream:
-            # The first token is awaited here, so that a refusal is still an HTTP error.
-            tokens.append(await anext(received))
             events = self._events(job, tokens, received, answer | {"object": "chat.completion.chunk"})
             return StreamingResponse(events, media_type="text/event-stream")
-        try:
-            tokens += [token async for token in received]
-        finally:
-            job.cancelled = True  # for a request that was cancelled while it waited
         message = {"role": "assistant", "content": self._text(tokens)}
         logprobs = self._logprobs(job, tokens)
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": job.finish_reason}
@@ -107,7 +108,7 @@ class Api:
         except ApiError as error:
             yield _event(error.body())
         finally:
-            job.cancelled = True  # the reader may have left
+            job.cancel()  # the reader may have left
         yield b"data: [DONE]\n\n"
 
     def _text(self, tokens: list[Token]) -> str:
@@ -134,7 +135,7 @@ def build_app(
     model: JudgeModel,
     names: tuple[str, ...],
     *,
-    adapters: Mapping[str, str] | None = None,
+    adapters: Collection[str] = (),
     max_batch: int = 64,
     max_images: int = 16,
     max_body_bytes: int = 32 << 20,
@@ -146,7 +147,7 @@ def build_app(
 
     Args:
         names: Served names of the base.
-        adapters: Folder of each adapter by its name.
+        adapters: Names of the adapters.
         api_key: Needed on every route except ``/health``.
     """
     batcher = Batcher(model, max_batch=max_batch)
@@ -157,23 +158,26 @@ def build_app(
         yield
         await batcher.stop()
 
-    adapters = adapters or {}
-    api = Api(model, batcher, names[0], (*names, *adapters), adapters, max_images, max_body_bytes)
+    api = Api(model, batcher, names[0], (*names, *adapters), adapters, max_images, Bodies(max_body_bytes))
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/health", api.health, methods=["GET"]),
     ]
     app = Starlette(
-        routes=routes, exception_handlers={ApiError: _refuse, HTTPException: unknown_route(_ROUTES)}, lifespan=lifespan
+        routes=routes, exception_handlers={ApiError: refuse, HTTPException: unknown_route(_ROUTES)}, lifespan=lifespan
     )
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
     return app
 
 
-async def _refuse(request: Request, error: ApiError) -> ApiError:
-    return error
+async def _all(received: AsyncIterator[Token]) -> list[Token]:
+    return [token async for token in received]
+
+
+async def _first(received: AsyncIterator[Token]) -> list[Token]:
+    return [await anext(received)]
 
 
 def _event(content: dict) -> bytes:

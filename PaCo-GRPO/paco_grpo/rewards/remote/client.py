@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
 from paco_judge import transport
+from paco_judge.outside import parse
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,7 +58,7 @@ class RemoteReward:
         runtime = transport.runtime()
         try:
             answer = runtime.submit(runtime.get(f"{self.server}/health", self._headers, _CHECK_TIMEOUT_S)).result()
-            served = json.loads(answer)["reward"]
+            served = parse(answer)["reward"]
         except transport.Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
             raise RewardError(f"reward {self.name!r}: {self.server} refused us: {error}{hint}") from error
@@ -67,7 +67,7 @@ class RemoteReward:
                 f"reward {self.name!r}: no service answers at {self.server} ({error}); start one with "
                 f"`bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
             ) from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise RewardError(f"reward {self.name!r}: {self.server} is not a reward service: {error!r}") from error
         if served != self.name:
             raise RewardError(f"reward {self.name!r}: the service at {self.server} serves {served!r}; correct server=")

@@ -13,16 +13,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import json
 import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from paco_grpo.asgi import (
+    SERVER_SETTINGS,
+    ApiError,
+    Bodies,
+    KeyGuard,
+    public,
+    refuse,
+    unknown_route,
+    until_caller_leaves,
+)
 from paco_grpo.rewards.registry import Reward, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
 
@@ -32,7 +44,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _UNPROCESSABLE = 422  # the reward failed: a retry would not help, so not a 5xx, which clients retry
 
 
-def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> FastAPI:
+def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> Starlette:
     """The service as an application.
 
     Args:
@@ -41,46 +53,36 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
         api_key: Required of every request if given.
         max_body_bytes: Limit of one request; a larger one is refused while it arrives.
     """
-    app = FastAPI(title=f"PaCo-RL reward {name}")
-    thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+    thread, bodies = ThreadPoolExecutor(1, thread_name_prefix="reward"), Bodies(max_body_bytes)
 
     def score(body: bytes) -> bytes:
         images, items = decode_request(body)
         return encode_scores(reward(images, items))
 
-    @app.middleware("http")
-    async def authorize(request: Request, call_next) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-            return _refuse(401, "a valid key is needed: Authorization: Bearer …")
-        return await call_next(request)
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "reward": name})
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok", "reward": name}
-
-    @app.post("/score")
     async def post_score(request: Request) -> Response:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_body_bytes:
-                text = f"the body is larger than {max_body_bytes} bytes; send fewer images at once (request_size)"
-                return _refuse(413, text)
-        try:
-            scores = await asyncio.get_running_loop().run_in_executor(thread, score, bytes(body))
-        except WireError as error:
-            return _refuse(400, str(error))
-        except Exception as error:  # a user's reward may raise anything; the run then reports it and stops
-            logger.exception("the reward failed")
-            return _refuse(_UNPROCESSABLE, f"{type(error).__name__}: {error}")
+        async with bodies.read(request.scope, request.receive) as body:
+            # A request whose caller leaves before its turn is not scored.
+            scoring = asyncio.get_running_loop().run_in_executor(thread, score, body)
+            try:
+                scores = await until_caller_leaves(request.receive, scoring)
+            except ApiError:
+                raise
+            except WireError as error:
+                raise ApiError(public(str(error))) from error
+            except Exception as error:  # a user's reward may raise anything; the run then reports it and stops
+                logger.exception("the reward failed")
+                raise ApiError(public(f"{type(error).__name__}: {error}"), _UNPROCESSABLE) from error
         return Response(scores, media_type="application/json")
 
+    routes = [Route("/health", health, methods=["GET"]), Route("/score", post_score, methods=["POST"])]
+    handlers = {ApiError: refuse, HTTPException: unknown_route("GET /health, POST /score")}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    if api_key:
+        app.add_middleware(KeyGuard, key=api_key, open_paths=())
     return app
-
-
-def _refuse(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     import uvicorn
 
     app = build_app(reward, options.reward, api_key=key, max_body_bytes=options.max_body_mb << 20)
-    uvicorn.run(app, host=options.host, port=options.port, access_log=False, timeout_keep_alive=75)
+    uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
     return 0
 
 

@@ -9,11 +9,13 @@ import base64
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+
+from paco_grpo.images import check_total, decode, open_image
 
 if TYPE_CHECKING:
     from paco_grpo.types import Item
@@ -57,22 +59,47 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[WireItem]]:
         WireError: The body does not have the form that ``encode_request`` gives it.
     """
     try:
-        message = json.loads(body)
-        items = []
-        for entry in message["items"]:
-            if not isinstance(entry["prompt"], str) or not isinstance(entry.get("metadata", {}), dict):
-                raise TypeError("an item needs a text 'prompt' and an object 'metadata'")
-            reference = entry.get("image")
-            items.append(WireItem(**entry | {"image": None if reference is None else _decode(reference)}))
-        images = [_decode(entry["png"]) for entry in message["images"]]
-        return images, [items[entry["item"]] for entry in message["images"]]
-    except (LookupError, TypeError, ValueError, OSError, RecursionError, Image.DecompressionBombError) as error:
-        raise WireError(f"the body must hold 'items' and 'images' as {__name__} writes them: {error!r}") from error
+        message = _load(body)
+        entries, sent = _list(message, "items"), _list(message, "images")
+        opened = [_open(entry["image"]) for entry in entries if entry.get("image") is not None]
+        opened += [_open(entry["png"]) for entry in sent]
+        check_total(opened)  # before anything is decoded
+        decoded = map(decode, opened)
+        items = [_item(entry, decoded) for entry in entries]
+        images = list(decoded)
+        return images, [items[_index(entry["item"], len(items))] for entry in sent]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
+        raise WireError(text[:500]) from error
+
+
+def _list(message: Any, name: str) -> list:
+    if not isinstance(message, dict) or not isinstance(message.get(name), list):
+        raise TypeError(f"{name!r} is not a list in an object")
+    return message[name]
+
+
+def _index(value: Any, count: int) -> int:
+    if type(value) is not int or not 0 <= value < count:
+        raise TypeError(f"'item' is not one of the {count} items")
+    return value
+
+
+def _item(entry: Mapping[str, Any], decoded: Iterator[Image.Image]) -> WireItem:
+    """An item; its reference image, if it has one, is the next of ``decoded``."""
+    item = WireItem(**entry | {"image": None if entry.get("image") is None else next(decoded)})
+    sizes = (item.height, item.width)
+    if type(item.item_id) is not int or any(type(size) not in (int, type(None)) for size in sizes):
+        raise TypeError("an item needs a whole number 'item_id', and 'height' and 'width' or null")
+    if not isinstance(item.prompt, str) or not isinstance(item.metadata, dict):
+        raise TypeError("an item needs a text 'prompt' and an object 'metadata'")
+    return item
 
 
 def encode_scores(scores: Sequence[float]) -> bytes:
     """Scores; NaN = missing is sent as null."""
-    return json.dumps({"scores": [None if math.isnan(score) else float(score) for score in scores]}).encode()
+    values = [None if math.isnan(score) else float(score) for score in scores]
+    return json.dumps({"scores": values}, allow_nan=False).encode()
 
 
 def decode_scores(body: bytes, count: int) -> list[float]:
@@ -82,12 +109,21 @@ def decode_scores(body: bytes, count: int) -> list[float]:
         WireError: Another number of scores, or one that is not a number.
     """
     try:
-        scores = json.loads(body)["scores"]
+        scores = _load(body)["scores"]
         if len(scores) != count or any(type(score) not in (int, float, type(None)) for score in scores):
             raise ValueError(f"expected {count} scores (numbers or null), got {str(scores)[:100]}")
-    except (LookupError, TypeError, ValueError) as error:
-        raise WireError(f"the answer must hold 'scores': {error!r}") from error
-    return [math.nan if score is None else float(score) for score in scores]
+        return [math.nan if score is None else float(score) for score in scores]
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"the answer must hold 'scores': {type(error).__name__}: {error}"[:500]) from error
+
+
+def _load(body: bytes) -> Any:
+    """JSON in UTF-8 as the standard has it. Raises ValueError or RecursionError."""
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(body.decode(), parse_constant=no_constant)
 
 
 def _encode(image: Image.Image) -> str:
@@ -96,6 +132,5 @@ def _encode(image: Image.Image) -> str:
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
-def _decode(text: str) -> Image.Image:
-    with Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
-        return image.convert("RGB")
+def _open(text: Any) -> Image.Image:
+    return open_image(base64.b64decode(text, validate=True), formats=("PNG",))
