@@ -16,6 +16,7 @@ Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per mo
   VLLM_REPLICAS         1; copies of each model over the remaining GPUs
   GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
   VLLM_MAX_IMAGES       16; images in one request
+  VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
   VLLM_EXTRA_ARGS       more arguments for the engine
   VLLM_START_TIMEOUT    1800 seconds
 Gateway:
@@ -32,6 +33,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from vllm_server.engines import check_weights
 from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
 from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import start, wait_until_ready
@@ -87,6 +89,8 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
                 )
         plan = make_plan(settings, environment)
         _print_plan(settings, plan)
+        for model in plan.models if plan.engine.name == "vllm" else ():  # the transformers engine checks its own
+            check_weights(plan.engine, model)
         processes = plan.processes  # the gateway first: it occupies the public port while models load
 
         def write(ready: bool) -> None:

@@ -1,5 +1,8 @@
 """A launched gateway with a key in front of a real engine, asked by the clients that people use."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import numpy as np
 import openai
 import pytest
@@ -39,6 +42,31 @@ def engine_client(shell: Shell) -> openai.OpenAI:
     """A client of the first engine, on its private port."""
     url = next(row["url"] for row in shell.status() if row["engine"] != "gateway")
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+
+
+def fetches_nothing(client: openai.OpenAI) -> None:
+    """No image that the caller does not send is read, from whatever host or file."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+    good = data_url(picture(1))
+    for url in (
+        f"http://127.0.0.1:{port}/a.png", f"http://localhost:{port}/a.png", f"HTTP://127.0.0.1:{port}/a.png",
+        f"http://no@127.0.0.1:{port}/a.png", f"http://[::ffff:127.0.0.1]:{port}/a.png", "https://no/remote/media",
+        f"http://no/remote/media@127.0.0.1:{port}/", f"file://{TOY_JUDGE}/config.json", "file:///etc/passwd",
+    ):  # fmt: skip
+        with pytest.raises(openai.APIStatusError):  # vLLM answers 400 for other hosts and 500 for files
+            client.with_options(max_retries=0).chat.completions.create(model="One", messages=build_messages(good, url, "same?"), max_tokens=1)
+    server.shutdown()
+    server.server_close()
+    assert not asked
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +112,7 @@ def test_real_vllm_gives_the_scores_of_transformers(served, client, tmp_path):
                 assert [found[token] for token in shared] == pytest.approx([other[token] for token in shared], abs=2e-2)
         stream = front.chat.completions.create(model="Two", messages=messages(), max_tokens=4, stream=True)
         assert len(list(stream)) > 2
+        fetches_nothing(front)
     finally:
         pids = [row["pid"] for row in shell.status()]
         shell.stop()

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -101,10 +102,10 @@ VLLM, TRANSFORMERS = Engine("vllm", "py", "1", ""), Engine("transformers", "py",
 ADAPTERS = (Weights("/a/x", "x"), Weights("/a/y", "y"))
 
 
-def command(engine=VLLM, gpus=(), copies=1, **model) -> list[str]:
+def command(engine=VLLM, gpus=(), copies=1, settings=SETTINGS, **model) -> list[str]:
     model = Model("/m/judge", "judge", QWEN | {"max_position_embeddings": 4096}, **model)
     server = Server("judge", "judge", model.path, "127.0.0.1", 20001, engine.name, names=model.names, gpus=gpus)
-    return engine_command(engine, SETTINGS, model, server, copies)
+    return engine_command(engine, settings, model, server, copies)
 
 
 def test_vllms_own_data_parallelism():
@@ -122,6 +123,15 @@ def test_adapters_on_the_command_line(engine, name):
     if engine is VLLM:
         assert option(words, "--max-lora-rank") == "64" and option(words, "--max-loras") == "2"
     assert name not in command(engine)
+
+
+def test_vllm_fetches_from_the_given_hosts_only():
+    assert option(command(), "--allowed-media-domains") == "no/remote/media", "vLLM reads an empty list as every host"
+    settings = replace(SETTINGS, media_hosts=("a.example", "b.example"))
+    words = command(settings=settings)
+    at = words.index("--allowed-media-domains")
+    assert words[at + 1 : at + 3] == ["a.example", "b.example"]
+    assert "--allowed-media-domains" not in command(replace(VLLM, limits_media=False)), "a vLLM that does not know it"
 
 
 def test_the_gateway_gets_every_replica_and_adapter():
@@ -143,7 +153,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     print(json.dumps([given.tensor_parallel_size, given.data_parallel_size, given.max_lora_rank,
-                      [module.name for module in given.lora_modules or []]]))
+                      [module.name for module in given.lora_modules or []],
+                      given.allowed_media_domains]))
 """
 
 
@@ -163,4 +174,5 @@ def test_vllm_understands_its_command_line():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert read == [[4, 2, 16, []], [1, 1, 64, ["x", "y"]], [1, 1, 16, []]]
+    nobody = ["no/remote/media"]
+    assert read == [[4, 2, 16, [], nobody], [1, 1, 64, ["x", "y"], nobody], [1, 1, 16, [], nobody]]
