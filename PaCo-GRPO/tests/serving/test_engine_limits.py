@@ -164,7 +164,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_the_peak_of_a_batch_is_that_of_one_part(judge_folder):
-    """32 images of 4 megapixels, 400 MB as RGB, are decoded 8 at a time; README states 1 GB."""
+    """32 images of 4 megapixels, 400 MB as RGB, are decoded 4 at a time; README states 1 GB."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(judge_folder)], env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True, text=True, timeout=300, check=False,

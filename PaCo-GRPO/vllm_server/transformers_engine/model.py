@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED = ("qwen2_5_vl",)
 _PROMPT_CACHE_BYTES = 64 << 20
 _CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
-_DECODED_PIXELS = 1 << 25  # decoded at a time, over all requests of a batch (a single larger image is refused)
+_DECODED_PIXELS = 1 << 24  # decoded at a time, over all requests of a batch; or one larger image
 _VISION_PATCHES = 1 << 15  # in one pass of the vision tower
 # Decoding releases the interpreter's lock.
 _DECODERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="engine-decode")
