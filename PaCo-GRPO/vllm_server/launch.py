@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from vllm_server.engines import check_weights
 from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
 from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import start, wait_until_ready
@@ -88,6 +89,8 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
                 )
         plan = make_plan(settings, environment)
         _print_plan(settings, plan)
+        for model in plan.models if plan.engine.name == "vllm" else ():  # the transformers engine checks its own
+            check_weights(plan.engine, model)
         processes = plan.processes  # the gateway first: it occupies the public port while models load
 
         def write(ready: bool) -> None:

@@ -49,6 +49,7 @@ class LaunchPlan:
 
     engine: Engine
     gpus: tuple[str, ...]
+    models: list[Model]
     processes: list[PlannedProcess]
     copies: int = 1  # inside one vLLM
     notes: tuple[str, ...] = ()  # what was chosen, and why
@@ -104,7 +105,7 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
         command = gateway_command(python, settings, [process.server for process in processes])
         timeout_s = max(settings.start_timeout_s) + 60
         processes.insert(0, PlannedProcess(front, command, own_environment(environment), timeout_s))
-    return LaunchPlan(engine, gpus, processes, copies, notes)
+    return LaunchPlan(engine, gpus, models, processes, copies, notes)
 
 
 def free_ports(count: int) -> list[int]:

@@ -18,6 +18,7 @@ from serving_tools import ROOT, wait_for
 
 from paco_grpo import images as limits
 from paco_grpo.asgi import ApiError
+from paco_judge import images as judge_images
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
 from vllm_server.transformers_engine import model as model_module
@@ -67,6 +68,11 @@ def test_one_bad_image_is_an_error_of_its_own_request(engine_url, tiny):
 
 def good_url(tiny) -> str:
     return data_url(tiny.picture(1))
+
+
+def test_servers_open_what_the_judges_client_opens():
+    """Two lists: the servers run where paco-judge is not installed."""
+    assert limits.FORMATS == judge_images.FORMATS
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP"])
