@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 OLDEST_UV = (0, 8)
 PROBE_SECONDS = 12
+REPORT_SECONDS = 20
+SILENT_SECONDS = 3600  # an installer without output for so long hangs: uv itself gives up on a silent network after 180 s
 
 
 class SetupError(RuntimeError):
@@ -71,7 +74,7 @@ def usable_uv(path: str) -> bool:
     """Whether the uv at ``path`` runs and is recent enough."""
     try:
         answer = run([path, "--version"], capture_output=True, text=True, timeout=30)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return False
     version = re.search(r"(\d+)\.(\d+)", answer.stdout)
     return answer.returncode == 0 and bool(version) and tuple(map(int, version.groups())) >= OLDEST_UV
@@ -128,7 +131,10 @@ def bootstrap(base: str, env: Path, alive: bool = False) -> None:
 
 
 def run_quiet(command: list[str], what: str) -> None:
-    done = run(command, capture_output=True, text=True, env=registry_settings())
+    try:
+        done = run(command, capture_output=True, text=True, env=registry_settings(), timeout=SILENT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(hung(what, "")) from error
     if done.returncode != 0:
         raise SetupError(explain(what, done.stdout + done.stderr))
 
@@ -158,16 +164,30 @@ def install(uv: str, env: Path, arguments: list[str], what: str) -> None:
     if sys.stderr.isatty() and run(command, cwd=REPO, env=registry_settings()).returncode == 0:
         return
     # Not a terminal, or failed there: the second attempt captures the output, to explain the failure.
-    with subprocess.Popen(command, cwd=REPO, env=registry_settings(), text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with (tempfile.TemporaryFile("w+") as output,
+          subprocess.Popen(command, cwd=REPO, env=registry_settings(), stdout=output, stderr=subprocess.STDOUT) as process):
+        size, changed = 0, start
         while True:
             try:
-                output = process.communicate(timeout=20)[0]
+                process.wait(timeout=REPORT_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                say(f"  {what}: still running ({time.monotonic() - start:.0f} s)")
-    if process.returncode != 0:
-        raise SetupError(explain(what, output))
+                now, before, size = time.monotonic(), size, os.fstat(output.fileno()).st_size
+                changed = now if size != before else changed
+                if now - changed > SILENT_SECONDS:
+                    process.kill()
+                    output.seek(0)
+                    raise SetupError(hung(what, output.read())) from None
+                say(f"  {what}: still running ({now - start:.0f} s)")
+        output.seek(0)
+        if process.returncode != 0:
+            raise SetupError(explain(what, output.read()))
+
+
+def hung(what: str, output: str) -> str:
+    """The message for an installer that was ended."""
+    return (f"{what} was ended: no output for {SILENT_SECONDS} s. Check the network and the disk, and run setup.sh again; "
+            "finished downloads are kept.\n" + "\n".join(f"       | {line}" for line in output.strip().splitlines()[-6:]))
 
 
 def torch_backend(uv: str, env: Path) -> list[str]:

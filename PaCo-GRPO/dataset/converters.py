@@ -20,8 +20,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paco_grpo.data.files import DataError, json_lines
+from paco_grpo.data.files import DataError, json_lines, text_of
 from paco_judge.images import UnreadableImage, read_image
+from paco_judge.outside import DamagedJson, parse
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
@@ -95,15 +96,21 @@ def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int 
 def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
     """(image's name, prompt, encoded image) of at most ``limit`` edits of a single image."""
     file, read, count = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source), 0
-    for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+    try:
+        rows = parse(file.read_bytes())
+    except DamagedJson as error:
+        raise DataError(f"{file}: {error}") from error
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
         if count == limit:
             break
         where = f"{file}: row {number}"
         names = _column(row, "input_image", where)
-        names = [names] if isinstance(names, str) else list(names)
+        names, prompt = [names] if isinstance(names, str) else names, _column(row, "input_prompt", where)
+        if not isinstance(names, list) or not all(isinstance(text, str) for text in (prompt, *names)):
+            raise DataError(f"{where}: input_prompt and input_image must be texts")
         if len(names) == 1:
             count += 1
-            yield names[0], _column(row, "input_prompt", where), read(names[0], where)
+            yield names[0], prompt, read(names[0], where)
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:
@@ -132,7 +139,7 @@ def ocr(source: Path, out: Path, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         file = _files(source, f"{split}.txt")[0]
-        lines = (" ".join(line.split()) for line in file.read_text(encoding="utf-8").splitlines())
+        lines = (" ".join(line.split()) for line in text_of(file).splitlines())
         _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
 
 

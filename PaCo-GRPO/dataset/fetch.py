@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tarfile
 import tempfile
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import converters
+import pyarrow
 
 from paco_grpo.data.files import DataError
 
@@ -100,7 +102,7 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
             output.rmdir()
         scratch.chmod(0o755)
         scratch.rename(output)
-    except (DataError, OSError) as error:
+    except (DataError, OSError, tarfile.TarError, pyarrow.ArrowException) as error:  # the last two: damaged files
         raise FetchError(f"{source} cannot be converted: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

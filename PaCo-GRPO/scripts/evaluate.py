@@ -37,17 +37,24 @@ def main(arguments: list[str]) -> int:
 
     from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.training.build import REFUSALS
+    from paco_grpo.training.checks import is_disk_full
 
     try:
         metrics = evaluate_adapter(options, own.adapter, own.output)
+        if metrics is not None:
+            (own.output / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        print(f"error: the disk is full ({error}); free some space, or choose another --output", file=sys.stderr)
+        return 2
     if metrics is not None:
-        (own.output / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
         print((own.output / "categories.md").read_text(encoding="utf-8"), end="")
         print(f"{metrics['eval/num_images']:.0f} images, their scores and sheet.png in {own.output}")
     return 0

@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
 
     from paco_grpo.options import read_options
     from paco_grpo.training.build import REFUSALS
+    from paco_grpo.training.checks import is_disk_full
 
     try:
         options, _ = read_options(rest)
@@ -44,7 +45,13 @@ def main(arguments: list[str]) -> int:
     except (*REFUSALS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    generate(options, wanted, policy, judge, own.output)
+    try:
+        generate(options, wanted, policy, judge, own.output)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        print(f"error: the disk is full ({error}); free some space, or choose another --output", file=sys.stderr)
+        return 2
     print(f"{len(wanted)} images and sheet.png in {own.output}")
     return 0
 

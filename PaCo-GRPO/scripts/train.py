@@ -5,7 +5,6 @@
 Usually started by scripts/single_node/*.sh through ``accelerate launch``. All options: docs/configuration.md.
 """
 
-import errno
 import logging
 import os
 import sys
@@ -40,6 +39,7 @@ def main(arguments: list[str]) -> int:
 def train(options, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
     from paco_grpo.training.build import REFUSALS, build_run
+    from paco_grpo.training.checks import is_disk_full
     from paco_grpo.training.trainer import Trainer, TrainingStopped
 
     try:
@@ -53,7 +53,7 @@ def train(options, name: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(error):
             raise
         print(
             f"error: the disk is full ({error}); finished checkpoints are intact. Free some space, then: the same command "

@@ -130,11 +130,42 @@ def injected(fault: Fault):
     return mock.patch.object(owner, name, method)
 
 
+@dataclass(frozen=True)
+class FileEvent:
+    """SIGKILL of the main process when it opens, renames or removes something in the run's folder for the n-th time."""
+
+    number: int
+
+
+_FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+
+
+def _count_file_events(folder: Path, event: FileEvent | None) -> list[str]:
+    """From now on: what happens in ``folder``, and the kill."""
+    seen: list[str] = []
+
+    def hook(name, arguments):
+        if name in _FILE_EVENTS and str(arguments[0]).startswith(str(folder)):
+            seen.append(f"{name} {arguments[0]}")
+            if event and len(seen) == event.number:
+                kill()
+
+    sys.addaudithook(hook)
+    return seen
+
+
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
 def _main(
-    rank: int, processes: int, port: int, zero: int | None, flux: Path, folder: Path, changes: dict, fault: Fault | None
+    rank: int,
+    processes: int,
+    port: int,
+    zero: int | None,
+    flux: Path,
+    folder: Path,
+    changes: dict,
+    fault: Fault | FileEvent | None,
 ) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
@@ -153,11 +184,16 @@ def _main(
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: the other wants compiling
+    events = []
+    if rank == 0:
+        events = _count_file_events(folder / "runs", fault if isinstance(fault, FileEvent) else None)
     try:
-        with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
+        with injected(fault) if isinstance(fault, Fault) and fault.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
+        if rank == 0:
+            (folder / "file_events").write_text("\n".join(events))
     except (TrainingStopped, ConfigError, ckpt.CheckpointError, OSError) as error:
         (folder / f"message_{rank}").write_text(str(error))
         sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
@@ -167,7 +203,8 @@ def run(
     flux: Path,
     folder: Path,
     processes: int = 1,
-    fault: Fault | None = None,
+    fault: Fault | FileEvent | None = None,
+    kill_after: float | None = None,
     zero: int | None = None,
     without: str = "",
     **changes,
@@ -175,6 +212,7 @@ def run(
     """Exit status of each process; when one is killed, so are the others, as by a launcher.
 
     Args:
+        kill_after: Seconds until SIGKILL of all processes that still run.
         zero: Stage of DeepSpeed ZeRO.
         without: Prompts that begin so get no score.
     """
@@ -193,8 +231,8 @@ def run(
     ]
     for process in started:
         process.start()
-    multiprocessing.connection.wait([process.sentinel for process in started])
-    if any(process.exitcode == -signal.SIGKILL for process in started):
+    ended = multiprocessing.connection.wait([process.sentinel for process in started], kill_after)
+    if not ended or any(process.exitcode == -signal.SIGKILL for process in started):
         for process in started:
             process.kill()
     for process in started:
@@ -266,6 +304,11 @@ def checkpoints(folder: Path) -> list[str]:
 
 def _state_folder(folder: Path, epoch: int) -> Path:
     return folder / "runs" / "run" / "checkpoints" / ckpt.checkpoint_name(epoch) / "state"
+
+
+def adapter(folder: Path, epoch: int) -> bytes:
+    """The weights of a checkpoint's adapter in PEFT's format."""
+    return (_state_folder(folder, epoch).parent / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def state(folder: Path, epoch: int) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ _OUR_VARIABLES = {
     *("VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT", "VLLM_MAX_IMAGES"),
     "VLLM_MEDIA_HOSTS",
 }
+_CHECK_S = 600  # for the check of a model's weights: the first import of transformers on a slow disk takes a minute
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
 # vLLM takes an empty list to mean every host. No host's name has a slash.
@@ -155,6 +156,37 @@ def resolve_heads(engine: Engine, path: str) -> dict[str, int]:
     raise LaunchError(f"{path}: its config.json states no attention heads, and neither does transformers; set VLLM_TP")
 
 
+def check_weights(engine: Engine, model: Model) -> None:
+    """Compares a model's files and adapters with the model's own list of tensors, before vLLM loads them.
+
+    vLLM fuses layers, and does not notice that a part of one is missing. The check runs in the first interpreter that
+    has transformers; where none can do it, one line says so.
+
+    Raises:
+        LaunchError: Names the tensors.
+    """
+    reasons = []
+    for python in dict.fromkeys([engine.python, sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")]):
+        command = [python, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_CHECK_S, check=False, cwd="/",
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY / "PaCo-Reward" / "judge"), "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+        except OSError:
+            continue  # this interpreter does not exist
+        except subprocess.TimeoutExpired:
+            reasons.append(f"no result after {_CHECK_S} s")
+            continue
+        if done.returncode == 0:
+            return
+        last = (done.stdout if done.returncode in (1, 3) else done.stderr).strip().splitlines()[-1:] or ["no reason given"]
+        if done.returncode == 1 and done.stdout:
+            raise LaunchError(last[0])
+        reasons.append(last[0])
+    print(f"Weights of {model.name} not checked: {reasons[0]}", flush=True)
+
+
 def _output_of(python: str, code: str, *arguments: str) -> str | None:
     """What a small program prints in an interpreter; None when it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -200,8 +232,8 @@ def engine_command(engine: Engine, settings: LaunchSettings, model: Model, serve
 def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the launch variables, in which our packages are found."""
     child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
-    package = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    packages = [str(REPOSITORY / "PaCo-GRPO"), str(REPOSITORY / "PaCo-Reward" / "judge")]
+    path = os.pathsep.join(filter(None, [*packages, environment.get("PYTHONPATH")]))
     return child | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

@@ -9,8 +9,10 @@ With VLLM_API_KEY, every route except /health needs the key; callers' keys are p
 
 import argparse
 import asyncio
+import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -36,6 +38,7 @@ from vllm_server.gateway.replicas import Replicas
 CHAT_PATH = "/v1/chat/completions"
 _ROUTES = "POST /v1/chat/completions (and the engine's other /v1/…), GET /, GET /v1/models, GET /health, GET /metrics"
 _ROUTED = re.compile(r"/v1/[\w/-]+")  # no dots: /v1/../x is another route of the engine
+_PR_SET_PDEATHSIG = 1  # Linux: prctl(2)
 _SETTINGS = "PACO_GATEWAY_SETTINGS"  # passes them to worker processes
 
 
@@ -97,6 +100,7 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        _end_with_supervisor()
         async with aiohttp.ClientSession(
             # Servers close idle connections after 75 s (launch sets that); ours close first, so none is closed in use.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
@@ -149,6 +153,15 @@ def create_app(settings: GatewaySettings | None = None, environment: Mapping[str
     if key:  # added last: outermost
         app.add_middleware(KeyGuard, key=key, on_refusal=lambda kind: metrics.errors.labels(kind).inc())
     return app
+
+
+def _end_with_supervisor() -> None:
+    """A worker gets SIGTERM when its supervisor ends: it would serve on, and hold the port, unknown to anybody."""
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != supervisor.pid:  # it ended before
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def serve(settings: GatewaySettings) -> None:

@@ -52,6 +52,29 @@ def tensor_parallel_size(gpus: int, config: Mapping) -> int:
     return size
 
 
+def smallest_parallel_size(
+    gpus: int, config: Mapping, weight_bytes: int, memory_bytes: int, utilization: float
+) -> int:
+    """The fewest GPUs that hold a copy and leave two fifths of vLLM's share for keys, values and activations.
+
+    One-token answers to short prompts are faster from many copies than from one that many GPUs share.
+    """
+    size, largest = 1, tensor_parallel_size(gpus, config)
+    while size < largest and weight_bytes / size > 0.6 * utilization * memory_bytes:
+        size *= 2
+    return size
+
+
+def smallest_memory(gpus: Sequence[str]) -> int | None:
+    """Bytes of the smallest of ``gpus``; None where nvidia-smi does not say (MIG)."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in found.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 def fits_heads(size: int, config: Mapping) -> bool:
     """Whether ``size`` GPUs can share the attention heads evenly, and share or copy the key/value heads evenly.
 

@@ -12,8 +12,8 @@ What and where:
 Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per model):
   VLLM_ENGINE           auto | vllm | transformers
   VLLM_PYTHON           interpreter with vLLM; default: the activated environment's, that of `vllm` on the PATH, .venv-vllm
-  VLLM_TP               GPUs that share one copy of a model; default: as many as its heads allow
-  VLLM_REPLICAS         1; copies of each model over the remaining GPUs
+  VLLM_TP               GPUs that share one copy of a model; default: as few as it fits on
+  VLLM_REPLICAS         copies of each model; 1 where VLLM_TP is set, else as many as its GPUs hold
   GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
   VLLM_MAX_IMAGES       16; images in one request
   VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from vllm_server.engines import check_weights
 from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
 from vllm_server.processes import end_processes, exit_status, session_members
 from vllm_server.servers import start, wait_until_ready
@@ -88,6 +89,8 @@ def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interru
                 )
         plan = make_plan(settings, environment)
         _print_plan(settings, plan)
+        for model in plan.models if plan.engine.name == "vllm" else ():  # the transformers engine checks its own
+            check_weights(plan.engine, model)
         processes = plan.processes  # the gateway first: it occupies the public port while models load
 
         def write(ready: bool) -> None:
@@ -133,11 +136,13 @@ def _print_plan(settings: LaunchSettings, plan: LaunchPlan) -> None:
         place = f", GPU {','.join(server.gpus)}" if server.gpus else ""
         if plan.gateway:
             place += f", private port {server.port}"
-        elif settings.replicas[0] > 1:
-            place += f", {settings.replicas[0]} copies"
+        elif plan.copies > 1:
+            place += f", {plan.copies} copies"
         print(f"Model:  {server.title} from {server.model}{place}")
         for name in server.names[1:]:
             print(f"        {name} (LoRA) from {folders[name]}")
+    for note in plan.notes:
+        print(f"Chosen: {note}")
     used = {gpu for process in plan.processes for gpu in process.server.gpus}
     if unused := [gpu for gpu in plan.gpus if gpu not in used]:
         print(f"GPUs {','.join(unused)} stay unused: VLLM_REPLICAS gives them copies of a model")

@@ -37,6 +37,11 @@ def read_models(settings: LaunchSettings) -> list[Model]:
     return models
 
 
+def weight_bytes(path: str) -> int | None:
+    """Bytes of a model folder's weights; None for a model that is not a local folder."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) or None
+
+
 def changes_vision(adapter: Weights) -> bool:
     """Whether an adapter changes the vision tower too. Raises LaunchError."""
     path = Path(adapter.path) / "adapter_model.safetensors"

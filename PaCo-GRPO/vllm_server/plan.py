@@ -1,5 +1,6 @@
 """The processes of a launch: which has which model, port, GPUs and command line. Checked before anything starts."""
 
+import dataclasses
 import errno
 import random
 import socket
@@ -17,8 +18,8 @@ from vllm_server.engines import (
     own_interpreter,
     resolve_heads,
 )
-from vllm_server.gpus import divide_gpus, visible_gpus
-from vllm_server.models import Model, changes_vision, read_models
+from vllm_server.gpus import divide_gpus, smallest_memory, smallest_parallel_size, visible_gpus
+from vllm_server.models import Model, changes_vision, read_models, weight_bytes
 from vllm_server.processes import port_users
 from vllm_server.settings import LaunchError, LaunchSettings
 from vllm_server.state import GATEWAY, Server
@@ -48,7 +49,10 @@ class LaunchPlan:
 
     engine: Engine
     gpus: tuple[str, ...]
+    models: list[Model]
     processes: list[PlannedProcess]
+    copies: int = 1  # inside one vLLM
+    notes: tuple[str, ...] = ()  # what was chosen, and why
 
     @property
     def gateway(self) -> bool:
@@ -70,6 +74,7 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
             )
     # vLLM protects only some of its routes with its key, hence the gateway.
     gateway = settings.gateway == "always" or len(models) > 1 or settings.api_key is not None
+    settings, notes = _choose_copies(engine, settings, models, gpus, environment)
     copies = settings.replicas[0]  # inside one vLLM, which then needs no gateway
     if copies > 1 and (gateway or engine.name != "vllm" or not gpus):
         gateway, copies = True, 1
@@ -100,7 +105,7 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> Launc
         command = gateway_command(python, settings, [process.server for process in processes])
         timeout_s = max(settings.start_timeout_s) + 60
         processes.insert(0, PlannedProcess(front, command, own_environment(environment), timeout_s))
-    return LaunchPlan(engine, gpus, processes)
+    return LaunchPlan(engine, gpus, models, processes, copies, notes)
 
 
 def free_ports(count: int) -> list[int]:
@@ -130,6 +135,32 @@ def _check_port(host: str, port: int) -> None:
             f"cannot listen on {host}:{port} ({f'{user} listens there' if user else error.strerror}): choose another "
             "VLLM_PORT, or end the program that uses it (`bash vllm_server/status.sh` lists our servers)"
         ) from error
+
+
+def _choose_copies(
+    engine: Engine,
+    settings: LaunchSettings,
+    models: list[Model],
+    gpus: tuple[str, ...],
+    environment: Mapping[str, str],
+) -> tuple[LaunchSettings, tuple[str, ...]]:
+    """Where neither VLLM_TP nor VLLM_REPLICAS is set: copies on as few GPUs as they fit, on all GPUs; and why."""
+    chosen = environment.get("VLLM_TP") or environment.get("VLLM_REPLICAS")
+    if chosen or engine.name != "vllm" or not len(models) <= len(gpus) > 1:
+        return settings, ()
+    memory, sizes = smallest_memory(gpus), [weight_bytes(model.path) for model in models]
+    if memory is None or None in sizes:
+        return settings, ("the size of the model or of a GPU is unknown here, so each model gets one copy on its GPUs",)
+    parallel, replicas, notes = [], [], []
+    for number, (model, size) in enumerate(zip(models, sizes, strict=True)):
+        share = len(gpus) // len(models) + (number < len(gpus) % len(models))
+        parallel.append(smallest_parallel_size(share, model.config, size, memory, settings.gpu_memory_utilization))
+        replicas.append(share // parallel[-1])
+        notes.append(
+            f"{model.name}: VLLM_TP={parallel[-1]}, VLLM_REPLICAS={replicas[-1]}, because its weights have "
+            f"{size / 2**30:.1f} GiB and a GPU {memory / 2**30:.0f}"
+        )
+    return dataclasses.replace(settings, tensor_parallel=tuple(parallel), replicas=tuple(replicas)), tuple(notes)
 
 
 def _divide(engine: Engine, settings: LaunchSettings, models: list[Model], gpus: tuple[str, ...]) -> list[list[tuple]]:

@@ -1,6 +1,7 @@
 """The environment variables of a launch, checked before anything is started."""
 
 import re
+import reprlib
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -116,9 +117,10 @@ def _number(variable: str, default: float | None, low: float, high: float, kind:
         try:
             value = kind(text)
         except ValueError as error:
-            raise LaunchError(f"{variable} must be a {'whole ' if kind is int else ''}number, got {text!r}") from error
+            whole = "whole " if kind is int else ""
+            raise LaunchError(f"{variable} must be a {whole}number, got {reprlib.repr(text)}") from error
         if not low <= value <= high:
-            raise LaunchError(f"{variable} must lie between {low} and {high}, got {text}")
+            raise LaunchError(f"{variable} must lie between {low} and {high}, got {reprlib.repr(text)}")
         return value
 
     def read(environment: Mapping[str, str]):

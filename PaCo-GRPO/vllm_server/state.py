@@ -5,6 +5,7 @@ import fcntl
 import http.client
 import json
 import os
+import platform
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -81,15 +82,19 @@ def end_servers(servers: Sequence[Server]) -> list[Process]:
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, else paco-rl-<uid> under XDG_RUNTIME_DIR or /tmp; created for this user alone.
+    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state; created for this user alone.
+
+    XDG_RUNTIME_DIR is removed when the user logs out, and files in /tmp when they are old: servers live longer. A home
+    may be shared by several machines.
 
     Raises:
         LaunchError: When the path is relative, or the folder belongs to another user.
     """
     given = environment.get("PACO_RUNTIME_DIR")
-    root = Path(given) if given else Path(environment.get("XDG_RUNTIME_DIR") or "/tmp") / f"paco-rl-{os.getuid()}"
+    home = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
+    root = Path(given) if given else Path(home) / "paco-rl" / (platform.node() or "localhost")
     if not root.is_absolute():
-        raise LaunchError(f"PACO_RUNTIME_DIR must be an absolute path, got {str(root)!r}")
+        raise LaunchError(f"PACO_RUNTIME_DIR (or XDG_STATE_HOME) must be an absolute path, got {str(root)!r}")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.lstat()

@@ -166,7 +166,7 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
             11: lambda row: {name: value for name, value in row.items() if name != "task_type"},
             13: lambda row: {**row, "key": "edit40a"},
             14: lambda row: {**row, "input_image": None},
-            15: "[]",
+            15: "{}",
             16: lambda row: {**row, "key": ["edit50a"]},
             17: lambda row: {name: value for name, value in row.items() if name != "output_images"},
             18: lambda row: {**row, "output_images": "a.png"},

@@ -171,3 +171,16 @@ def test_this_environment_agrees_with_the_pins():
         return  # a developer's own environment
     pinned, have = installer.read_pins(installer.pins("train")), environment.installed_versions(REPO / ".venv")
     assert {n: v for n, v in have.items() if n in pinned and v.split("+")[0] != pinned[n]} == {}
+
+
+def test_an_installer_that_hangs_is_ended_with_a_message(tmp_path, monkeypatch):
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\necho Resolving; exec sleep 600\n")
+    uv.chmod(0o755)
+    monkeypatch.setattr(installer, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(installer, "SILENT_SECONDS", 1)
+    with pytest.raises(installer.SetupError, match="installing it was ended: no output for 1 s") as error:
+        installer.install(str(uv), tmp_path, [], "installing it")
+    assert "| Resolving" in str(error.value)
+    with pytest.raises(installer.SetupError, match="was ended"):
+        installer.run_quiet([str(uv)], "installing uv")

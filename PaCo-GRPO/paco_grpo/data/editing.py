@@ -40,7 +40,7 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
         if not isinstance(name, str) or not name.strip():
             raise DataError(f"{where}: field 'image' must be a path from {folder}, got {name!r}")
         path = folder / name
-        if not path.is_file():
+        if not os.path.isfile(path):  # unlike Path.is_file also of names that are too long for a file
             raise DataError(f"{where}: field 'image' names {name!r}, but {path} does not exist")
         images.append((path, f"{where}: field 'image' ({name!r})"))
         image = partial(_open_image, *images[-1])

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paco_judge.outside import DamagedJson, lines, parse_object
+
+_LARGEST_SIDE = 1 << 16  # pixels
 
 class DataError(ValueError):
     """A prompt set that cannot be used; the message names file, line and field."""
 
 
 def text_of(path: Path) -> str:
-    """
+    """The text without a byte order mark.
+
     Raises:
-        DataError: The file does not exist, or is not UTF-8.
+        DataError: The file does not exist, is not UTF-8, or holds NUL bytes.
     """
+    _check_exists(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{line}: not UTF-8 (byte {error.object[error.start]:#x}); save it as UTF-8") from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise DataError(f"{path}:{line}: not a text (NUL byte); save it as UTF-8")
+    return text
+
+
+def _check_exists(path: Path) -> None:
     if not path.is_file():
         raise DataError(
             f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
         )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}:{line}: not UTF-8 (byte {error.object[error.start]:#x}); save it as UTF-8") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -34,17 +45,13 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: No such file, or a line is not a JSON object.
     """
-    # Not splitlines(): JSON allows U+2028 in a text.
-    for number, line in enumerate(text_of(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+    _check_exists(path)
+    for number, line in lines(path):
         where = f"{path}:{number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a line must be a JSON object with a field 'prompt', got {type(row).__name__}")
+            row = parse_object(line)
+        except DamagedJson as error:
+            raise DataError(f"{where}: {error}; correct or remove the line") from error
         yield where, row
 
 
@@ -52,10 +59,10 @@ def prompt_of(row: Mapping[str, Any], where: str) -> str:
     """Field ``prompt`` of a row.
 
     Raises:
-        DataError: It is missing or empty.
+        DataError: It is missing or empty, or holds a NUL.
     """
     prompt = row.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
         raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
     return prompt
 
@@ -68,8 +75,8 @@ def given_size(row: Mapping[str, Any], where: str) -> tuple[int | None, int | No
     """
     height, width = row.get("height"), row.get("width")
     for side, value in (("height", height), ("width", width)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise DataError(f"{where}: field {side!r} must be a positive integer, got {value!r}")
+        if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST_SIDE):
+            raise DataError(f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}")
     if (height is None) != (width is None):
         raise DataError(f"{where}: fields 'height' and 'width' must be given together")
     return height, width

@@ -9,6 +9,7 @@ gradients.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import nn
 
 from paco_grpo.distributed.processes import Replicated, any_process
 from paco_grpo.options import ConfigError, RunOptions
+
+logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 
@@ -61,6 +64,8 @@ class ZeRO(Replicated):
                 "stage 3, use scripts/accelerate_configs/fsdp2.yaml"
             )
         self.name = f"deepspeed-zero{stage}"
+        if accelerator.is_main_process:
+            logger.warning("DeepSpeed ZeRO is experimental: it has never been run on GPUs")
         self.settings = {
             "train_micro_batch_size_per_gpu": 1,  # read by DeepSpeed's own data loaders only
             "gradient_accumulation_steps": 1,  # the trainer tells which backward is the last

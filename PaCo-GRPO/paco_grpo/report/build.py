@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paco_grpo.report import figures, page
-from paco_grpo.report.data import ReportError, Run, read_run
+from paco_grpo.report.data import ReportError, Run, is_number, read_run
 from paco_grpo.report.style import save_png, svg
+from paco_judge.outside import DamagedJson, parse_object
 
 GALLERY = 12  # image pairs in the page
 SHEET = 8  # and in the picture file
@@ -39,7 +39,7 @@ def write_report(
         ReportError: Something needed is missing or unreadable; before anything is written.
     """
     run = read_run(run_dir)
-    judges = [_read_json(Path(path)) for path in judge]
+    judges = [_read_json(Path(path), ("accuracy", "auc", "n")) for path in judge]
     stages = _read_json(Path(stage_seconds)) if stage_seconds else {}
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +83,15 @@ def write_report(
     return [out, *written]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, numbers: Collection[str] | None = None) -> dict[str, Any]:
+    """A JSON object whose ``numbers`` (None: all values) are numbers, or absent. Raises ReportError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ReportError(f"{path} holds no JSON object")
+        found = parse_object(path.read_bytes())
+    except (OSError, DamagedJson) as error:
+        raise ReportError(f"{path} cannot be used: {error}") from error
+    for name in found if numbers is None else found.keys() & numbers:
+        if found[name] is not None and not is_number(found[name]):
+            raise ReportError(f"{path} cannot be used: {name} is not a number but {found[name]!r}")
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import yaml
 from PIL import Image
 
 from paco_judge.images import UnreadableImage, read_image
+from paco_judge.outside import DamagedJson, lines, parse_object
 
 
 class ReportError(RuntimeError):
@@ -62,20 +62,25 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSON-lines file. The last line is ignored if it is cut short (a killed run).
 
     Raises:
-        ReportError: The file does not exist, or another line is not JSON.
+        ReportError: The file does not exist, or another line is not a JSON object.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        found = list(lines(path))
     except OSError as error:
         raise ReportError(f"{path} cannot be read ({error.strerror}); is {path.parent} a run directory?") from error
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in found:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ReportError(f"{path}, line {number} is not JSON: {error}") from error
+            rows.append(parse_object(line))
+        except DamagedJson as error:
+            if number < found[-1][0]:
+                raise ReportError(f"{path}, line {number} is {error}; correct or remove the line") from error
     return rows
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from a file is a finite number."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def curves(
@@ -86,9 +91,9 @@ def curves(
     found = {}
     for key in keys:
         name = key[len(prefix) : len(key) - len(suffix)]
-        measured = [row for row in rows if isinstance(row.get(key), (int, float))]
+        measured = [row for row in rows if is_number(row.get(key))]
         errors = [row.get(f"{prefix}{name}{error}") for row in measured]
-        complete = bool(errors) and divisor > 0 and None not in errors
+        complete = bool(errors) and divisor > 0 and all(map(is_number, errors))
         found[name] = Curve(
             epoch=tuple(int(row["epoch"]) for row in measured),
             value=tuple(float(row[key]) for row in measured),
@@ -109,35 +114,55 @@ def _pictures(folder: Path) -> dict[str, Picture]:
     """Images of one evaluation with their scores, by file name; those that were not saved are left out."""
     found = {}
     for row in read_json_lines(folder / "eval_data.jsonl"):
-        file, reference = (folder / row[key] if row.get(key) else None for key in ("file", "reference"))
-        if file and file.is_file():
+        names = (row.get(key) for key in ("file", "reference"))
+        file, reference = (folder / name if name and isinstance(name, str) else None for name in names)
+        if file and file.is_file() and isinstance(row.get("prompt"), str):
             reference = reference if reference and reference.is_file() else None
-            found[file.name] = Picture(file, row["prompt"], row.get("category"), row.get("rewards", {}), reference)
+            given = row["rewards"].items() if isinstance(row.get("rewards"), dict) else ()
+            rewards = {name: value if is_number(value) else None for name, value in given}
+            category = row.get("category")
+            category = category if isinstance(category, str) else None
+            found[file.name] = Picture(file, row["prompt"], category, rewards, reference)
     return found
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    """Raises ReportError."""
+    try:
+        config = yaml.safe_load(file.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ReportError(f"{file} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+    parts = [config, *(config.get(part, {}) for part in ("sample", "train", "test"))] if isinstance(config, dict) else [0]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ReportError(f"{file} is not the configuration of a run; restore it, or remove it to do without")
+    return config
 
 
 def read_run(folder: str | Path) -> Run:
     """Read a run directory ({save_dir}/{run_name}).
 
     Raises:
-        ReportError: metrics.jsonl is missing, unreadable or empty.
+        ReportError: metrics.jsonl is missing, unreadable or empty, or config.yaml is no configuration.
     """
     folder = Path(folder)
     rows = read_json_lines(folder / "metrics.jsonl")
+    if odd := [row for row in rows if type(row.get("epoch")) is not int or not is_number(row["epoch"])]:
+        raise ReportError(f"{folder / 'metrics.jsonl'} has a row without an epoch: {str(odd[0])[:80]}")
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
         raise ReportError(
             f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first"
         )
     file = folder / "config.yaml"
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    sample = config.get("sample", {})
-    images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+    config = _configuration(file) if file.is_file() else {}
+    sample = [config.get("sample", {}).get(key) for key in ("num_images_per_prompt", "unique_sample_num_per_epoch")]
+    images = math.prod(sample) if all(map(is_number, sample)) else 0
     diagnostics: dict[str, Curve] = {}
     for group in ("train/", "advantage/", "health/"):
         diagnostics |= curves(train, group, suffix="")
     phases = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
-    seconds = {label: sum(row.get(f"time/{key}_s", 0.0) for row in rows) for label, key in phases.items()}
+    times = {label: [row.get(f"time/{key}_s") for row in rows] for label, key in phases.items()}
+    seconds = {label: sum(filter(is_number, values)) for label, values in times.items()}
     evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
     if len(evaluations) > 1:
         before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])

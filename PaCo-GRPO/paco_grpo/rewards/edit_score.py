@@ -19,6 +19,7 @@ import numpy as np
 from paco_grpo.rewards.judge import ServerReward, reference_of
 from paco_judge import transport
 from paco_judge.images import data_url
+from paco_judge.outside import parse
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -107,7 +108,7 @@ class EditScore(ServerReward):
             try:
                 async with slots:
                     answer = await runtime.post(url, self._headers, request, deadline)
-                return json.loads(answer)["choices"][0]["message"]["content"]
+                return parse(answer)["choices"][0]["message"]["content"]
             except (transport.Refused, transport.Unreachable, ValueError, LookupError, TypeError) as error:
                 logger.warning("edit_score: no answer from %s: %s", url, error)
                 return None
@@ -116,13 +117,16 @@ class EditScore(ServerReward):
 
     def _lowest(self, answer: str | None) -> float:
         """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
-        if not answer:
+        if not answer or not isinstance(answer, str):
             return math.nan
         try:
             scores = self._parse(answer)["score"]
-        except (ValueError, TypeError):  # scores that are no numbers
-            scores = []
-        if len(scores) != 2 or not all(0 <= score <= self.score_range for score in scores):
+            usable = len(scores) == 2 and all(
+                not isinstance(score, bool) and 0 <= score <= self.score_range for score in scores
+            )
+        except (ValueError, TypeError, LookupError, RecursionError):  # scores that are no numbers
+            usable = False
+        if not usable:
             logger.warning("edit_score: the answer holds no two scores in range: %.200r", answer)
             return math.nan
         return min(scores) / self.score_range

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 from paco_grpo.distributed.processes import Stopped, any_process, gather_rows
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
+from paco_judge.outside import DamagedJson, lines, parse_object
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -167,14 +167,17 @@ class ScoreJournal:
         self._lock = threading.Lock()  # each reward has its own thread
 
     def load(self) -> None:
-        """Read what all processes had received; a line truncated by a kill is skipped."""
+        """Read what all processes had received. A damaged line is skipped: its images are scored again."""
         for path in sorted(self.folder.glob("process_*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    entry = json.loads(line)
-                    self._known |= entry["scores"]
-                    if path == self.path:
-                        self._own.append(entry)
+            for number, line in lines(path):
+                try:
+                    entry = _entry(parse_object(line))
+                except (DamagedJson, KeyError) as error:
+                    logger.warning("%s line %d is skipped, its images are scored again: %s", path, number, error)
+                    continue
+                self._known |= entry["scores"]
+                if path == self.path:
+                    self._own.append(entry)
         if self._own:
             self._rewrite()  # without the truncated line
         if self._known:
@@ -207,6 +210,16 @@ class ScoreJournal:
         replacement = self.path.with_suffix(".tmp")
         replacement.write_text("".join(json.dumps(entry) + "\n" for entry in self._own), encoding="utf-8")
         replacement.replace(self.path)
+
+
+def _entry(row: dict) -> dict:
+    """A line of the journal. Raises DamagedJson or KeyError."""
+    if type(row["epoch"]) is not int or not isinstance(row["scores"], dict):
+        raise DamagedJson("not a line of scores")
+    for key, score in row["scores"].items():
+        if type(score) not in (int, float) or not abs(score) < math.inf:
+            raise DamagedJson(f"{score!r} is not a score of {key}")
+    return row
 
 
 class JournaledReward:

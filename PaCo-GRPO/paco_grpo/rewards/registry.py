@@ -150,15 +150,16 @@ class _CheckedReward:
                     f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
                     f"It takes: {', '.join(known) or 'nothing'}"
                 )
-        if remote:
-            from paco_grpo.rewards.remote.client import RemoteReward
-
-            self.function = RemoteReward(name, **kwargs)
-            return
         try:
-            self.function = factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
+            if remote:
+                from paco_grpo.rewards.remote.client import RemoteReward
+
+                self.function = RemoteReward(name, **kwargs)
+            else:
+                self.function = factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
         except (ValueError, TypeError) as error:
-            raise RewardError(f"reward {name!r} with {kwargs}: {error}; correct reward_fn_kwargs") from error
+            shown = {key: "…" if key == "api_key" else value for key, value in kwargs.items()}
+            raise RewardError(f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs") from error
         except ImportError as error:
             raise RewardError(
                 f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "

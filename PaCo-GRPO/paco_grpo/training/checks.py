@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -196,6 +197,11 @@ def check_writable(folder: Path, needed_bytes: int = 0) -> None:
             f"{folder} has {free / 2**20:.0f} MiB free, but checkpoints of this run need about "
             f"{needed_bytes / 2**20:.0f} MiB; free some space or set config.save_dir elsewhere"
         )
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether a write failed for lack of space or quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def text_length(options: RunOptions, items: Iterable[Item]) -> int:

@@ -1,6 +1,7 @@
 """Bytes of a run's folder that are not what we wrote: one sentence that names the file, never a traceback or a wrong run."""
 
 import copy
+import errno
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_run import load_script, tiny_options, train
 
@@ -15,6 +17,8 @@ from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.monitoring.trackers import MetricsFile, TrackingError
 from paco_grpo.options import ConfigError, load_options, options_to_yaml
 from paco_grpo.options.parse import options_to_dict
+from paco_grpo.policies import load_policy
+from paco_grpo.training.build import load_adapter
 
 FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 STATE = "checkpoints/epoch_0001/state"
@@ -109,6 +113,11 @@ def test_a_damaged_adapter_is_one_sentence(finished, folder, tmp_path, capsys, s
     assert not list((tmp_path / "out").glob("*.png"))
 
 
+def test_an_adapter_imports_nothing(finished, folder):
+    change_json(megatron_config={"a": 1}, megatron_core="no_such_module")(folder / ADAPTER / "adapter_config.json")
+    load_adapter(load_policy(finished.options.pretrained.model), str(folder / ADAPTER))
+
+
 @pytest.mark.parametrize("data", BYTES.values(), ids=BYTES)
 def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, data):
     (tmp_path / "config.yaml").write_bytes(data or b"- 1\n- 2")
@@ -175,3 +184,40 @@ def test_any_bytes_in_a_configuration_are_read_or_refused(finished, tmp_path, da
         load_options(str(path))
     except ConfigError:
         pass
+
+
+# --- a full disk ----------------------------------------------------------------------------------------------------------
+
+
+def fill_disk(path, monkeypatch):
+    """Every write to ``path`` fails as on a full disk."""
+    if path.suffix == ".png":  # Pillow follows links, and looks at the suffix of what it finds
+
+        def save(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Image.Image, "save", save)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "config.yaml", "scores/process_0.jsonl", "eval/epoch_0000/eval_data.jsonl", "1.png"])  # fmt: skip
+def test_a_full_disk_ends_training_with_its_name(finished, tmp_path, capsys, monkeypatch, file):
+    fill_disk(tmp_path / "runs" / "run" / file, monkeypatch)
+    arguments = ["--config", str(finished.folder / "saved.yaml"), f"--config.save_dir={tmp_path / 'runs'}"]
+    changes = ["--config.test.at_start=True", "--config.test.save_eval_images=True"]  # no resume: it would read the file
+    assert load_script("train").main([*arguments, *changes]) in (2, 3)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(("error: ", "stopped: ")) and "No space left on device" in error, error
+    if file != "scores/process_0.jsonl":
+        assert error.startswith("error: the disk is full") and "--config.resume_from=latest" in error
+
+
+@pytest.mark.parametrize(("script", "file"), [("evaluate", "1.png"), ("evaluate", "metrics.json"), ("generate", "1.png")])
+def test_a_full_disk_ends_a_script_with_its_name(finished, tmp_path, capsys, monkeypatch, script, file):
+    fill_disk(tmp_path / "out" / file, monkeypatch)
+    arguments = ["--config", str(finished.folder / "saved.yaml"), "--output", str(tmp_path / "out")]
+    arguments += ["--prompt", "a cat"] if script == "generate" else ["--config.test.save_eval_images=True"]
+    assert load_script(script).main(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: the disk is full")

@@ -1,6 +1,9 @@
 """Runs that are killed, stopped, or out of disk: checkpoints are whole, and a resumed run ends with the same bits."""
 
+import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ from forked_runs import (
     FAILED,
     STOPPED,
     Fault,
+    FileEvent,
+    adapter,
     checkpoints,
     fill_disk,
     images_scored,
@@ -21,6 +26,10 @@ from forked_runs import (
 )
 
 IMAGES = 16  # an epoch; in batches of 4: 4 batches on one process, 2 on each of two
+
+
+# How often a run is killed at random; the seeds are the numbers below it.
+RANDOM_KILLS = int(os.environ.get("PACO_RANDOM_KILLS", "4"))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +95,29 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted
     assert checkpoints(tmp_path) == ["epoch_0001"]
     assert images_scored(tmp_path) <= IMAGES + 8  # the second epoch's first batches, not its last
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(RANDOM_KILLS))
+def test_killed_at_random_moments_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_path, seed):
+    """Twice: after a random time, or at a random operation on a file of the run, where checkpoints are being written."""
+    rng, processes = random.Random(seed), 1 + seed % 2
+    events = (uninterrupted(processes) / "file_events").read_text().splitlines()
+    started = time.monotonic()
+    run_to_end(tiny_flux_dir, tmp_path / "timed", processes)
+    seconds, moments = time.monotonic() - started, []
+    for _ in range(2):
+        if rng.random() < 0.5:
+            moments.append(("after seconds", rng.uniform(0, seconds)))
+            options = {"kill_after": moments[-1][1]}
+        else:
+            number = rng.randrange(1, len(events) + 1)
+            moments.append((f"file event {number}", events[number - 1]))
+            options = {"fault": FileEvent(number)}
+        run(tiny_flux_dir, tmp_path, processes, resume_from="latest", **options)
+    print(moments)
+    assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(processes), processes)
+    assert adapter(tmp_path, 3) == adapter(uninterrupted(processes), 3)
 
 
 def stale(*_) -> None:

@@ -88,6 +88,17 @@ def test_weights_must_be_those_of_the_model(tmp_path, tiny_folder, name, part, k
     assert str(tmp_path / "model") in message and tensor in message and "\n" not in message
 
 
+def test_a_vae_that_is_not_finite(tmp_path, tiny_flux_dir):
+    shutil.copytree(tiny_flux_dir, tmp_path / "model")
+    file = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    weights[name].view(-1)[0] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(PolicyLoadError, match=f"not finite in {name}"):
+        load_policy(tmp_path / "model")
+
+
 def test_every_file_of_a_sharded_transformer_must_be_whole(tmp_path, tiny_flux_dir):
     shutil.copytree(tiny_flux_dir, tmp_path / "model")
     folder = tmp_path / "model" / "transformer"

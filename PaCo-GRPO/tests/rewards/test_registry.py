@@ -47,6 +47,14 @@ def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
         build_rewards(reward_fn, kwargs)
 
 
+@pytest.mark.parametrize("name", ["consistency_score", "grid_layout", "clipscore"])
+def test_a_key_that_no_header_can_hold_is_one_sentence_without_the_key(name):
+    kwargs = {"api_key": "hidden\n"} | ({"server": "http://127.0.0.1:1"} if name == "clipscore" else {})
+    with pytest.raises(RewardError, match="the API key has a line break") as caught:
+        build_rewards({name: 1}, {name: kwargs})
+    assert "hidden" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["broken_shape", "infinite"])
 def test_scores_are_checked(name):
     with pytest.raises(RewardError, match=f"{name}.*(shape|infinite)"):

@@ -1,8 +1,10 @@
 """A reward behind the service scores as it does in process; errors, keys, limits and silence reach the run."""
 
+import asyncio
 import json
 import math
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,8 @@ from PIL import Image
 from serving_reward import ROOT, free_port, remote, running, service
 
 from paco_grpo.rewards.registry import RewardError, build_rewards
-from paco_grpo.rewards.remote.service import main
+from paco_grpo.rewards.remote.service import build_app, main
+from paco_grpo.rewards.remote.wire import encode_request
 from paco_grpo.types import Item
 from paco_judge.images import data_url
 
@@ -83,6 +86,29 @@ def test_a_service_that_comes_back_within_the_deadline_is_waited_for():
         time.sleep(0.5)
         with service("--reward", "reward_factories:gaps", port=port):
             assert np.isfinite(asked.result(timeout=120)).all()
+
+
+async def test_a_request_whose_caller_leaves_before_its_turn_is_not_scored():
+    begun, finish = [], threading.Event()
+
+    def slow(images, items):
+        begun.append(items[0].prompt)
+        assert finish.wait(60)
+        return np.zeros(len(images))
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(slow, "slow")), base_url="http://s") as http:
+        bodies = [encode_request(IMAGES[:1], [Item(0, prompt)]) for prompt in ("first", "left", "last")]
+        first = asyncio.create_task(http.post("/score", content=bodies[0], timeout=60))
+        while not begun:
+            await asyncio.sleep(0.01)
+        left = asyncio.create_task(http.post("/score", content=bodies[1], timeout=60))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        last = asyncio.create_task(http.post("/score", content=bodies[2], timeout=60))
+        await asyncio.sleep(0.1)
+        finish.set()
+        assert [(await first).status_code, (await last).status_code] == [200, 200]
+    assert begun == ["first", "last"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from serving_tools import ROOT, wait_for
 
 from paco_grpo import images as limits
 from paco_grpo.asgi import ApiError
+from paco_judge import images as judge_images
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
 from vllm_server.transformers_engine import model as model_module
@@ -67,6 +68,11 @@ def test_one_bad_image_is_an_error_of_its_own_request(engine_url, tiny):
 
 def good_url(tiny) -> str:
     return data_url(tiny.picture(1))
+
+
+def test_servers_open_what_the_judges_client_opens():
+    """Two lists: the servers run where paco-judge is not installed."""
+    assert limits.FORMATS == judge_images.FORMATS
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP"])
@@ -158,7 +164,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_the_peak_of_a_batch_is_that_of_one_part(judge_folder):
-    """32 images of 4 megapixels, 400 MB as RGB, are decoded 8 at a time; README states 1 GB."""
+    """32 images of 4 megapixels, 400 MB as RGB, are decoded 4 at a time; README states 1 GB."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(judge_folder)], env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True, text=True, timeout=300, check=False,

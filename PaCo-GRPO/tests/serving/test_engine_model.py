@@ -2,6 +2,8 @@
 
 import shutil
 from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -28,14 +30,34 @@ def plain(judge_folder):
     return plain_model(judge_folder)
 
 
-def test_weights_without_a_tensor_are_not_served(judge_folder, tmp_path):
+def damaged(folder: Path, change: Callable[[dict, str], None], chosen: str, file: str = "model.safetensors") -> str:
+    """Changes a tensor of a weights file, the first with ``chosen`` in its name; the name."""
+    weights = load_file(folder / file)
+    name = next(name for name in weights if chosen in name)
+    change(weights, name)
+    save_file(weights, folder / file, {"format": "pt"})
+    return name
+
+
+def remove(weights: dict, name: str) -> None:
+    del weights[name]
+
+
+def shorten(weights: dict, name: str) -> None:
+    weights[name] = weights[name][:-1].clone()
+
+
+def poison(weights: dict, name: str) -> None:
+    weights[name][0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("change", [remove, shorten])
+def test_weights_without_a_tensor_or_with_one_of_another_shape_are_not_served(judge_folder, tmp_path, change):
     folder = shutil.copytree(judge_folder, tmp_path / "judge")
-    weights = load_file(folder / "model.safetensors")
-    removed = next(name for name in weights if "mlp" in name)
-    del weights[removed]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=removed.rsplit(".layers.", maxsplit=1)[-1]):
+    name = damaged(folder, change, "k_proj.weight")
+    with pytest.raises(ValueError, match=name.rsplit(".layers.", maxsplit=1)[-1]) as error:
         JudgeModel.load(str(folder), max_model_len=1024)
+    assert "\n" not in str(error.value) and (change is remove or " instead of 64x128" in str(error.value))
 
 
 def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
@@ -190,3 +212,13 @@ def test_an_adapter_that_does_not_fit_is_refused(judge_folder, tiny, tmp_path):
         JudgeModel.load(str(judge_folder), 1024, adapters={"a": str(tmp_path)})
     with pytest.raises((OSError, ValueError), match="adapter_config"):
         JudgeModel.load(str(judge_folder), 1024, adapters={"a": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize(("change", "said"), [(remove, "lacks"), (shorten, "does not fit"), (poison, "not finite")])
+def test_a_damaged_adapter_is_refused_by_the_name_of_its_tensor(judge_folder, adapters, tmp_path, change, said):
+    folder = shutil.copytree(adapters["judge-v1.5"], tmp_path / "adapter")
+    name = damaged(folder, change, "q_proj.lora_B", "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=said) as error:
+        JudgeModel.load(str(judge_folder), 1024, adapters={"a": str(folder)})
+    module = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+    assert module in str(error.value) and "\n" not in str(error.value)

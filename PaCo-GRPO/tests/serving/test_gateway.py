@@ -6,6 +6,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -209,6 +210,42 @@ def test_a_replica_killed_under_load_costs_no_request(gateway, client, servers):
     victim.start()
     wait_for(lambda: gateway.up("Pair") == 2)
     assert set(gateway.ask_many("Pair", 10, 4)) == {200} and victim.counts()["asked"] > 0
+
+
+def test_all_replicas_are_replaced_one_by_one_under_load_and_no_request_fails():
+    """kill -9 of each of three in turn, started again at its address, while eight callers ask all the time."""
+    replicas = [Upstream().start() for _ in range(3)]
+    gateway = GatewayProcess({"Rolling": replicas})
+    try:
+        for replica in replicas:
+            replica.mode("slow:0.02")
+        replaced, statuses = threading.Event(), []
+
+        def ask_on(number: int) -> None:
+            with gateway.client() as client:
+                while not replaced.is_set():
+                    response = gateway.ask(client, "Rolling", id=number)
+                    right = response.status_code == 200 and response.json()["seen"]["id"] == number
+                    statuses.append(response.status_code if right else -1)
+
+        with ThreadPoolExecutor(8) as pool:
+            asking = [pool.submit(ask_on, number) for number in range(8)]
+            try:
+                for replica in replicas:
+                    wait_for(lambda replica=replica: replica.counts()["asked"] >= 5)
+                    replica.kill()
+                    wait_for(lambda: gateway.up("Rolling") == 2)
+                    replica.start().mode("slow:0.02")
+                    wait_for(lambda: gateway.up("Rolling") == 3)
+            finally:
+                replaced.set()
+            for each in asking:
+                each.result()
+        assert len(statuses) > 50 and set(statuses) == {200}
+    finally:
+        gateway.stop()
+        for replica in replicas:
+            replica.kill()
 
 
 def test_the_only_server_is_killed_and_started_again(gateway, client, servers):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from serving_tools import FAKE, all_ended, free_port, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
@@ -16,6 +18,7 @@ from vllm_server import engines
 from vllm_server.launch import Interrupts, launch
 from vllm_server.processes import Process
 from vllm_server.settings import LaunchError, LaunchSettings
+from vllm_server.state import runtime_root
 
 
 def test_launch_status_stop(shell):
@@ -140,6 +143,8 @@ def test_gpus_are_used_together(shell, model, config, size):
         ({"VLLM_LORA": "Judge=nowhere"}, "VLLM_LORA"),
         ({"VLLM_EXTRA_ARGS": "--a 'b"}, "VLLM_EXTRA_ARGS"),
         ({"VLLM_API_KEY": "a b"}, "VLLM_API_KEY"),
+        ({"VLLM_API_KEY": "a\nb"}, "VLLM_API_KEY"),
+        ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
         ({"VLLM_GATEWAY": "never"}, "VLLM_GATEWAY"),
         ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_MEDIA_HOSTS": "a.example", "VLLM_ENGINE": "transformers"}, "VLLM_MEDIA_HOSTS"),
@@ -169,6 +174,20 @@ def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch, var
         launch(shell.environment | variables, False, Interrupts())
     assert named in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists(), "nothing was started"
+
+
+NUMBERS = (
+    *("VLLM_PORT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_START_TIMEOUT", "GPU_MEMORY_UTILIZATION", "MAX_MODEL_LEN"),
+    *("VLLM_MAX_IMAGES", "VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT"),
+)
+
+
+@pytest.mark.parametrize("value", ["nan", "-nan", "1e999", "-inf", "9" * 5000, "1" + "0" * 5000 + ".5", "-1", "0x10", "①"])
+def test_odd_numbers_are_refused_in_one_short_sentence(value):
+    for variable in NUMBERS:
+        with pytest.raises(LaunchError, match=variable) as error:
+            LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "model", variable: value})
+        assert len(str(error.value)) < 150 and "\n" not in str(error.value)
 
 
 def test_an_error_is_one_line_on_the_command_line(shell):
@@ -226,6 +245,19 @@ def test_a_label_in_use_is_refused_and_that_of_a_dead_launch_is_replaced(shell):
     shell.launch()
 
 
+def test_after_the_launcher_was_killed_its_servers_are_known_and_the_label_is_usable_again(shell):
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    pids = shell.fake_pids()
+    wait_for(shell.state_file().exists)
+    os.killpg(launch.pid, signal.SIGKILL)
+    launch.communicate(timeout=60)
+    assert "VLLM_LABEL=test bash vllm_server/stop.sh" in shell.failed_launch()
+    assert [row["state"] for row in shell.status()] == ["loading"]
+    shell.stop()
+    all_ended(pids)
+    shell.launch()
+
+
 def test_a_server_that_dies_while_loading_shows_its_log(shell):
     errors = shell.failed_launch(FAKE_VLLM="dies")
     assert "ended with status 1 while loading" in errors and "no room for the key-value cache" in errors
@@ -239,10 +271,11 @@ def test_a_server_that_never_answers_is_ended_after_the_timeout(shell):
     assert shell.status() == []
 
 
-def test_an_interrupted_launch_leaves_no_process(shell):
-    launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_launch_leaves_no_process(shell, number):
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn" if number == signal.SIGINT else "hangs")
     pids = shell.fake_pids()
-    os.killpg(launch.pid, signal.SIGINT)
+    os.killpg(launch.pid, number)
     _, errors = launch.communicate(timeout=60)
     assert launch.returncode == 130 and "nothing is left running" in errors
     all_ended(pids)
@@ -286,14 +319,46 @@ def test_a_foreground_launch_ends_with_its_server(shell):
     all_ended(pids)
 
 
-def test_a_damaged_state_is_reported(shell):
+@pytest.mark.slow
+def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_folder, tmp_path):
+    output = shell.launch()
+    assert "Weights of Judge not checked: config.json names no architectures" in output
+    shell.stop()
+    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
+    assert "not checked" not in shell.launch(VLLM_MODEL_PATHS=str(judge_folder))
+    shell.stop()
+    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
+    folder = shutil.copytree(judge_folder, tmp_path / "judge")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.k_proj.weight"]  # vLLM fuses it with q_proj and v_proj
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    errors = shell.failed_launch(VLLM_MODEL_PATHS=str(folder))
+    assert "lack 1 of the model's tensors: model.language_model.layers.0.self_attn.k_proj" in errors
+    assert errors.count("\n") == 1 and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
+
+
+def test_a_damaged_state_is_reported_and_hides_no_other_label(shell):
+    shell.launch(VLLM_LABEL="other")
     state = shell.state_file()
     state.parent.mkdir(parents=True)
-    state.write_text("{")
-    for script in ("launch.sh", "stop.sh", "status.sh"):
-        status, _, errors = shell.run(script)
-        assert status == 1 and str(state) in errors
+    for damage in ("{", "[]", '{"label": "test", "ready": true, "servers": [{"leader": null}]}', "\udcff"):
+        state.write_text(damage, errors="surrogateescape")
+        for script in ("launch.sh", "stop.sh", "status.sh"):
+            status, output, errors = shell.run(script)
+            assert status == 1 and str(state) in errors and errors.count("\n") == 1
+        assert "other" in output and "healthy" in output
+        assert [row["label"] for row in shell.status()] == ["other"]
     state.unlink()
+
+
+def test_state_outlives_a_login(tmp_path):
+    """XDG_RUNTIME_DIR vanishes at logout, old files vanish from /tmp; servers go on."""
+    login = {"XDG_RUNTIME_DIR": str(tmp_path / "login"), "HOME": str(tmp_path / "home")}
+    root = runtime_root(login)
+    assert root.parent == tmp_path / "home" / ".local" / "state" / "paco-rl" and root.stat().st_mode & 0o777 == 0o700
+    assert runtime_root(login | {"XDG_STATE_HOME": str(tmp_path / "state")}).parent == tmp_path / "state" / "paco-rl"
+    assert runtime_root(login | {"PACO_RUNTIME_DIR": str(tmp_path / "own")}) == tmp_path / "own"
+    assert not (tmp_path / "login").exists()
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from gateway_tools import LOCAL
+from gateway_tools import LOCAL, health
 from safetensors.numpy import save_file
 from serving_tools import all_ended, free_port, option, read_until, wait_for
+
+from vllm_server.processes import Process, port_users, session_members
 
 
 def ask(shell, model: str, key: str | None = None) -> httpx.Response:
@@ -74,6 +76,29 @@ def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
     written = "".join(path.read_text() for path in shell.state_file().parent.iterdir() if path.is_file())
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in shell.pids()]
     assert "geheim" not in output + written + "".join(commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("supervisor", ["runs", "was killed"])
+def test_stop_ends_gateway_workers_that_were_started_after_the_launch(shell, supervisor):
+    shell.launch(VLLM_GATEWAY="always", VLLM_GATEWAY_WORKERS="2")
+    leader = shell.status()[0]["pid"]
+    launched = set(session_members(Process.of(leader)))
+    for member in launched:
+        if member.pid != leader and "spawn_main" in Path(f"/proc/{member.pid}/cmdline").read_text():
+            os.kill(member.pid, signal.SIGKILL)
+
+    def later() -> list[Process]:
+        return [member for member in session_members(Process.of(leader)) if member not in launched]
+
+    wait_for(lambda: len(later()) == 2 and health(shell.url) == 200)
+    workers = later()
+    if supervisor == "was killed":
+        os.kill(leader, signal.SIGKILL)
+        all_ended([worker.pid for worker in workers])  # by themselves: nobody would know them any more
+    shell.stop()
+    all_ended([worker.pid for worker in workers])
+    assert port_users("127.0.0.1", shell.port) == (False, None)
 
 
 @pytest.mark.parametrize(

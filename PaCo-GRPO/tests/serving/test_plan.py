@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving_tools import VLLM_PYTHON, option
 
+from vllm_server import plan
 from vllm_server.engines import Engine, engine_command, gateway_command
-from vllm_server.gpus import choose_gpus, divide_gpus, tensor_parallel_size
+from vllm_server.gpus import choose_gpus, divide_gpus, smallest_parallel_size, tensor_parallel_size
 from vllm_server.models import Model
 from vllm_server.settings import LaunchError, LaunchSettings, Weights
 from vllm_server.state import Server
@@ -26,6 +27,34 @@ LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-
 )
 def test_tensor_parallel_size(gpus, heads, key_value_heads, size):
     assert tensor_parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}) == size
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "memory", "size"),
+    [(15.5, 80, 1), (15.5, 40, 1), (15.5, 24, 2), (137, 80, 4), (137, 141, 2), (900, 80, 4)],
+)
+def test_copies_get_as_few_gpus_as_they_fit_on(gibibytes, memory, size):
+    """Qwen2.5-VL-7B and 72B; 7B's heads allow at most 4."""
+    assert smallest_parallel_size(8, QWEN, int(gibibytes * 2**30), memory * 2**30, 0.85) == size
+
+
+@pytest.mark.parametrize(
+    ("environment", "sizes", "expected"),
+    [
+        ({}, [15], ((1,), (8,))), ({}, [15, 60], ((1, 2), (4, 2))), ({}, [15, None], ((None, None), (1, 1))),
+        ({"VLLM_TP": "2"}, [15], ((2,), (1,))), ({"VLLM_REPLICAS": "2"}, [15], ((None,), (2,))),
+    ],
+)  # fmt: skip
+def test_gpus_serve_copies_unless_told_otherwise(monkeypatch, environment, sizes, expected):
+    """Eight GPUs of 80 GiB."""
+    models = [Model(f"/m/{number}", f"m{number}", QWEN) for number in range(len(sizes))]
+    environment = environment | {"VLLM_MODEL_PATHS": ",".join(model.path for model in models)}
+    monkeypatch.setattr(plan, "smallest_memory", lambda gpus: 80 * 2**30)
+    monkeypatch.setattr(plan, "weight_bytes", lambda path: (size := sizes[int(path[-1])]) and size * 2**30)
+    settings = LaunchSettings.from_environment(environment)
+    settings, notes = plan._choose_copies(VLLM, settings, models, tuple("01234567"), environment)
+    assert (settings.tensor_parallel, settings.replicas) == expected
+    assert bool(notes) == ("VLLM_TP" not in environment and "VLLM_REPLICAS" not in environment)
 
 
 def divided(gpus: int, tensor_parallel: list, replicas: list) -> list:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_run import tiny_options, write_prompts
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from paco_grpo.objectives import OBJECTIVES
 from paco_grpo.rewards.queue import ScoringQueue
@@ -101,19 +101,19 @@ def test_rewards_run_while_sampling_continues(build):
     assert begun_early == [True, False, False, False]
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies from the CPU to the device by which the host would wait: all but those of ``to_device``."""
+class Copies(TorchFunctionMode):
+    """Finds copies from the CPU to the device by which the host would wait: all but those of ``to_device``."""
 
     def __init__(self):
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
-        if function.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_) and result.is_meta:
+        if function in (torch.as_tensor, torch.tensor, torch.Tensor.to, torch.Tensor.copy_) and result.is_meta:
             frames = traceback.extract_stack()
-            source = args[1] if function.overloadpacket is torch.ops.aten.copy_ else args[0]
-            if not source.is_meta and "to_device" not in [frame.name for frame in frames]:
+            given = [value for value in args if isinstance(value, torch.Tensor)]
+            if not all(value.is_meta for value in given or [torch.empty(0)]) and "to_device" not in str(frames[-2]):
                 self.found.append(frames[-2])
         return result
 

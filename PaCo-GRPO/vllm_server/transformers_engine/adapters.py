@@ -6,6 +6,8 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from paco_judge.weights import check_adapter
+
 
 def load_adapters(model: torch.nn.Module, folders: Mapping[str, str]) -> dict[str, str]:
     """Adds adapters to a model in place.
@@ -14,10 +16,12 @@ def load_adapters(model: torch.nn.Module, folders: Mapping[str, str]) -> dict[st
         peft's key of each name (a name may contain dots, a key may not).
 
     Raises:
-        ValueError: For an adapter that is not LoRA, trains whole modules, or does not fit the model.
+        ValueError: For an adapter that is not LoRA, trains whole modules, has other values than finite ones, or does
+            not fit the model.
         OSError: With peft's message, for a folder without an adapter.
     """
     keys = {name: f"adapter_{number}" for number, name in enumerate(folders)}
+    tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     wrapped: PeftModel | None = None
     for name, folder in folders.items():
         config = PeftConfig.from_pretrained(folder)
@@ -27,6 +31,7 @@ def load_adapters(model: torch.nn.Module, folders: Mapping[str, str]) -> dict[st
                 f"adapter {name} in {folder} is {config.peft_type} with modules_to_save={whole_modules}; the "
                 "transformers engine serves plain LoRA. Merge it with `paco-reward export` and serve the result"
             )
+        check_adapter(tensors, folder)
         config.inference_mode = True
         wrapped = wrapped or PeftModel(model, config, keys[name])
         result = wrapped.load_adapter(folder, keys[name], is_trainable=False)

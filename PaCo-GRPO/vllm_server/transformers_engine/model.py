@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from paco_grpo.asgi import ApiError
 from paco_grpo.images import check_total, decode, open_image
+from paco_judge.weights import load_complete
 from vllm_server.transformers_engine.adapters import Adapters, load_adapters
 from vllm_server.transformers_engine.cache import ByteCache
 from vllm_server.transformers_engine.protocol import ChatRequest, image_bytes
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED = ("qwen2_5_vl",)
 _PROMPT_CACHE_BYTES = 64 << 20
 _CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
-_DECODED_PIXELS = 1 << 25  # decoded at a time, over all requests of a batch (a single larger image is refused)
+_DECODED_PIXELS = 1 << 24  # decoded at a time, over all requests of a batch; or one larger image
 _VISION_PATCHES = 1 << 15  # in one pass of the vision tower
 # Decoding releases the interpreter's lock.
 _DECODERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="engine-decode")
@@ -127,11 +128,7 @@ class JudgeModel:
                 "Use VLLM_ENGINE=vllm for others"
             )
         on_gpu = torch.cuda.is_available()
-        model, report = AutoModelForImageTextToText.from_pretrained(
-            path, dtype="auto" if on_gpu else torch.float32, output_loading_info=True
-        )
-        if absent := sorted(report["missing_keys"]):  # transformers fills them with random values
-            raise ValueError(f"the weights in {path} lack {', '.join(absent[:5])}: download or export them again")
+        model = load_complete(AutoModelForImageTextToText, path, dtype="auto" if on_gpu else torch.float32)
         model = model.to("cuda" if on_gpu else "cpu").eval()
         keys = load_adapters(model, adapters or {})
         processor = AutoProcessor.from_pretrained(path)

@@ -163,6 +163,8 @@ def _item(index: int, row: dict[str, Any]) -> RankItem:
     listed, ranked = list(row["comp_images"]), list(row["rank_images"])
     if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed):
         raise ValueError(f"rank_images {ranked} are not a permutation of comp_images {listed}")
+    if not all(isinstance(name, str) and name and "\0" not in name for name in (row["ref_image"], *listed)):
+        raise ValueError("ref_image and comp_images must be names of images")
     if len(listed) < 2:
         raise ValueError(f"a ranking needs at least two candidates, not {len(listed)}")
     order = tuple(listed.index(name) for name in ranked)
@@ -187,7 +189,7 @@ def prepare(root: Path, prompts: dict[str, dict], question: Question, item: Rank
     try:
         theme = split_prompt(row["prompt"]).theme if "theme" in question.fields else ""
         asked = question.texts(row.get("criteria") or {}, theme=theme)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:  # the last two: a value of another type
         raise ItemError(f"{PROMPTS}: {error}") from error
     texts = [text for dimension in asked.values() for text in dimension]
     reference, *candidates = (_open(root, item.folder, name) for name in (item.ref_image, *item.comp_images))

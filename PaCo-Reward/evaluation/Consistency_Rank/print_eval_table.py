@@ -34,7 +34,10 @@ def make_table(results: dict[str, list[Row]], print_std: bool) -> Table:
 
 def parse_row(row: Row) -> Row:
     """The metrics of a row of a results file."""
-    return {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
+    metrics = {name: row["metrics"][name] for name in (*METRICS, "ties")}
+    if odd := [name for name, value in metrics.items() if type(value) not in (int, float) or not abs(value) < 1e300]:
+        raise ValueError(f"{odd[0]} is not a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -87,7 +87,9 @@ def _cell(share: float) -> str:
 def parse_row(row: Row) -> Row:
     """The parts of a row of a results file that the tables need. Raises ValueError."""
     better, worse = row["scores"]
-    if row["dimension"] not in EDIT_DIMENSIONS or not isinstance(better, float) or not isinstance(worse, float):
+    if row["dimension"] not in EDIT_DIMENSIONS or not all(
+        isinstance(score, float) and 0 <= score <= 1 for score in (better, worse)
+    ):
         raise ValueError(f"dimension {row['dimension']!r} with scores {row['scores']}")
     return {"task_type": str(row["task_type"]), "dimension": row["dimension"], "scores": (better, worse)}
 

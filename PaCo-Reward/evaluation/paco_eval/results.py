@@ -1,11 +1,15 @@
 """Results files (JSON lines, one item each), the tables made from them, and the errors of a run."""
 
+import errno
 import fcntl
 import json
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
+
+from paco_judge.outside import DamagedJson, lines, parse_object
 
 Row = dict[str, Any]
 Table = list[list[str]]  # headings in the first row
@@ -60,7 +64,7 @@ class ResultsFile:
         """Raises BenchError if the file is not writable, in use, or holds rows of another model or benchmark."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._out = open(self.file, "a+b")
+            self._out = open(self.file, "a+b", buffering=0)
         except OSError as error:
             raise BenchError(f"{self.file} cannot be written ({error}); pass another --results_dir") from error
         try:
@@ -77,11 +81,20 @@ class ResultsFile:
         self._out.close()
 
     def append(self, row: Row) -> None:
-        """Add a row in one write and flush it. Raises BenchError if the weights are not those of earlier rows."""
+        """Add a row in one write. Raises BenchError if the weights are not those of earlier rows."""
         self._identify(self._recorded)  # a model of the hub is there only now
         weights = {"weights": self._weights} if self._weights else {}
-        self._out.write(json.dumps({**self.stamp, **weights, **row}).encode("ascii") + b"\n")
-        self._out.flush()
+        line = json.dumps({**self.stamp, **weights, **row}).encode("ascii") + b"\n"
+        try:
+            if self._out.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # a line that was cut off is removed when the file is opened again
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "the disk is full; free some space" if full else str(error.strerror)
+            raise BenchError(
+                f"{self.file} cannot be written: {cause}, and run the same command again: its {len(self.done)} results "
+                "are kept"
+            ) from error
         self.done.add(self.key_of(row))
 
     def _lock(self) -> None:
@@ -112,8 +125,9 @@ class ResultsFile:
         for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             place = f"{self.file} line {number}"
             try:
-                row = json.loads(line)
+                row = parse_object(line)
                 key, stamp = self.key_of(row), self.stamp | {"model": row["model"]} | row
+                hash(key)
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {REMEDY}") from error
             self._recorded = row.get("weights")
@@ -137,10 +151,9 @@ def read_jsonl(file: Path) -> list[Row]:
     """The rows of a JSON lines file. Raises BenchError, which names a line that is not a JSON object."""
     rows, number = [], 0
     try:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            if line.strip():
-                rows.append(dict(json.loads(line)))
-    except (OSError, ValueError, TypeError) as error:
+        for number, line in lines(file):
+            rows.append(parse_object(line))
+    except (OSError, DamagedJson) as error:
         raise BenchError(f"dataset {file} line {number} cannot be read: {error}") from error
     return rows
 
@@ -158,11 +171,9 @@ def read_results(results_dir: Path, parse: Callable[[Row], Row], script: str) ->
     """
     found: dict[str, list[Row]] = {}
     for file in sorted(results_dir.glob("*.jsonl")):
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            if not line:
-                continue
+        for number, line in lines(file):
             try:
-                found.setdefault(file.stem, []).append(parse(json.loads(line)))
+                found.setdefault(file.stem, []).append(parse(parse_object(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"{file} line {number} is not a result of {script}: {error!r}") from error
     if not found:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from paco_judge import transport
 from paco_judge.images import ImageStore, UnreadableImage
+from paco_judge.outside import parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
 from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
@@ -145,7 +146,7 @@ class JudgeClient:
         url = f"{self.base_url}/v1/models"
         try:
             body = await transport.runtime().get(url, self._headers, _CHECK_TIMEOUT_S)
-            served = [str(entry["id"]) for entry in json.loads(body)["data"]]
+            served = [str(entry["id"]) for entry in parse(body)["data"]]
         except Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
             raise JudgeUnavailable(f"the judge at {self.base_url} refused {url}: {error}{hint}") from error
@@ -252,7 +253,9 @@ def _pick_name(wanted: str, served: list[str], base_url: str) -> str:
 
 def _read_answer(body: bytes, answer_tokens: str) -> Verdict:
     try:
-        top = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        top = parse(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        if not isinstance(top, list):
+            raise TypeError(f"top_logprobs is a {type(top).__name__}")
         p_yes = p_yes_from_top_logprobs(top, answer_tokens)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         return Verdict(None, f"the judge's answer cannot be read ({error!r}): {body[:200]!r}")

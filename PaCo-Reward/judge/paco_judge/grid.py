@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-_LAYOUT = re.compile(r"(\d+)\s*[x⨉]\s*(\d+)")
+_LAYOUT = re.compile(r"(\d{1,9})\s*[x⨉]\s*(\d{1,9})")
 _BRACKET = r"\[[A-Z0-9]+(?:-[A-Z0-9]+)*\]"
 # A label counts only where a sentence or a quotation has just ended: the same characters inside a text are text.
-_LABEL = re.compile(rf'(?<=[."”])\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d+):')
+_LABEL = re.compile(rf'(?<=[."”])\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d{{1,9}}):')
 _NAMED_ROWS = {"TOP": 0, "MIDDLE-TOP": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-BOTTOM": 3, "BOTTOM": 4}
 _NAMED_COLS = {"LEFT": 0, "MIDDLE-LEFT": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-RIGHT": 3, "RIGHT": 4}
 

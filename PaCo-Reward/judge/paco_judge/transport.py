@@ -1,7 +1,6 @@
 """HTTP for every judge client of a process: one event loop thread, one aiohttp session, one score cache."""
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -15,6 +14,8 @@ from functools import lru_cache
 
 import aiohttp
 from yarl import URL
+
+from paco_judge.outside import parse
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,12 @@ def origin(url: str) -> URL:
 
 
 def json_headers(api_key: str | None) -> dict[str, str]:
-    """Headers of a JSON request, with the key as a bearer token."""
+    """Headers of a JSON request, with the key as a bearer token. Raises ValueError: A header cannot hold the key."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError(
+            "the API key has a line break or another character that a header cannot hold (often a newline at the end of "
+            "the file that it was read from); correct it"
+        )
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
 
@@ -249,7 +255,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 def _reason(answer: bytes) -> str:
     """The server's own message (OpenAI's error format), else the start of the body."""
     try:
-        error = json.loads(answer)
+        error = parse(answer)
         error = error.get("error", error)
         message = error.get("message") if isinstance(error, dict) else error
         if message:

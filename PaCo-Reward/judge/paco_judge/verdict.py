@@ -51,12 +51,10 @@ def p_yes_from_top_logprobs(
         None if neither Yes nor No is among the top; one that is not counts as probability 0.
 
     Raises:
-        ValueError: A log-probability is NaN or infinite.
+        ValueError: A log-probability is not one: no number, NaN, or more than 0.
     """
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
-    yes, no = (
-        [float(logprob) for token, logprob in entries if token in counted] for counted in ANSWER_TOKENS[answer_tokens]
-    )
+    yes, no = ([logprob for token, logprob in entries if token in counted] for counted in ANSWER_TOKENS[answer_tokens])
     return _share(_log_sum(yes), _log_sum(no))
 
 
@@ -115,10 +113,14 @@ def editing_score(*answers: Verdict) -> float | None:
     return product if len(answers) == 1 else math.sqrt(product)
 
 
+_ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
+
+
 def _log_sum(logprobs: list[float]) -> float:
     """log Σ exp; −inf for none."""
-    if any(math.isnan(value) or value == math.inf for value in logprobs):
-        raise ValueError(f"log-probabilities {logprobs} are not numbers")
+    for value in logprobs:
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not value <= _ROUNDING:
+            raise ValueError(f"{value!r} is not a log-probability")
     return float(np.logaddexp.reduce(logprobs, initial=-math.inf))
 
 

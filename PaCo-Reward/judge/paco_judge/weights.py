@@ -1,20 +1,178 @@
-"""Loading with transformers that refuses incomplete weights, which transformers itself fills with random values."""
+"""Loading with transformers that refuses incomplete weights, which transformers itself fills with random values.
 
+    python -m paco_judge.weights MODEL [ADAPTER …]
+
+checks a model by the headers of its files (its weights are not read), and LoRA adapters on it by their values. Exit
+status 1 and one sentence for weights that are refused; 3 and the reason where they cannot be checked.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_INDEX = "model.safetensors.index.json"
+_LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
+
+
+class WrongWeights(ValueError):
+    """Weights that do not make up their model; the message names the tensors."""
+
 
 def load_complete(model_class: type, path: str | Path, **options: Any) -> "PreTrainedModel":
-    """``model_class.from_pretrained(path, **options)``.
+    """``model_class.from_pretrained(path, **options)``. With ``device_map="meta"`` it reads headers only.
 
     Raises:
-        ValueError: The files lack tensors of the model; the message names them.
+        WrongWeights: The files lack tensors of the model, have them in another shape, or are damaged; the message names
+            them.
     """
-    model, report = model_class.from_pretrained(path, output_loading_info=True, **options)
+    from safetensors import SafetensorError
+
+    try:
+        model, report = model_class.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except SafetensorError as error:
+        raise WrongWeights(f"the weights in {path} are damaged ({error}): download or export them again") from error
     if missing := sorted(report["missing_keys"]):
-        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        raise ValueError(f"the weights in {path} lack {len(missing)} of the model's tensors: {shown}")
+        raise WrongWeights(f"the weights in {path} lack {len(missing)} of the model's tensors: {_some(missing)}")
+    if other := sorted(report["mismatched_keys"]):
+        shapes = [f"{name} is {_shape(found)} instead of {_shape(wanted)}" for name, found, wanted in other]
+        raise WrongWeights(f"the weights in {path} do not fit the model of its config.json: {_some(shapes)}")
     return model
+
+
+def check_adapter(
+    tensors: Mapping[str, tuple[int, ...]], folder: str | Path, saved: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Compares a LoRA adapter with its base: a pair of matrices for each target, of its shape and finite.
+
+    Args:
+        tensors: Name and shape of the base's tensors; ``saved``: as they are named in its files.
+        folder: With adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        WrongWeights: Names the first tensors that are missing, too many, of another shape, or not finite.
+        OSError: A file is absent.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    try:
+        weights = load_file(Path(folder) / "adapter_model.safetensors")
+    except SafetensorError as error:
+        raise WrongWeights(f"the adapter in {folder} is damaged ({error})") from error
+    found = {name: match for name in weights if (match := _LORA.fullmatch(name))}
+    if others := sorted(weights.keys() - found.keys()):
+        raise WrongWeights(f"the adapter in {folder} has tensors that are not LoRA's: {_some(others)}; merge it")
+    pairs = {(match[1], match[2]): weights[name].shape for name, match in found.items()}
+    modules = {module for module, _ in pairs}
+    named = [{name.removesuffix(".weight"): shape for name, shape in each.items()} for each in (tensors, saved or {})]
+    base = max(named, key=lambda names: len(modules & names.keys()))  # trained with new or with old names
+    wrong = sorted(modules - base.keys())
+    if wrong:
+        raise WrongWeights(f"the adapter in {folder} changes layers that its base lacks: {_some(wrong)}")
+    modules |= _targets(config, base)
+    if wrong := [f"{module}.lora_{part}" for module in sorted(modules) for part in "AB" if (module, part) not in pairs]:
+        raise WrongWeights(f"the adapter in {folder} lacks {len(wrong)} of its tensors: {_some(wrong)}")
+    for module in sorted(modules):
+        if len(base[module]) == 2:
+            (rank, inputs), (outputs, rank_b) = pairs[module, "A"], pairs[module, "B"]
+            if (outputs, inputs) != tuple(base[module]) or rank != rank_b:
+                raise WrongWeights(
+                    f"the adapter in {folder} does not fit its base: {module} is {_shape(base[module])}, its matrices "
+                    f"{_shape(pairs[module, 'B'])} and {_shape(pairs[module, 'A'])}"
+                )
+    if wrong := sorted(name for name, value in weights.items() if not value.isfinite().all()):
+        raise WrongWeights(f"the adapter in {folder} has values that are not finite: {_some(wrong)}")
+
+
+def _targets(config: dict, base: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """The modules that an adapter's configuration names, where it names them all by ``target_modules``."""
+    targets, narrower = config.get("target_modules"), ("layers_to_transform", "exclude_modules", "target_parameters")
+    if not targets or targets == "all-linear" or any(config.get(name) for name in narrower):
+        return set()
+    if isinstance(targets, str):
+        return {module for module, shape in base.items() if len(shape) > 1 and re.fullmatch(targets, module)}
+    ends = tuple(f".{target}" for target in targets)
+    return {module for module, shape in base.items() if len(shape) > 1 and f".{module}".endswith(ends)}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+class _CannotCheck(Exception):
+    """This interpreter cannot check these weights; the message says why."""
+
+
+def _check(path: str, adapters: Sequence[str]) -> None:
+    """Checks a model (a folder, or a name in the hub's cache) and adapters on it. Raises WrongWeights, _CannotCheck."""
+    if Path(path, _INDEX).is_file():
+        files = set(json.loads(Path(path, _INDEX).read_text())["weight_map"].values())
+        if absent := sorted(name for name in files if not Path(path, name).is_file()):
+            raise WrongWeights(f"the weights in {path} lack the files {_some(absent)}")
+    config = json.loads(Path(path, "config.json").read_text()) if Path(path).is_dir() else {}
+    if "quantization_config" in config:
+        raise _CannotCheck("they are quantized")
+    if config and not config.get("architectures"):
+        raise _CannotCheck("config.json names no architectures")
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        raise _CannotCheck("transformers or torch is not installed")
+    import transformers
+    from transformers.integrations import accelerate
+
+    # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
+    accelerate.is_accelerate_available = lambda *_: True
+    try:
+        names = config.get("architectures") or transformers.AutoConfig.from_pretrained(path).architectures or [""]
+        model_class = getattr(transformers, names[0], None)
+        if model_class is None:
+            raise _CannotCheck(f"transformers {transformers.__version__} has no {names[0]}")
+        model = load_complete(model_class, path, device_map="meta", local_files_only=True)
+    except (WrongWeights, _CannotCheck):
+        raise
+    except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
+        raise _CannotCheck(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+    tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for folder in adapters:
+        check_adapter(tensors, folder, _saved(path))
+
+
+def _saved(path: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors in a folder's files."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+def main(path: str, *adapters: str) -> int:
+    """Checks a model and adapters on it; the exit status."""
+    try:
+        _check(path, adapters)
+    except _CannotCheck as error:
+        print(error)
+        return 3
+    except WrongWeights as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

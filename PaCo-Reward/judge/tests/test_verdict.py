@@ -45,9 +45,9 @@ def test_openai_list_form_and_equal_tokens():
     assert p_yes_from_top_logprobs([*top, {"token": "Yes", "logprob": math.log(0.2)}]) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logprobs_that_are_not_numbers_are_an_error(bad):
-    with pytest.raises(ValueError, match="not numbers"):
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5, True, False, "-0.1", None, [-0.1], 10**400])
+def test_logprobs_that_are_none_are_an_error(bad):
+    with pytest.raises(ValueError, match="not a log-probability"):
         p_yes_from_top_logprobs({"Yes": bad, "No": -1.0})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
 from paco_judge import transport
+from paco_judge.outside import parse
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,7 +58,7 @@ class RemoteReward:
         runtime = transport.runtime()
         try:
             answer = runtime.submit(runtime.get(f"{self.server}/health", self._headers, _CHECK_TIMEOUT_S)).result()
-            served = json.loads(answer)["reward"]
+            served = parse(answer)["reward"]
         except transport.Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
             raise RewardError(f"reward {self.name!r}: {self.server} refused us: {error}{hint}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paco_reward import __version__, score_command
-from paco_reward.errors import PacoRewardError
+from paco_reward.errors import PacoRewardError, writing
 from paco_reward.pairing import command as build_command
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
-    except PacoRewardError as error:
+    except (PacoRewardError, OSError) as error:  # OSError: files of the user, and full disks
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -96,10 +96,11 @@ def _accuracy(args: argparse.Namespace) -> int:
     # JSON has no NaN: a number that could not be computed is null.
     report = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
     text = json.dumps(report, indent=2)
+    print(text, flush=True)  # first: the file may not be writable
     if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
-    print(text)
+        with writing(Path(args.output)):
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.output).write_text(text + "\n", encoding="utf-8")
     return 0 if report["missing"] == 0 else 1
 
 

@@ -1,12 +1,13 @@
 """Local ShareGPT data sets, read as LLaMA-Factory reads them."""
 
 import difflib
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paco_judge.client import Pair
+from paco_judge.outside import DamagedJson, lines, parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image
@@ -38,11 +39,16 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
     if not index.is_file():
         raise PacoRewardError(f"{index} does not exist; point dataset_dir at the folder of the data sets")
     infos = _read_json(index)
+    if not isinstance(infos, dict):
+        raise PacoRewardError(f"{index} is not a JSON object of data sets")
     if name not in infos:
         nearest = difflib.get_close_matches(name, infos, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise PacoRewardError(f"dataset {name} is not in {index}; {hint}known: {', '.join(sorted(infos))}")
     info = infos[name]
+    parts = [info, info.get("columns", {}), info.get("tags", {})] if isinstance(info, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts) or not isinstance(info.get("file_name", ""), str):
+        raise PacoRewardError(f"dataset {name} in {index}: it is an object with file_name, columns and tags")
     file, columns = folder / info.get("file_name", ""), info.get("columns", {})
     if not file.exists():
         raise PacoRewardError(f"dataset {name}: file {file} does not exist; see file_name in {index}")
@@ -56,12 +62,16 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
 
 
 def _read_json(file: Path) -> Any:
+    number, rows = 0, []
     try:
-        text = file.read_text(encoding="utf-8")
-        # splitlines would also split inside some texts
-        return [json.loads(line) for line in text.split("\n") if line] if file.suffix == ".jsonl" else json.loads(text)
-    except (OSError, ValueError) as error:
-        raise PacoRewardError(f"{file} cannot be read: {error}") from error
+        if file.suffix != ".jsonl":
+            return parse(file.read_bytes())
+        for number, line in lines(file):
+            rows.append(parse(line))
+        return rows
+    except (OSError, DamagedJson) as error:
+        place = f"{file} line {number}" if number else f"{file}"
+        raise PacoRewardError(f"{place} cannot be read: {error}") from error
 
 
 def _example(row: Any, place: str, columns: dict[str, str], tags: dict[str, str], media: Path) -> Example:
@@ -74,14 +84,16 @@ def _example(row: Any, place: str, columns: dict[str, str], tags: dict[str, str]
         raise PacoRewardError(
             f"dataset {place}: {error} is missing; see columns and tags of dataset_info.json"
         ) from error
+    files = files if isinstance(files, list) else [files]
+    if odd := [value for value in (*(text for _, text in texts), *files) if not isinstance(value, str) or "\0" in value]:
+        raise PacoRewardError(f"dataset {place}: messages and images must be texts, not {str(odd[0])[:40]!r}")
     prompt = "\n".join(text for who, text in texts if who == user)
     answers = [text for who, text in texts if who == assistant]
     if not answers or not prompt:
         raise PacoRewardError(f"dataset {place}: needs a message by {user!r} and one by {assistant!r}; see tags")
-    files = files if isinstance(files, list) else [files]
     if prompt.count(TAG) != len(files):
         raise PacoRewardError(f"dataset {place}: {prompt.count(TAG)} {TAG} tags but {len(files)} images")
-    paths = tuple(media / file if (media / file).is_file() else Path(file) for file in files)
+    paths = tuple(media / file if os.path.isfile(media / file) else Path(file) for file in files)
     return Example(place, prompt, answers[-1], paths)
 
 

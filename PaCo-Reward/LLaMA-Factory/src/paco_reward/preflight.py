@@ -1,7 +1,6 @@
 """Checks before anything expensive: packages, model, data sets, images, disk space."""
 
 import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import httpx
 from tqdm import tqdm
 
 from paco_judge.images import UnreadableImage, check_image
+from paco_judge.outside import parse
 from paco_reward.datasets import load_examples
 from paco_reward.errors import PacoRewardError
 
@@ -67,7 +67,7 @@ def check_packages(config: dict[str, Any]) -> None:
             raise PacoRewardError(f"{key} needs the package {package}: pip install {package}")
     if isinstance(deepspeed, str):
         try:
-            json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+            parse(Path(deepspeed).read_bytes())
         except (OSError, ValueError) as error:
             raise PacoRewardError(f"deepspeed: {deepspeed} cannot be read ({error}); see config/deepspeed") from error
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeError, Pair
+from paco_judge.outside import parse
 from paco_judge.questions import RequestForm
 from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict
@@ -25,12 +26,16 @@ def api_key(variable: str | None) -> str | None:
     """The key in an environment variable (other users can see command lines); None if no variable is named.
 
     Raises:
-        PacoRewardError: The variable is not set.
+        PacoRewardError: The variable is not set, or a header cannot hold its value.
     """
     if variable is None:
         return None
     if not os.environ.get(variable):
         raise PacoRewardError(f"--api_key_env {variable}: this environment variable is not set; export it")
+    try:
+        transport.json_headers(os.environ[variable])
+    except ValueError as error:
+        raise PacoRewardError(f"--api_key_env {variable}: {error}") from error
     return os.environ[variable]
 
 
@@ -131,6 +136,8 @@ def ask_all(
     except ExceptionGroup as group:
         expected, others = group.split((Refused, Unreachable))
         if others is not None:
+            if own := others.subgroup(PacoRewardError):  # the answer could not be journaled
+                raise own.exceptions[0] from group
             raise
         raise PacoRewardError(
             f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {bar.n} of "
@@ -146,7 +153,7 @@ def ask_all(
 
 def _text(body: bytes) -> str:
     try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
+        content = parse(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise Refused(200, f"not the answer of an OpenAI-compatible server: {body[:200]!r}") from error
     return content if isinstance(content, str) else ""

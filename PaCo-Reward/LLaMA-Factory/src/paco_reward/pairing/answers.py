@@ -1,7 +1,9 @@
 """A model's answers over a server: rankings, labels of edits, reasons. Each is journaled as it arrives."""
 
+import errno
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +14,9 @@ from typing import Any
 
 from paco_judge.client import Pair
 from paco_judge.images import data_url
+from paco_judge.outside import DamagedJson, parse_object
 from paco_judge.questions import EDITING, Question
-from paco_reward.errors import PacoRewardError
+from paco_reward.errors import PacoRewardError, writing
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
 from paco_reward.pairing.outputs import copy
@@ -41,11 +44,11 @@ class Journal:
         file.parent.mkdir(parents=True, exist_ok=True)
         raw = file.read_bytes() if file.exists() else b""
         whole = raw[: raw.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             try:
-                row = json.loads(line)
-                self.values.setdefault(row["key"], row["value"])
-            except (ValueError, KeyError, TypeError) as error:
+                row = parse_object(line)
+                self.values.setdefault(_checked(row["key"], str), _checked(row["value"], (str, float, int)))
+            except (DamagedJson, KeyError) as error:
                 raise PacoRewardError(f"{file} line {number} is damaged ({error}); remove this line") from error
         self._file = file
         if len(whole) != len(raw):
@@ -61,9 +64,20 @@ class Journal:
         """Keep the first answer to a question; it is in the file when this returns."""
         if key in self.values:
             return
+        line = (json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+        with writing(self._file), self._file.open("ab", buffering=0) as file:
+            end = file.seek(0, 2)
+            if file.write(line) < len(line):  # the disk is nearly full
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.values[key] = value
-        with self._file.open("ab") as file:
-            file.write((json.dumps({"key": key, "value": value}, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def _checked(value: Any, kind: type | tuple[type, ...]) -> Any:
+    """A text, or P(Yes) in [0, 1]. Raises DamagedJson."""
+    if not isinstance(value, kind) or isinstance(value, bool) or (not isinstance(value, str) and not 0 <= value <= 1):
+        raise DamagedJson(f"it holds {str(value)[:40]!r}")
+    return value
 
 
 def rank_by_scores(

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from paco_judge.outside import parse
 from paco_judge.questions import Question, load_editing_questions, load_question, record
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
@@ -110,7 +111,7 @@ def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
     record = {"prompts": len(items), "inputs": digest.hexdigest()}
     note = options.output / "work" / "inputs.json"
     try:
-        if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != record:
+        if note.is_file() and parse(note.read_bytes()) != record:
             raise PacoRewardError(
                 f"{options.output} was built from other prompts or images; choose another --output, or delete it"
             )

@@ -10,7 +10,7 @@ Its images, the first of these that applies:
                 FOLDER/<idx>/<generation>/* (in the order of their names) and FOLDER/<idx>/* (of unknown generation)
 """
 
-import json
+import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.grid import PromptLayoutError, split_prompt
+from paco_judge.outside import DamagedJson, lines, parse_object
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.records import TEST, TRAIN, EditRow, PromptItem, Ranking
 
@@ -37,20 +38,16 @@ def read_json_lines(file: Path, what: str) -> list[tuple[str, dict[str, Any]]]:
         PacoRewardError: Missing file, a line that is not a JSON object, or none at all.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would also split inside some texts
-    except (OSError, UnicodeDecodeError) as error:
+        found = list(lines(file))
+    except OSError as error:
         raise PacoRewardError(f"{what} {file} cannot be read: {error}; check the path") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in found:
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise PacoRewardError(f"{file} line {number} is not a JSON object: {line[:80]}")
-        rows.append((f"{file} line {number}", row))
+            rows.append((f"{file} line {number}", parse_object(line)))
+        except DamagedJson as error:
+            shown = line[:80].decode("utf-8", "replace")
+            raise PacoRewardError(f"{file} line {number} is {error}; correct or remove it: {shown}") from error
     if not rows:
         raise PacoRewardError(f"{what} {file} holds no lines")
     return rows
@@ -58,7 +55,7 @@ def read_json_lines(file: Path, what: str) -> list[tuple[str, dict[str, Any]]]:
 
 def _text(place: str, row: Mapping[str, Any], key: str) -> str:
     text = row.get(key)
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise PacoRewardError(f"{place} has no {key}; every line needs a text under {key!r}")
     if IMAGE_TAG in text:
         raise PacoRewardError(f"{place}: the {key} contains {IMAGE_TAG}, which LLaMA-Factory reads as an image")
@@ -180,7 +177,7 @@ def _find_sub_figures(item: PromptItem, named: Sequence[Sequence[Any]], folder: 
 
 def _existing(folder: Path, name: Any, place: str) -> Path:
     for file in (folder / str(name), Path(str(name))):
-        if file.is_file():
+        if os.path.isfile(file):  # unlike Path.is_file also of names that are too long for a file
             return file
     raise PacoRewardError(f"{place}: image {folder / str(name)} does not exist; correct the line or the folder")
 
@@ -204,15 +201,16 @@ def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
         folder, reference, ranked = str(row.get("folder")), row.get("ref_image"), row.get("rank_images")
         compared = row.get("comp_images", ranked)
         lists = isinstance(ranked, list) and isinstance(compared, list)
-        if not lists or len({reference, *map(str, ranked)}) != len(ranked) + 1 or set(ranked) != set(compared):
+        named = lists and all(isinstance(name, str) for name in (reference, *ranked, *compared))
+        if not named or len({reference, *map(str, ranked)}) != len(ranked) + 1 or set(ranked) != set(compared):
             raise PacoRewardError(
                 f"{place}: rank_images {ranked} must be the comp_images {compared}, best first, each once and without "
                 f"the ref_image {reference!r}"
             )
         if len(ranked) < 2:
             raise PacoRewardError(f"{place}: a ranking needs at least two candidates, not {len(ranked)}")
-        if folder not in items and folder.isdigit():
-            folder = str(int(folder))  # the benchmark writes 0007 and 7
+        if folder not in items and folder.isdecimal():
+            folder = folder.lstrip("0") or "0"  # the benchmark writes 0007 and 7
         _check_names(place, folder, (reference, *ranked), items)
         rankings.append(Ranking(folder, reference, tuple(ranked)))
     return rankings
@@ -229,7 +227,8 @@ def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[PairKey, W
     found: dict[PairKey, Written] = {}
     for place, row in read_json_lines(file, "reasons"):
         folder, images, reason = str(row.get("folder")), row.get("images"), row.get("reason")
-        if not (isinstance(images, list) and len(images) == 2 and isinstance(reason, str)):
+        named = isinstance(images, list) and all(isinstance(name, str) for name in images)
+        if not (named and len(images) == 2 and isinstance(reason, str)):
             raise PacoRewardError(f"{place}: a line has folder, images (two names) and reason (a text)")
         _check_names(place, folder, images, items)
         key = (folder, *sorted(images))

@@ -5,13 +5,14 @@ import json
 import logging
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from paco_judge.grid import split_image
-from paco_reward.errors import PacoRewardError
+from paco_reward.errors import PacoRewardError, writing
 from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG
 from paco_reward.pairing.records import LabeledPair, PromptItem
@@ -24,10 +25,16 @@ _SIDE, _TEXT, _GAP, _EACH = 144, 330, 10, 4  # of samples.png: pixels, and pairs
 
 def write_atomically(file: Path, content: bytes) -> None:
     """Write a file so that it is either complete or absent, however the process ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(file)
+    with writing(file):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            partial.replace(file)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def write_json(file: Path, value: Any) -> None:

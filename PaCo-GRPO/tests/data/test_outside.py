@@ -1,0 +1,110 @@
+"""Prompt sets and journals that someone or a crash has damaged: one sentence with file and line, or a line skipped."""
+
+import json
+import math
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from paco_grpo.data.prompts import KINDS, DataError, load_prompts
+from paco_grpo.rewards.queue import ScoreJournal
+
+GOOD = '{"prompt": "a cat", "height": 64, "width": 64, "criteria": {"style": {"a": "same"}}}'
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FILES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "x", "idx": ' + b"1" * 5000 + b"}", "too many digits"),
+        (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "a\\u0000b"}', "field 'prompt'"),
+        (b"\0\0\0\0", "not JSON"),
+        (b'{"prompt": "x", "height": 1' + b"0" * 400 + b', "width": 1}', "field 'height' must be an integer from 1 to"),
+        (b'{"prompt": "x", "height": true, "width": 1}', "field 'height'"),
+        (b'{"prompt": "x", "criteria": {"a": [1]}}', "field 'criteria'"),
+        (b'{"prompt": "' + b"9" * 5000 + b'x2 grid"}', "field 'prompt'"),
+    ],
+)
+def test_a_damaged_line_is_one_sentence(tmp_path, line, said):
+    (tmp_path / "train_metadata.jsonl").write_bytes(GOOD.encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:3.*{said}") as caught:
+        load_prompts(tmp_path, "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path):
+    (tmp_path / "train_metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n")
+    assert [load_prompts(tmp_path, "train", kind)[0].prompt for kind in ("geneval", "text")] == ["a cat", "a cat"]
+    (tmp_path / "train.txt").write_bytes("a cat\na dog".encode("utf-16-le"))
+    with pytest.raises(DataError, match="train.txt:1: not a text .*save it as UTF-8"):
+        load_prompts(tmp_path, "train", "text")
+
+
+@FILES
+@given(st.sampled_from(sorted(KINDS)), st.binary(max_size=60) | st.lists(JSON | st.fixed_dictionaries(
+    {"prompt": JSON}, optional={"height": JSON, "width": JSON, "criteria": JSON, "layout": JSON, "image": JSON, "idx": JSON}
+), max_size=3))  # fmt: skip
+@example("geneval_image", [{"prompt": "x", "image": "a" * 5000}])
+@example("geneval_image", [{"prompt": "x", "image": "."}])
+def test_any_prompt_set_is_read_or_a_data_error(tmp_path, kind, content):
+    if isinstance(content, list):
+        content = "\n".join(map(json.dumps, content)).encode()
+    for name in ("train_metadata.jsonl", "train.txt", "train.parquet"):
+        (tmp_path / name).write_bytes(content)
+    try:
+        items = load_prompts(tmp_path, "train", kind)
+    except DataError as error:
+        assert "\n" not in str(error).replace(repr("\n"), "")
+        return
+    assert items and all(item.prompt.strip() and item.prompt.encode() for item in items)
+
+
+# ---------------------------------------------------------------- the journal of scores
+
+
+def journal(folder, content: bytes) -> ScoreJournal:
+    folder.mkdir(exist_ok=True)
+    (folder / "process_0.jsonl").write_bytes(content)
+    read = ScoreJournal(folder, 0)
+    read.load()
+    return read
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff", b"[" * 100_000, b"1" * 5000, b"[1]", b"{}", b'{"epoch": 1}', b'{"epoch": "1", "scores": {"b": 1}}', b"\0\0",
+     b'{"epoch": 1, "scores": {"b": "1"}}', b'{"epoch": 1, "scores": {"b": NaN}}', b'{"epoch": 1, "scores": {"b": true}}',
+     b'{"epoch": 1, "scores": [1]}', b'{"epoch": 1, "scores": {"b": 1'],
+)  # fmt: skip
+def test_a_damaged_line_of_the_journal_is_scored_again(tmp_path, line, caplog):
+    good = b'{"epoch": 1, "scores": {"a": 0.5}}\n'
+    read = journal(tmp_path, good + line + b"\n" + good.replace(b'"a"', b'"c"'))
+    assert (read.find("a"), read.find("c")) == (0.5, 0.5) and math.isnan(read.find("b"))
+    assert "line 2 is skipped, its images are scored again" in caplog.text
+    read.add({"b": 0.25})
+    again = ScoreJournal(tmp_path, 0)
+    caplog.clear()
+    again.load()
+    assert again.find("b") == 0.25 and "skipped" not in caplog.text  # the damaged line is gone
+
+
+@FILES
+@given(st.binary(max_size=80) | st.lists(st.fixed_dictionaries({"epoch": JSON, "scores": JSON}) | JSON, max_size=4))
+def test_any_journal_gives_scores_or_none(tmp_path, content):
+    if isinstance(content, list):
+        content = "\n".join(map(json.dumps, content)).encode()
+    read = journal(tmp_path / "scores", content)
+    read.forget_before(1)
+    read.add({"x": 0.5})
+    assert read.find("x") == 0.5

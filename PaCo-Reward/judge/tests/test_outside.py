@@ -1,0 +1,143 @@
+"""JSON from outside, and the answers of any server: a value, or one sentence; never another exception, never a score."""
+
+import json
+import math
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from paco_judge import transport
+from paco_judge.client import JudgeClient, _read_answer
+from paco_judge.grid import PromptLayoutError, split_prompt
+from paco_judge.outside import DamagedJson, lines, parse, parse_object
+from paco_judge.verdict import Verdict
+
+top_logprobs = [{"token": "Yes", "logprob": -0.25}, {"token": "No", "logprob": -1.5}, {"token": "A", "logprob": -9.0}]
+ANSWER = {"choices": [{"index": 0, "logprobs": {"content": [top_logprobs[0] | {"top_logprobs": top_logprobs}]}}]}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{not json", "not JSON .*column 2"),
+        ("[1,\n2", "not JSON .*line 2"),
+        (b'{"a": "\xff"}', r"not UTF-8 \(byte 0xff\); save it as UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("1" * 5000, "too many digits"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
+        (r'["\ud800"]', "surrogate"),
+        (r'{"\uDFFF": 1}', "surrogate"),
+        (b"", "not JSON"),
+        (b"\0\0\0", "not JSON"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(text, said):
+    with pytest.raises(DamagedJson, match=said) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_a_byte_order_mark_and_other_line_ends_are_accepted(tmp_path):
+    assert parse(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == {"a": "😀"}
+    with pytest.raises(DamagedJson, match="not a JSON object but a list"):
+        parse_object("[1]")
+    file = tmp_path / "a.jsonl"
+    file.write_bytes('\ufeff{"a": "1\u2028"}\r\n\n{"a": 2}'.encode())
+    assert [(number, parse(line)["a"]) for number, line in lines(file)] == [(1, "1\u2028"), (3, 2)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60))
+@example(b"-" + b"9" * 4301)
+def test_any_bytes_are_json_or_damaged(content):
+    try:
+        parse(content)
+    except DamagedJson as error:
+        assert "\n" not in str(error)
+
+
+# ---------------------------------------------------------------- answers of a judge
+
+
+def top(*logprobs: object) -> bytes:
+    entries = [{"token": token, "logprob": value} for token, value in zip(("Yes", "No"), logprobs)]
+    return json.dumps({"choices": [{"logprobs": {"content": [{"top_logprobs": entries}]}}]}).encode()
+
+
+@pytest.mark.parametrize("odd", [True, False, "-0.1", None, [-0.1], {}, 0.5, 10**400, math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_odd_log_probability_is_no_score(odd, place):
+    values = [-0.7, -0.7]
+    values[place] = odd
+    verdict = _read_answer(top(*values), "exact")
+    assert verdict.p_yes is None and "is not a log-probability" in verdict.error
+
+
+def test_usual_log_probabilities_are_scores():
+    assert _read_answer(top(0.0, -math.inf), "exact").p_yes == 1.0
+    assert _read_answer(top(0, -9999), "exact").p_yes == 1.0
+    assert _read_answer(top(1e-6, -20.0), "exact").p_yes == pytest.approx(1.0)  # rounding
+
+
+def changed(value, data):
+    """``value`` with one part of it replaced by any JSON, or left out."""
+    if not data.draw(st.integers(0, 3)) or not isinstance(value, (dict, list)) or not value:
+        return data.draw(JSON)
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    key = data.draw(st.sampled_from(list(keys)))
+    if data.draw(st.booleans()) or isinstance(value, list):
+        return type(value)({**value, key: changed(value[key], data)} if isinstance(value, dict) else
+                           [changed(part, data) if number == key else part for number, part in enumerate(value)])  # fmt: skip
+    return {name: part for name, part in value.items() if name != key}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_answer_is_a_verdict(data):
+    """An error, or P(Yes) from two log-probabilities; the server's own message of an error is a text."""
+    body = json.dumps(changed(ANSWER, data)).encode()
+    if data.draw(st.booleans()):
+        body = body[: data.draw(st.integers(0, len(body)))]
+    verdict = _read_answer(body, "exact")
+    assert isinstance(verdict, Verdict) and isinstance(transport._reason(body), str)
+    if verdict.ok:
+        assert all(type(e["logprob"]) in (int, float) and e["logprob"] <= 1e-3
+                   for e in json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+                   if e["token"] in ("Yes", "No"))  # fmt: skip
+
+
+def test_log_probabilities_that_are_no_list_are_an_error():
+    body = json.dumps({"choices": [{"logprobs": {"content": [{"top_logprobs": {"A": -1.0}}]}}]}).encode()
+    assert "top_logprobs is a dict" in _read_answer(body, "exact").error
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"1" * 5000, b'{"error": ' * 100_000, b"\xff", b'{"error": 3}'])
+def test_no_answer_is_too_odd_to_report(body):
+    assert not _read_answer(body, "exact").ok and isinstance(transport._reason(body), str)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "a\r\nX-Other: 1", "a\0b", "schlüssel"])
+def test_a_key_that_no_header_can_hold_is_one_sentence(key):
+    with pytest.raises(ValueError, match="the API key has a line break or another character") as caught:
+        JudgeClient("http://127.0.0.1:1", api_key=key)
+    assert key.strip() not in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("0123456789x⨉ .[]-:TOPLEFTPANEL\"\n", max_size=60))
+@example("9" * 5000 + "x2 grid. PANEL-1: a")
+@example("1x2 grid. PANEL-" + "1" * 5000 + ": a. PANEL-2: b")
+@example("9999999x9999999 grid")
+def test_any_prompt_is_a_grid_or_a_layout_error(prompt):
+    try:
+        split_prompt(prompt)
+    except PromptLayoutError:
+        pass

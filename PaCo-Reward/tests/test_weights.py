@@ -1,0 +1,128 @@
+"""Weights are whole: models by the headers of their files, LoRA adapters by their tensors."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from paco_judge.weights import load_complete, main
+
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def adapter(judge_dir, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("weights") / "adapter"
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(judge_dir)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])).save_pretrained(folder)
+    return folder
+
+
+def changed(folder: Path, copy: Path, file: str, change: Callable[[dict], object]) -> Path:
+    """A copy of a folder with weights that ``change`` has changed in place, or has returned."""
+    shutil.copytree(folder, copy)
+    weights = load_file(copy / file)
+    result = change(weights)
+    save_file(result if isinstance(result, dict) else weights, copy / file, {"format": "pt"})
+    return copy
+
+
+def new_names(weights: dict) -> dict:
+    """The names that transformers uses now; folders, like the published ones of Qwen2.5-VL, have those of old."""
+    return {
+        re.sub(r"^visual\.", "model.visual.", re.sub(r"^model\.", "model.language_model.", name)): value
+        for name, value in weights.items()
+    }
+
+
+def old_names(weights: dict) -> dict:
+    """An adapter's names when models had the names of the published folders."""
+    return {
+        name.replace("model.language_model.", "model.").replace("model.model.visual.", "model.visual."): value
+        for name, value in weights.items()
+    }
+
+
+def one_of(weights: dict, part: str) -> str:
+    return next(name for name in weights if part in name)
+
+
+def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter, tmp_path, capfd):
+    assert any(name.startswith("visual.") for name in load_file(judge_dir / MODEL))
+    old_adapter = changed(adapter, tmp_path / "tuned", ADAPTER, old_names)
+    assert main(str(judge_dir), str(adapter), str(old_adapter)) == 0
+    new = changed(judge_dir, tmp_path / "new", MODEL, new_names)
+    assert main(str(new), str(adapter)) == 0
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("names", [dict, new_names], ids=["old", "new"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop(one_of(weights, "k_proj.weight")), "lack 1 of the model's tensors: " + K_PROJ),
+        (lambda weights: weights.update({one_of(weights, "k_proj.weight"): torch.ones(3, 128)}),
+         K_PROJ + " is 3x128 instead of 64x128"),
+    ],
+    ids=["missing", "another shape"],
+)  # fmt: skip
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(judge_dir, tmp_path, capfd, names, change, said):
+    folder = changed(judge_dir, tmp_path / "judge", MODEL, change)
+    folder = changed(folder, tmp_path / "named", MODEL, names)
+    assert main(str(folder)) == 1
+    output = capfd.readouterr().out
+    assert said in output and output.count("\n") == 1
+    with pytest.raises(ValueError, match=said):
+        load_complete(AutoModelForImageTextToText, folder)
+
+
+def test_damaged_files_and_absent_ones_are_named(judge_dir, tmp_path, capfd):
+    folder = shutil.copytree(judge_dir, tmp_path / "judge")
+    with open(folder / MODEL, "r+b") as file:
+        file.truncate(100_000)
+    assert main(str(folder)) == 1 and "damaged" in capfd.readouterr().out
+    (folder / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    assert main(str(folder)) == 1 and "lack the files model-2.safetensors" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop(one_of(weights, "q_proj.lora_B")), "q_proj.lora_B"),
+        (lambda weights: [weights.pop(name) for name in list(weights) if "layers.0.mlp" in name], "down_proj.lora_A"),
+        (lambda weights: weights.update({one_of(weights, "q_proj.lora_A"): torch.ones(2, 9)}), "2x9"),
+        (lambda weights: weights.update({one_of(weights, "q_proj.lora_A").replace("q_proj", "x"): torch.ones(2, 9)}),
+         "that its base lacks"),
+        (lambda weights: weights.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head"),
+        (lambda weights: weights[one_of(weights, "q_proj.lora_A")].fill_(float("inf")), "not finite"),
+    ],
+)  # fmt: skip
+def test_an_adapter_must_fit_its_base(judge_dir, adapter, tmp_path, capfd, change, said):
+    folder = changed(adapter, tmp_path / "adapter", ADAPTER, change)
+    assert main(str(judge_dir), str(folder)) == 1
+    output = capfd.readouterr().out
+    assert said in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"architectures": ["FutureVLForConditionalGeneration"]}, "has no FutureVL"),
+        ({"architectures": []}, "names no architectures"),
+    ],
+)
+def test_what_cannot_be_checked_is_said_not_refused(judge_dir, tmp_path, capfd, change, reason):
+    folder = shutil.copytree(judge_dir, tmp_path / "judge")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert main(str(folder)) == 3 and reason in capfd.readouterr().out
