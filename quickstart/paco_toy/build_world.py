@@ -20,9 +20,11 @@ from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
     KINDS,
+    OPENINGS,
     VIEWS,
     Character,
     grid_prompt,
+    opened,
     random_jitter,
     render_panel,
     split_characters,
@@ -31,8 +33,10 @@ from paco_toy.world import (
 )
 
 
-def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256) -> None:
+def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.0) -> None:
     """Prompt sets. Training names only training characters; every second test prompt names a held-out one.
+
+    Of every four prompts, 4 · ``open_share`` are open, in the test two of each kind; every opening is equally frequent.
 
     The test set is longer than one evaluation: settings are chosen on its end, reported on its start (or on another seed).
     """
@@ -43,6 +47,8 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256) -> N
         for i in range(count):
             is_held_out = split == "test" and i % 2 == 1
             character = CHARACTERS[rng.choice(held_out if is_held_out else known)]
+            if i % 4 >= 4 * (1 - open_share):
+                character = opened(character, OPENINGS[i // 4 % len(OPENINGS)])
             views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
             row = {"idx": f"{split}-{i:04d}", "prompt": grid_prompt(character, views), "layout": "2x2"}
             row |= {"theme": theme(character), "category": KINDS[is_held_out], "task_name": "shapes"}

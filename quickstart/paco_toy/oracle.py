@@ -16,7 +16,18 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from paco_toy.world import CHARACTER_INDEX, CHARACTERS, LABELS, VIEW_INDEX, VIEWS, Character, View, render_panel
+from paco_toy.world import (
+    ATTRIBUTE_VALUES,
+    ATTRIBUTES,
+    CHARACTERS,
+    LABELS,
+    OPEN,
+    VIEW_INDEX,
+    VIEWS,
+    Character,
+    View,
+    render_panel,
+)
 
 INVALID_RMS = 0.12  # root mean square pixel distance, pixels in [0, 1]
 _FIRST, _SECOND = np.triu_indices(4, k=1)  # the six pairs of panels
@@ -43,9 +54,47 @@ class Reading:
         """Share of the six panel pairs in different views, both valid: four identical panels give 0."""
         return self._pairs(np.not_equal, self.view)
 
-    def alignment(self, character: np.ndarray) -> np.ndarray:
-        """Share of panels that show the named character, int (B,)."""
-        return np.mean(self.valid & (self.character == character[:, None]), axis=1)
+    def shows(self, named: Sequence[Character]) -> np.ndarray:
+        """Which panels are valid and have every attribute that their prompt names: bool (B, 4)."""
+        right = self.valid.copy()
+        for name, values in ATTRIBUTES.items():
+            wanted = [values.index(v) if (v := getattr(c, name)) != OPEN else -1 for c in named]
+            wanted = np.array(wanted)[:, None]
+            right &= (wanted < 0) | (ATTRIBUTE_VALUES[name][self.character] == wanted)
+        return right
+
+    def alignment(self, named: Sequence[Character]) -> np.ndarray:
+        """Share of panels that show what their prompt names."""
+        return np.mean(self.shows(named), axis=1)
+
+    def agreement(self, named: Sequence[Character]) -> np.ndarray:
+        """Of the panels that show what is named, the share of pairs that agree on what is left open.
+
+        NaN where the prompt is full; 0 where fewer than two panels show what is named.
+        """
+        right = self.shows(named)
+        pairs = right[:, _FIRST] & right[:, _SECOND]
+        agree = pairs & (self.character[:, _FIRST] == self.character[:, _SECOND])
+        share = agree.sum(axis=1) / np.maximum(pairs.sum(axis=1), 1)
+        return np.where([bool(c.left_open) for c in named], share, np.nan)
+
+    def choice(self, named: Sequence[Character], attribute: str) -> float:
+        """How evenly an open attribute's value is chosen over images: 1 = all values equally often, 0 = always the same.
+
+        The entropy, divided by that of the uniform choice, of the value that most panels of an image have (of those that
+        show what is named; a tie counts in parts), over the images whose prompts leave the attribute open. NaN without any.
+        """
+        open_here = np.array([attribute in c.left_open for c in named], dtype=bool)
+        right = self.shows(named) & open_here[:, None]
+        count = len(ATTRIBUTES[attribute])
+        shown = (ATTRIBUTE_VALUES[attribute][self.character][..., None] == np.arange(count)) & right[..., None]
+        votes = shown.sum(axis=1)
+        most = (votes == votes.max(axis=1, keepdims=True)) & right.any(axis=1, keepdims=True)
+        chosen = (most / np.maximum(most.sum(axis=1, keepdims=True), 1)).sum(axis=0)
+        if not chosen.any():
+            return float("nan")
+        shares = chosen[chosen > 0] / chosen.sum()
+        return float(-(shares * np.log(shares)).sum() / np.log(count))
 
     def view_following(self, views: np.ndarray) -> np.ndarray:
         """Share of panels in the requested view, int (B, 4)."""
@@ -87,21 +136,30 @@ def read_grids(images: Sequence[Image.Image]) -> Reading:
     return Reading(np.array(characters), np.array(views), np.array(valid), np.array(distances, dtype=np.float32))
 
 
-def read_prompt(prompt: str) -> tuple[int, tuple[int, ...]]:
-    """The character and the four views that a toy prompt names, as indices.
+def read_prompt(prompt: str) -> tuple[Character, tuple[int, ...]]:
+    """The character that a toy prompt names, with what it leaves open, and the indices of its four views.
 
     Raises:
         ValueError: The prompt is not one of the shapes world.
     """
     try:
         head, *panels = re.split("|".join(map(re.escape, LABELS)), prompt)
-        character = CHARACTER_INDEX[Character(*head.split(".")[0].split()[-3:])]
+        character = _read_character(head.split(".")[0].partition(" depicting a ")[2].split())
         views = tuple(VIEW_INDEX[View(*text.strip().rstrip(".").split())] for text in panels)
         if len(views) != len(LABELS):
             raise ValueError(f"{len(views)} panels")
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(f"not a prompt of the shapes world ({error}): {prompt!r}") from error
     return character, views
+
+
+def _read_character(words: Sequence[str]) -> Character:
+    """The character that "striped red character" and the like name. Raises ValueError."""
+    named = {name: word for word in words for name, values in ATTRIBUTES.items() if word in values}
+    character = Character(**dict.fromkeys(ATTRIBUTES, OPEN) | named)
+    if str(character).split() != list(words) or not named:
+        raise ValueError(f"no character: {' '.join(words)!r}")
+    return character
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
@@ -113,8 +171,13 @@ def oracle_consistency() -> Scorer:
 
 
 def oracle_alignment() -> Scorer:
-    """Reward factory: ``Reading.alignment`` with the prompt's character, float64 (B,)."""
-    return lambda images, items: read_grids(images).alignment(np.array([read_prompt(i.prompt)[0] for i in items]))
+    """Reward factory: ``Reading.alignment`` with what the prompt names of the character, float64 (B,)."""
+    return lambda images, items: read_grids(images).alignment([read_prompt(i.prompt)[0] for i in items])
+
+
+def oracle_agreement() -> Scorer:
+    """Reward factory: ``Reading.agreement`` with the prompt's character, float64 (B,); missing for full prompts."""
+    return lambda images, items: read_grids(images).agreement([read_prompt(i.prompt)[0] for i in items])
 
 
 def oracle_view() -> Scorer:

@@ -1,8 +1,9 @@
 """The shapes world: characters, views, the renderer, and prompts in the grammar of the real data sets.
 
 A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in one
-view on white; an image is a 2x2 grid of panels. Prompts name one character and four different views, so a consistent image
-shows that character four times, in different places. The world's words ("colour", "centre") are part of prompts and of the
+view on white; an image is a 2x2 grid of panels. A full prompt names one character and four different views, so a consistent
+image shows that character four times, in different places. An open prompt leaves one or two attributes of the character open:
+there a consistent image is one whose panels agree on what is not named. The world's words ("colour", "centre") are part of prompts and of the
 committed weights, hence their spelling.
 
 S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
@@ -38,6 +39,7 @@ LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGH
 # Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
 _SUPERSAMPLE = 3
+OPEN = ""  # an attribute that a prompt does not name
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
 KINDS = ("training character", "held-out character")  # of items: their category in the data sets
 _HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: the same characters for every seed
@@ -45,14 +47,24 @@ _HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a ru
 
 @dataclass(frozen=True, order=True)
 class Character:
-    """What stays the same over the panels of a consistent image."""
+    """What stays the same over the panels of a consistent image. In a prompt, an attribute may be left open: ``OPEN``."""
 
     style: str
     colour: str
     shape: str
 
     def __str__(self) -> str:
-        return f"{self.style} {self.colour} {self.shape}"
+        return " ".join(filter(None, (self.style, self.colour, self.noun)))
+
+    @property
+    def noun(self) -> str:
+        """What a prompt calls it: the shape, or "character" where that is open."""
+        return self.shape or "character"
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """Names of the attributes that are open."""
+        return tuple(name for name in ATTRIBUTES if getattr(self, name) == OPEN)
 
 
 @dataclass(frozen=True, order=True)
@@ -165,8 +177,8 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def theme(character: Character) -> str:
-    """The part of a prompt before its first panel label."""
-    return f"2x2 grid layout depicting a {character}.The same {character.shape} throughout."
+    """The part of a prompt before its first panel label. It does not speak of open attributes."""
+    return f"2x2 grid layout depicting a {character}.The same {character.noun} throughout."
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:
@@ -188,3 +200,14 @@ def departed(character: int, rng: np.random.Generator, one_attribute: float = 0.
 
 CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
 VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
+ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each character has
+    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS]) for name, values in ATTRIBUTES.items()
+}
+OPENINGS = tuple(
+    o for count in (1, 2) for o in itertools.combinations(ATTRIBUTES, count)
+)  # what open prompts leave open
+
+
+def opened(character: Character, attributes: Iterable[str]) -> Character:
+    """The character with these attributes left open."""
+    return dataclasses.replace(character, **dict.fromkeys(attributes, OPEN))

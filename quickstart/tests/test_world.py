@@ -1,19 +1,28 @@
 """The shapes world and its oracle."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
-from paco_toy.oracle import read_grids, read_prompt
+from paco_toy.build_world import build_prompts
+from paco_toy.oracle import Reading, oracle_agreement, read_grids, read_prompt
 from paco_toy.world import (
+    ATTRIBUTES,
+    CHARACTER_INDEX,
     CHARACTERS,
+    OPENINGS,
     VIEWS,
+    Character,
     assemble_grid,
     departed,
     grid_prompt,
+    opened,
     random_jitter,
     render_panel,
     split_characters,
@@ -31,13 +40,53 @@ def draw(characters, views, side, rng):
 @given(st.integers(0, len(CHARACTERS) - 1), four_views)
 def test_prompts_are_read_back_and_cut_by_the_real_parser(character, views):
     prompt = grid_prompt(CHARACTERS[character], [VIEWS[v] for v in views])
-    assert read_prompt(prompt) == (character, views)
+    assert read_prompt(prompt) == (CHARACTERS[character], views)
     grid = split_prompt(prompt)
     assert (grid.rows, grid.cols) == (2, 2)
     assert [text.strip().rstrip(".") for text in grid.panels] == [str(VIEWS[v]) for v in views]
 
 
-@pytest.mark.parametrize("text", ["", "2x2 grid layout depicting a filled red dog.", "a cat"])
+@given(st.sampled_from(CHARACTERS), st.sampled_from(OPENINGS), four_views)
+def test_open_prompts_say_nothing_of_what_is_open(character, attributes, views):
+    prompt = grid_prompt(opened(character, attributes), [VIEWS[v] for v in views])
+    assert read_prompt(prompt) == (opened(character, attributes), views)
+    assert all(
+        getattr(character, name) not in split_prompt(prompt).theme.replace(".", " ").split() for name in attributes
+    )
+    assert len(split_prompt(prompt).panels) == 4
+
+
+def test_an_open_prompt_in_words():
+    assert grid_prompt(Character("striped", "", "star"), [VIEWS[0]] * 4).startswith(
+        "2x2 grid layout depicting a striped star.The same star throughout. [TOP]-[LEFT]:"
+    )
+    assert "depicting a red character.The same character throughout." in grid_prompt(
+        Character("", "red", ""), [VIEWS[0]] * 4
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_prompt_sets_open_each_attribute_equally_often_and_mix_kinds(tmp_path, share):
+    build_prompts(tmp_path, seed=1, train=120, test=96, open_share=share)
+    rows = [json.loads(line) for line in (tmp_path / "test_metadata.jsonl").read_text().splitlines()]
+    named = [read_prompt(row["prompt"])[0] for row in rows]
+    counts = {name: sum(name in c.left_open for c in named) for name in ATTRIBUTES}
+    assert len(set(counts.values())) == 1 and bool(sum(counts.values())) == (share > 0)
+    for category in {row["category"] for row in rows}:
+        kinds = [bool(c.left_open) for c, row in zip(named, rows, strict=True) if row["category"] == category]
+        assert np.mean(kinds) == share
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "2x2 grid layout depicting a filled red dog.",
+        "a cat",
+        "2x2 grid layout depicting a character. [TOP]-[LEFT]:",
+        grid_prompt(CHARACTERS[0], [VIEWS[0]] * 4).replace("filled red", "red filled"),
+    ],
+)
 def test_other_prompts_are_refused(text):
     with pytest.raises(ValueError, match="not a prompt of the shapes world"):
         read_prompt(text)
@@ -58,7 +107,59 @@ def test_the_oracle_is_exact_on_clean_renderings(characters, views, side, seed):
     same = [a == b for i, a in enumerate(characters) for b in characters[i + 1 :]]
     assert reading.consistency()[0] == pytest.approx(np.mean(same))
     assert reading.distinctness()[0] == 1.0
-    assert reading.alignment(np.array(characters[:1]))[0] == np.mean([c == characters[0] for c in characters])
+    assert reading.alignment([CHARACTERS[characters[0]]])[0] == np.mean([c == characters[0] for c in characters])
+
+
+STAR = opened(Character("striped", "red", "star"), ["colour"])
+
+
+def stars(*colours, shape="star"):
+    return [CHARACTER_INDEX[Character("striped", colour, shape)] for colour in colours]
+
+
+def reading_of(*grids):
+    characters = np.array(grids)
+    views = np.tile(np.arange(4), (len(grids), 1))
+    return Reading(characters, views, characters >= 0, np.zeros(characters.shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    "panels, agreement, alignment",
+    [
+        (stars("red", "red", "red", "red"), 1.0, 1.0),
+        (stars("red", "red", "blue", "blue"), 2 / 6, 1.0),
+        (stars("red", "red", "red", "blue"), 3 / 6, 1.0),
+        (stars("red", "green", "cyan", "blue"), 0.0, 1.0),
+        ([*stars("red", "red", "blue"), *stars("red", shape="circle")], 1 / 3, 0.75),  # the circle is not asked for
+        ([*stars("red", "red"), -1, -1], 1.0, 0.5),
+        ([*stars("red"), -1, -1, -1], 0.0, 0.25),  # nothing to compare
+        ([-1] * 4, 0.0, 0.0),
+    ],
+)
+def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, alignment):
+    reading = reading_of(panels)
+    assert reading.agreement([STAR]) == pytest.approx([agreement])
+    assert reading.alignment([STAR]) == pytest.approx([alignment])
+
+
+def test_agreement_is_missing_for_full_prompts():
+    image = draw(stars("red", "red", "red", "blue"), range(4), 32, np.random.default_rng(0))
+    prompts = [grid_prompt(c, VIEWS[:4]) for c in (STAR, CHARACTERS[0])]
+    scores = oracle_agreement()([image, image], [Item(i, prompt) for i, prompt in enumerate(prompts)])
+    assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
+
+
+def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
+    reds, blues, tie = stars(*["red"] * 4), stars("blue", "blue", "blue", "red"), stars("red", "red", "blue", "blue")
+    bit = np.log(2) / np.log(7)
+    assert reading_of(reds, reds).choice([STAR] * 2, "colour") == 0.0
+    assert reading_of(reds, blues).choice([STAR] * 2, "colour") == pytest.approx(bit)
+    assert reading_of(tie).choice([STAR], "colour") == pytest.approx(bit)
+    every = [stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]]
+    assert reading_of(*every).choice([STAR] * 7, "colour") == pytest.approx(1.0)
+    full = Character("striped", "blue", "star")  # an image of a full prompt, and one without an answer, do not count
+    assert reading_of(reds, blues, [-1] * 4).choice([STAR, full, STAR], "colour") == 0.0
+    assert np.isnan(reading_of(reds).choice([STAR], "shape"))
 
 
 def test_four_identical_panels_are_consistent_but_not_distinct():

@@ -42,7 +42,7 @@ def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[in
             ).images  # fmt: skip
         reading = read_grids(images)
         measures = {
-            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment(characters),
+            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment([CHARACTERS[c] for c in characters]),
             "view": reading.view_following(views), "distinct": reading.distinctness(),
         }  # fmt: skip
         quality[f"{size}px"] = _means(f"generator at {size}px", measures)
