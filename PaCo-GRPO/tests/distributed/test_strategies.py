@@ -68,7 +68,8 @@ def trained(tiny_flux_dir, tmp_path_factory):
 def launched(kind: DistributedType, **state):
     """What ``build_strategy`` asks of accelerate."""
     return SimpleNamespace(
-        distributed_type=kind, num_processes=2, device=torch.device("cpu"), state=SimpleNamespace(**state)
+        distributed_type=kind, num_processes=2, is_main_process=True, device=torch.device("cpu"),
+        state=SimpleNamespace(**state),
     )
 
 

@@ -72,7 +72,9 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
 def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``."""
     _one_dtype(name)
+    default = _AttentionBackendRegistry.get_active_backend()[0]
     unwrap(policy.transformer).set_attention_backend(name)
+    _AttentionBackendRegistry.set_active_backend(default)  # diffusers makes it the default of all other models, too
 
 
 def _one_dtype(name: str) -> AttentionBackendName:
