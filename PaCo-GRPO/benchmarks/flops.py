@@ -19,11 +19,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from measuring import report
-from measuring.architectures import PRESETS, Architecture
 from measuring.footprint import META, Shape, conditioning
-from measuring.models import pipeline_of, policy_of
 from paco_grpo.policies import Policy
 from paco_grpo.policies.lora import add_lora
+from paco_grpo.rehearsal.architectures import PRESETS, Architecture
+from paco_grpo.rehearsal.models import pipeline_of, policy_of
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="also run the phases on this machine's GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "memory", help="folder")
     arguments, rest = parser.parse_known_args(given)
-    from measuring.models import UnknownModelError
     from measuring.report import header, write
     from paco_grpo.options import ConfigError, read_options
+    from paco_grpo.rehearsal.models import UnknownModelError
 
     try:
         options, name = read_options(rest)

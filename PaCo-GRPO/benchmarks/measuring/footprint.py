@@ -16,7 +16,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from measuring.live_bytes import LiveBytes, MetaAutocast, SavedBytes, bytes_of
-from measuring.models import build, policy_of
 from paco_grpo.data.prompts import round_to_multiple
 from paco_grpo.objectives import get_objective
 from paco_grpo.objectives.base import Step
@@ -25,6 +24,7 @@ from paco_grpo.policies import Policy
 from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import add_lora, add_snapshot, trainable_parameters
 from paco_grpo.policies.performance import quantize
+from paco_grpo.rehearsal.models import build, policy_of
 from paco_grpo.types import Conditioning, NoiseStep, Rollout
 
 META = torch.device("meta")

@@ -17,9 +17,9 @@ from accelerate.utils import gather_object
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flops import image_flops, part_flops
-from measuring.architectures import Architecture
 from measuring.footprint import Shape
 from measuring.report import summary
+from paco_grpo.rehearsal.architectures import Architecture
 from paco_grpo.training.trainer import Trainer
 
 # Names in metrics.jsonl -> ours.

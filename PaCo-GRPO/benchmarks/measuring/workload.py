@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from measuring.architectures import PRESETS, Architecture
-from measuring.models import random_weights, t2is_prompts, write
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies.lora import reference
+from paco_grpo.rehearsal.architectures import PRESETS, Architecture
+from paco_grpo.rehearsal.models import random_weights, t2is_prompts, write
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT.parent / "quickstart" / "models" / "flux"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import epoch
-from measuring import architectures, workload
+from measuring import workload
+from paco_grpo.rehearsal import architectures
 
 pytestmark = pytest.mark.slow
 TINY = ["--preset", "tiny", "--k", "2", "--m", "2", "--steps", "3", "--batch", "4", "--train-batch", "4"]

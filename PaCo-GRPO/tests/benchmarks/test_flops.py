@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from flops import ImageFlops, direct_flops, image_flops, main, part_flops
-from measuring.architectures import PRESETS
 from measuring.footprint import Shape
-from measuring.models import pipeline_of
+from paco_grpo.rehearsal.architectures import PRESETS
+from paco_grpo.rehearsal.models import pipeline_of
 
 TINY = PRESETS["tiny"]
 RANK = 8

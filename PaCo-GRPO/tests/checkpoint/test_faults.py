@@ -93,7 +93,7 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted
     assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0) == [STOPPED] * 2
     assert "--config.run_name=run --config.resume_from=latest" in message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0001"]
-    assert images_scored(tmp_path) <= IMAGES + 8  # the second epoch's first batches, not its last
+    assert images_scored(tmp_path) < 2 * IMAGES  # not rank 1's last batch; rank 0 may have been ahead of it
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
 
 

@@ -46,8 +46,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from measuring.architectures import PRESETS, Architecture
 from paco_grpo.policies import POLICIES, Policy
+from paco_grpo.rehearsal.architectures import PRESETS, Architecture
 
 PIPELINES = {
     "flux": FluxPipeline, "flux_kontext": FluxKontextPipeline, "qwen_image_edit": QwenImageEditPipeline,
@@ -90,22 +90,16 @@ def build(model: str, dtype: torch.dtype, device: torch.device) -> DiffusionPipe
     """The pipeline of ``pretrained.model`` with the architecture of the real one and without its weights.
 
     Args:
-        model: A preset of ``measuring.architectures``, a known hub name, or a local pipeline folder.
+        model: A preset of ``rehearsal.architectures``, a known hub name, or a local pipeline folder.
         dtype: Data type of all parameters except the VAE's, which are float32.
         device: Where the parameters are created.
 
     Raises:
         UnknownModelError: None of these.
     """
-    name = KNOWN_MODELS.get(model, model)
-    if name in PRESETS:
-        return pipeline_of(PRESETS[name], dtype, device)
+    if (known := architecture_of(model)) is not None:
+        return pipeline_of(known, dtype, device)
     folder = Path(model).expanduser()
-    if not (folder / "model_index.json").is_file():
-        raise UnknownModelError(
-            f"the architecture of {model!r} is not known here: give a pipeline folder, or one of "
-            f"{', '.join([*PRESETS, *KNOWN_MODELS])}"
-        )
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     parts = {
         part: _component(folder / part, *entry, torch.float32 if part == "vae" else dtype, device)
@@ -113,6 +107,21 @@ def build(model: str, dtype: torch.dtype, device: torch.device) -> DiffusionPipe
         if isinstance(entry, list) and entry[0] is not None
     }
     return getattr(diffusers, index["_class_name"])(**parts)
+
+
+def architecture_of(model: str) -> Architecture | None:
+    """The known architecture called ``model`` (a preset or a hub name); None for a folder.
+
+    Raises:
+        UnknownModelError: Neither.
+    """
+    name = KNOWN_MODELS.get(model, model)
+    if name not in PRESETS and not (Path(model).expanduser() / "model_index.json").is_file():
+        raise UnknownModelError(
+            f"the architecture of {model!r} is not known here: give a pipeline folder, or one of "
+            f"{', '.join([*PRESETS, *KNOWN_MODELS])}"
+        )
+    return PRESETS.get(name)
 
 
 def _component(folder: Path, module: str, class_name: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -155,18 +164,21 @@ def random_weights(architecture: Architecture) -> Iterator[None]:
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def pipeline_of(architecture: Architecture, dtype: torch.dtype, device: torch.device | str) -> DiffusionPipeline:
+def pipeline_of(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device | str, random: bool = True
+) -> DiffusionPipeline:
     """The whole pipeline of ``architecture`` with random weights.
 
     Args:
         architecture: What to build.
         dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
         device: Where; ``meta`` for shapes alone.
+        random: Make random weights, which takes time; otherwise they are as each class initializes them.
     """
     device = torch.device(device)
     with device:
         modules = _qwen_modules(architecture, dtype) if architecture.vision else _flux_modules(architecture, dtype)
-    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(architecture.seed)
+    generator = None if device.type == "meta" or not random else torch.Generator(device).manual_seed(architecture.seed)
     for module in modules.values():
         module.requires_grad_(False).eval()
         if generator is not None:
