@@ -33,6 +33,12 @@ from measuring.report import flops, number, share, spread, table
 
 REFUSED, TOO_LARGE = 2, 3  # exit statuses
 SECONDS = ("epoch", "sampling", "reward_wait", "training", "cpu", "encode", "denoising", "decode", "optimizer")
+# Where an epoch's time goes: phase, and of that the measured parts.
+PHASES = {
+    "sampling": {"encode": "texts", "denoising": "transformer", "decode": "decoder"},
+    "reward_wait": {},
+    "training": {"forward": "transformer, forward", "gradient": "backward", "optimizer": "optimizer"},
+}
 CALLS = {
     "transformer": "transformer, forward", "text_encoder": "first text encoder", "text_encoder_2": "second text encoder",
     "decoder": "VAE decoder", "backward": "transformer, backward",
@@ -206,6 +212,9 @@ def tables(found: dict[str, Any]) -> str:
     columns = ["", "image tokens/s", "sampling FLOPs", "training FLOPs", "denoising MFU", "sampling MFU", "training MFU",
                "epoch MFU", "reward hidden", "peak GiB"]  # fmt: skip
     parts.append(table(columns, rows(rates)))
+    for label, result in zip(labels, results, strict=True):
+        parts.append(f"Where the time of {label} goes.\n")
+        parts.append(table(["", "s", "share"], _phases({name: s["median"] for name, s in result["seconds"].items()})))
     if found.get("profile"):
         parts.append(f"Operations of {found['profile']['total_ms']:.0f} ms: one batch, 3 steps.\n")
         operations = [
@@ -214,6 +223,17 @@ def tables(found: dict[str, Any]) -> str:
         ]
         parts.append(table(["", "calls", "ms", "share"], operations))
     return "\n".join(parts)
+
+
+def _phases(seconds: dict[str, float]) -> list[list[str]]:
+    """Rows of what an epoch is made of; they sum to it, but for decoding that overlaps."""
+    parts: dict[str, float] = {}
+    for phase, names in PHASES.items():
+        parts |= {f"{phase}: {text}": seconds[name] for name, text in names.items()}
+        rest = seconds[phase] - sum(seconds[name] for name in names)
+        parts[f"{phase}: the rest" if names else phase.replace("_", " ")] = max(rest, 0.0)
+    parts["the rest"] = max(seconds["epoch"] - sum(seconds[phase] for phase in PHASES), 0.0)
+    return [[name, number(took), share(took / seconds["epoch"])] for name, took in parts.items()]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,16 +14,36 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from measuring import report
-from measuring.footprint import META, Shape, conditioning
 from paco_grpo.policies import Policy
 from paco_grpo.policies.lora import add_lora
 from paco_grpo.rehearsal.architectures import PRESETS, Architecture
 from paco_grpo.rehearsal.models import pipeline_of, policy_of
+from paco_grpo.types import Conditioning
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Images of one forward.
+
+    Attributes:
+        batch: Images.
+        height: Pixels.
+        width: Pixels.
+        text: Text tokens (FLUX: padded to ``max_sequence_length``; Qwen-Image-Edit: image and instruction).
+    """
+
+    batch: int
+    height: int
+    width: int
+    text: int
 
 
 @dataclass(frozen=True)
@@ -93,12 +113,12 @@ def part_flops(architecture: Architecture, shape: Shape) -> dict[str, int | None
         policy._pixels(pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor))
 
     def encode() -> None:
-        clip = torch.zeros(1, architecture.clip["max_position_embeddings"], dtype=torch.long, device=META)
+        clip = torch.zeros(1, architecture.tokenizers["tokenizer"].length, dtype=torch.long, device=META)
         pipeline.text_encoder(clip)
         pipeline.text_encoder_2(torch.zeros(1, shape.text, dtype=torch.long, device=META))
 
     with torch.no_grad():
-        return {"decode": _count(decode), "encode": _count(encode) if architecture.clip else None}
+        return {"decode": _count(decode), "encode": _count(encode) if "text_encoder_2" in architecture.modules else None}
 
 
 def _count(function: Callable[[], object]) -> int:
@@ -118,6 +138,29 @@ def _velocity(policy: Policy, shape: Shape) -> torch.Tensor:
     return policy.velocity(latents, sigma, conditioning(policy, shape), shape.height, shape.width, guided=False)
 
 
+def conditioning(policy: Policy, size: Shape) -> Conditioning:
+    """Empty conditioning in the shapes of ``encode``; the reference of an editor has the size of the sampled image."""
+    config = policy._transformer_config
+    rows, columns = policy._grid(size.height, size.width)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(size.batch, *shape, device=policy.device, dtype=policy.dtype)
+
+    fields: dict[str, Any] = {"prompt_embeds": empty(size.text, config.joint_attention_dim)}
+    if policy.edits_images:
+        fields["reference"] = empty(rows * columns, config.in_channels)
+        fields["reference_grid"] = torch.tensor([[[rows, columns]]] * size.batch)
+    if type(policy).__name__.startswith("Qwen"):
+        from paco_grpo.policies.qwen_image_edit import QwenEditConditioning
+
+        return QwenEditConditioning(prompt_mask=None, **fields)
+    from paco_grpo.policies.flux import FluxConditioning
+    from paco_grpo.policies.flux_kontext import KontextConditioning
+
+    fields["pooled_prompt_embeds"] = empty(config.pooled_projection_dim)
+    return (KontextConditioning if policy.edits_images else FluxConditioning)(**fields)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Print a table for each preset."""
     arguments = parser().parse_args(given)
@@ -128,7 +171,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for text in arguments.text:
                 shape = Shape(1, side, side, text)
                 flops, decode = image_flops(architecture, shape), part_flops(architecture, shape)["decode"]
-                tokens = (side // 16) ** 2 * (1 if architecture.family == "flux" else 2)
+                tokens = (side // 16) ** 2 * (1 + architecture.editing)
                 counts = flops.forward, 10 * flops.forward, flops.training, decode
                 rows.append([str(side), str(tokens), str(text), *map(report.flops, counts)])
         print(f"{preset}, FLOPs of one image\n\n{report.table(columns, rows)}")

@@ -111,8 +111,8 @@ print(next(rows, {"url": "http://127.0.0.1:8001"})["url"])')"
   # an untrained judge leaves many images without a score; the time is the same
   run judge epoch.py --preset toy --batch 8 --repeats 3 --judge "$gateway" --judge-model Judge \
     --config.train.max_missing_reward_fraction=1.0
-  $dry || "$PYTHON" scripts/plan_gpus.py --check --epoch "$results/judge.json" --judge-load "$results/gateway.json" \
-    --judge-target gateway
+  $dry || "$PYTHON" scripts/rehearse.py --config config/grpo.py:toy_t2is --run "$results/judge.json" --pairs 6 \
+    --judge_load "$results/gateway.json" --judge_target gateway
   if [[ -x "${VLLM_PYTHON:-$repo/.venv-vllm/bin/python}" ]]; then
     OMP_NUM_THREADS=1 launch vllm "$((port + 1))"
     run judge-engines judge_load.py --model Judge --target "transformers=$gateway" --target "vllm=http://127.0.0.1:$((port + 1))"

@@ -14,6 +14,7 @@ from paco_grpo.advantages.aggregation import (  # noqa: F401 - for config.train.
     geometric_mean_aggregate_fn,
     harmonic_mean_aggregate_fn,
     log_tame_aggregate_fn,
+    product_aggregate_fn,
     weighted_advantage_sum_aggregate_fn,
 )
 from paco_grpo.options import did_you_mean
@@ -31,6 +32,16 @@ def t2is() -> ConfigDict:
     config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
     # The judge on this machine's port 8000; elsewhere add "port", "host" or "base_url".
     config.train.reward_fn_kwargs = {"consistency_score": {"model": "PaCo-Reward-7B"}}
+    return config
+
+
+def t2is_qwen() -> ConfigDict:
+    """t2is with Qwen-Image-2512, sampled with true CFG."""
+    config = t2is()
+    config.pretrained.model = "Qwen/Qwen-Image-2512"
+    config.sample.noise_level = 1.0
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = " "
     return config
 
 
@@ -68,12 +79,58 @@ def qwen_editing() -> ConfigDict:
     return config
 
 
+def qwen_editing_2511() -> ConfigDict:
+    """qwen_editing with Qwen-Image-Edit-2511, which takes several reference images (``images`` in the rows of the set)."""
+    config = qwen_editing()
+    config.pretrained.model = "Qwen/Qwen-Image-Edit-2511"
+    config.enable_gradient_checkpointing = True  # without it, one reference image fills 80 GB
+    return config
+
+
 def qwen_editing_no_cfg() -> ConfigDict:
     """qwen_editing without true CFG, as in the published training: half the forwards."""
     config = qwen_editing()
     config.sample.guidance_scale = 1.0
     config.sample.negative_prompt = None
     return config
+
+
+def _klein(config: ConfigDict, size: str) -> ConfigDict:
+    """``config`` with the base model of FLUX.2 Klein, sampled with true CFG (the pipeline's empty negative prompt)."""
+    config.pretrained.model = f"black-forest-labs/FLUX.2-klein-base-{size}"
+    config.sample.num_steps = 8
+    config.sample.guidance_scale = 4.0
+    config.test.num_steps = 28
+    return config
+
+
+def klein_t2is(size: str = "4B") -> ConfigDict:
+    """t2is with FLUX.2 Klein."""
+    return _klein(t2is(), size)
+
+
+def klein_editing(size: str = "4B") -> ConfigDict:
+    """Image editing with FLUX.2 Klein, from any number of reference images."""
+    return _klein(_editing(), size)
+
+
+def _flux2(config: ConfigDict) -> ConfigDict:
+    """``config`` with FLUX.2-dev: 32 billion weights, in 4 bits on one GPU; the guidance is embedded."""
+    config = _for_24gb(config)
+    config.pretrained.model = "black-forest-labs/FLUX.2-dev"
+    config.sample.guidance_scale = 4.0
+    config.test.num_steps = 28
+    return config
+
+
+def flux2_t2is() -> ConfigDict:
+    """t2is with FLUX.2-dev."""
+    return _flux2(t2is())
+
+
+def flux2_editing() -> ConfigDict:
+    """Image editing with FLUX.2-dev, from any number of reference images."""
+    return _flux2(_editing())
 
 
 def _one_image(resolution: int = 256) -> ConfigDict:
@@ -102,7 +159,51 @@ def pickscore() -> ConfigDict:
     return config
 
 
-# --- recipes for the memory of one GPU (memory of each phase: benchmarks/memory.py) -----------------------------------
+def sd3_t2is(size: str = "medium") -> ConfigDict:
+    """t2is with Stable Diffusion 3.5 and true CFG against an empty prompt."""
+    config = t2is()
+    config.pretrained.model = f"stabilityai/stable-diffusion-3.5-{size}"
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
+    config.max_sequence_length = 256  # the pipeline's default: padding counts as text
+    config.test.num_steps = 40
+    return config
+
+
+def sd3_ocr() -> ConfigDict:
+    """Text rendering with Stable Diffusion 3.5 medium at 512 px, sampled and trained without CFG: what most papers on
+    objectives train."""
+    config = ocr(512)
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
+    config.sample.noise_level = 0.7
+    config.sample.guidance_scale = 1.0
+    config.max_sequence_length = 256
+    config.test.num_steps = 40
+    return config
+
+
+def z_image_t2is() -> ConfigDict:
+    """t2is with Z-Image and true CFG against an empty prompt; its scale 0 is no guidance."""
+    config = t2is()
+    config.pretrained.model = "Tongyi-MAI/Z-Image"
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = ""
+    config.test.num_steps = 28
+    return config
+
+
+def z_image_turbo_t2is() -> ConfigDict:
+    """t2is with the distilled Z-Image-Turbo, which needs few steps and no guidance."""
+    config = t2is()
+    config.pretrained.model = "Tongyi-MAI/Z-Image-Turbo"
+    config.sample.num_steps = 6
+    config.sample.guidance_scale = 0.0
+    config.train.beta = 1e-3  # or training soon undoes the distillation
+    config.test.num_steps = 8
+    return config
+
+
+# --- recipes for the memory of one GPU (memory of each phase: scripts/rehearse.py) ------------------------------------
 
 
 def _for_48gb(config: ConfigDict) -> ConfigDict:
@@ -119,20 +220,104 @@ def _for_24gb(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def t2is_80gb() -> ConfigDict:
-    """t2is on 80 GB: two images per forward."""
-    config = t2is()
-    config.sample.batch_size = 2
+def _for_80gb(config: ConfigDict) -> ConfigDict:
+    """``config`` with larger forwards of compiled blocks."""
+    config.speed.compile = True
+    config.sample.batch_size = 7  # divides an epoch of 42 x 16 images on 1, 2, 4 and 8 GPUs; 8 would raise 42 to 44
     config.train.batch_size = 2
-    config.test.batch_size = 2
+    config.test.batch_size = 4
     return config
 
 
-def t2is_24gb() -> ConfigDict:
-    """t2is on 24 GB; the two CLIP models run on the CPU while images are sampled."""
-    config = _for_24gb(t2is())
+def qwen_editing_80gb() -> ConfigDict:
+    """qwen_editing on 80 GB: 38 GiB are weights, so activations are recomputed."""
+    config = _for_80gb(qwen_editing())
+    config.enable_gradient_checkpointing = True
+    return config
+
+
+def _t2is_short_tail() -> ConfigDict:
+    """t2is with four second-order steps after the noise step in place of eight: the same gain in the toy world for 0.7 of
+    the time (docs/speed-and-memory.md). Evaluation keeps all steps."""
+    config = t2is()
+    config.sample.tail_steps = 4
+    config.sample.tail_order = 2
+    return config
+
+
+def t2is_48gb() -> ConfigDict:
+    """t2is on 48 GB; the two CLIP models in half precision leave room for T5."""
+    config = _for_48gb(_t2is_short_tail())
+    for name in ("subfig_clipT", "pickscore"):
+        config.train.reward_fn_kwargs[name] = {"dtype": "float16"}
+    return config
+
+
+def _clip_on_cpu(config: ConfigDict) -> ConfigDict:
+    """``config`` of t2is with its two CLIP models on the CPU, while images are sampled."""
     for name in ("subfig_clipT", "pickscore"):
         config.train.reward_fn_kwargs[name] = {"device": "cpu"}
+    return config
+
+
+# --- objectives with the settings of their authors ---------------------------------------------------------------------
+
+
+def _authors(config: ConfigDict, images: int, prompts: int) -> ConfigDict:
+    """Common to all: groups of that size, standard deviation over all images, a LoRA on attention alone."""
+    config.sample.num_images_per_prompt = images
+    config.sample.unique_sample_num_per_epoch = prompts
+    config.sample.global_std = True
+    config.train.lora_targets = "attention"
+    config.train.lora_rank = 32
+    config.train.lora_alpha = 64
+    return config
+
+
+def with_nft(config: ConfigDict) -> ConfigDict:
+    """DiffusionNFT (arXiv 2509.16117), its multi-reward settings: all steps but the last, β = 0.1."""
+    config = _authors(config, 24, 48)
+    config.sample.noise_level = 0.0
+    config.train.loss_type = "nft"
+    config.train.num_sigmas = config.sample.num_steps - 1
+    config.train.sigma_fraction = 0.99
+    config.train.sigma_one = True
+    config.train.nft_beta = 0.1
+    config.train.beta = 1e-4
+    config.train.ema_update_interval = 1
+    return config
+
+
+def with_awm(config: ConfigDict) -> ConfigDict:
+    """Advantage Weighted Matching (arXiv 2509.25050), with its weight of the KL for text rendering."""
+    config = _authors(config, 24, 72)
+    config.sample.noise_level = 0.0
+    config.train.loss_type = "awm"  # the defaults of its options are the authors'
+    config.train.beta = 3e-3
+    config.train.ema_decay = 0.99
+    config.train.ema_update_interval = 1
+    return config
+
+
+def with_dgpo(config: ConfigDict) -> ConfigDict:
+    """DGPO (arXiv 2510.08425), its mode with a frozen reference: σ of the first 70 % of the steps."""
+    config = _authors(config, 24, 24)
+    config.sample.noise_level = 0.0
+    config.train.loss_type = "dgpo"
+    config.train.sigma_fraction = 0.7
+    config.train.sigma_one = True
+    config.train.beta = 1e-3
+    config.train.lora_rank = 64
+    config.train.lora_alpha = 128
+    return config
+
+
+def with_flow_dppo(config: ConfigDict) -> ConfigDict:
+    """Flow-DPPO (arXiv 2606.11025): three noise steps of the first half, two optimizer steps an epoch."""
+    config = _authors(config, 16, 48)
+    config.sample.noise_steps = tuple(range(config.sample.num_steps // 2))
+    config.sample.num_noise_steps = 3
+    config.train.loss_type = "flow_dppo"
     return config
 
 
@@ -229,16 +414,46 @@ CONFIGS = {
     "kontext_editing": kontext_editing,
     "qwen_editing": qwen_editing,
     "qwen_editing_no_cfg": qwen_editing_no_cfg,
+    "qwen_editing_2511": qwen_editing_2511,
+    "t2is_qwen": t2is_qwen,
     "ocr": ocr,
     "ocr_128": lambda: ocr(128),
     "ocr_512": lambda: ocr(512),
     "pickscore": pickscore,
-    "t2is_80gb": t2is_80gb,
-    "t2is_48gb": lambda: _for_48gb(t2is()),
-    "t2is_24gb": t2is_24gb,
+    "t2is_80gb": lambda: _for_80gb(_t2is_short_tail()),
+    "t2is_48gb": t2is_48gb,
+    "t2is_24gb": lambda: _clip_on_cpu(_for_24gb(_t2is_short_tail())),
+    "kontext_editing_80gb": lambda: _for_80gb(kontext_editing()),
     "kontext_editing_48gb": lambda: _for_48gb(kontext_editing()),
     "kontext_editing_24gb": lambda: _for_24gb(kontext_editing()),
+    "qwen_editing_80gb": qwen_editing_80gb,
     "qwen_editing_48gb": lambda: _for_24gb(qwen_editing()),  # 20 billion weights, so in 4 bits already
+    "qwen_editing_2511_48gb": lambda: _for_24gb(qwen_editing_2511()),
+    "t2is_qwen_48gb": lambda: _for_24gb(t2is_qwen()),
+    "sd3_t2is": sd3_t2is,
+    "sd3_t2is_24gb": lambda: _clip_on_cpu(_for_48gb(sd3_t2is())),  # 2.5 billion weights
+    "sd3_large_t2is": lambda: sd3_t2is("large"),
+    "sd3_large_t2is_48gb": lambda: _for_48gb(sd3_t2is("large")),
+    "sd3_large_t2is_24gb": lambda: _clip_on_cpu(_for_24gb(sd3_t2is("large"))),
+    "z_image_t2is": z_image_t2is,
+    "z_image_t2is_48gb": lambda: _for_48gb(z_image_t2is()),
+    "z_image_t2is_24gb": lambda: _clip_on_cpu(_for_24gb(z_image_t2is())),
+    "z_image_turbo_t2is": z_image_turbo_t2is,
+    "sd3_ocr": sd3_ocr,
+    "sd3_ocr_nft": lambda: with_nft(sd3_ocr()),
+    "sd3_ocr_awm": lambda: with_awm(sd3_ocr()),
+    "sd3_ocr_dgpo": lambda: with_dgpo(sd3_ocr()),
+    "sd3_ocr_flow_dppo": lambda: with_flow_dppo(sd3_ocr()),
+    "t2is_nft": lambda: with_nft(t2is()),
+    "t2is_awm": lambda: with_awm(t2is()),
+    "t2is_dgpo": lambda: with_dgpo(t2is()),
+    "t2is_flow_dppo": lambda: with_flow_dppo(t2is()),
+    "klein_t2is": klein_t2is,
+    "klein_editing": klein_editing,
+    "klein_t2is_9b": lambda: klein_t2is("9B"),
+    "klein_editing_9b": lambda: klein_editing("9B"),
+    "flux2_t2is": flux2_t2is,
+    "flux2_editing": flux2_editing,
     "toy_t2is": toy_t2is,
     "toy_kontext": toy_kontext,
     "toy_qwen_edit": toy_qwen_edit,

@@ -30,7 +30,7 @@ MOVED = {
     "rewards.subfig_dreamsim": "rewards.dreamsim",
     "rewards.subfig_pairs": "rewards.subfigures",
     "rewards.wire": "rewards.remote.wire",
-    "training.alone": "scripts/evaluate.py (evaluate_adapter)",
+    "training.alone": "scripts/evaluate.py",
     "training.batch_size": "training.plan",
     "training.checkpoint": "checkpoint.files",
     "training.collect": "training.sample and sampling.images",

@@ -17,22 +17,29 @@ if TYPE_CHECKING:
 
 
 class _Lazy:
-    """A field whose value may be a function without arguments, called on every access.
+    """A field whose value, or each entry of a tuple, may be a function without arguments, called on every access.
 
     46,000 reference images do not fit in memory, and PIL keeps the pixels of an image once they are read.
     """
+
+    def __init__(self, default: Any = None) -> None:
+        self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._slot = f"_{name}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
-            return None  # the field's default
+            return self._default
         value = instance.__dict__[self._slot]
-        return value() if callable(value) else value
+        return tuple(map(_read, value)) if isinstance(value, tuple) else _read(value)
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self._slot] = value
+
+
+def _read(value: Any) -> Any:
+    return value() if callable(value) else value
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Item:
         metadata: The row it was read from.
         image: Reference image of an editing item (RGB), else None. May be given as a function without arguments, which
             is called on every access: read it once and keep it while it is needed.
+        more_images: Further reference images, in order; any of them may be such a function.
     """
 
     item_id: int
@@ -55,6 +63,17 @@ class Item:
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     image: Image.Image | None = _Lazy()  # type: ignore[assignment]
+    more_images: tuple[Image.Image, ...] = _Lazy(())  # type: ignore[assignment]
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """All reference images, in order."""
+        return () if self.num_images == 0 else (self.image, *self.more_images)
+
+    @property
+    def num_images(self) -> int:
+        """Their number; none is read."""
+        return 0 if self.__dict__["_image"] is None else 1 + len(self.__dict__["_more_images"])
 
 
 Index = torch.Tensor | Sequence[int] | slice
@@ -157,7 +176,7 @@ class NoiseStep(Batched):
 class Rollout(Batched):
     """What training needs of sampled images. All samples share image size, schedule, noise level and noise steps."""
 
-    item_ids: torch.Tensor  # (B,) int64
+    item_ids: torch.Tensor  # (B,) int64 on the CPU
     seeds: torch.Tensor  # (B,) int64 on the CPU, where noise is made: seed of each sample's noise
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B

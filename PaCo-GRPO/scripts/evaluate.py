@@ -1,10 +1,16 @@
-"""Evaluate an adapter, or the base model, as a training run does: same items, seeds, size, steps and rewards.
+"""Evaluate an adapter, or the base model, as a training run does (same items, seeds, size, steps and rewards), or on
+benchmarks; compare two adapters.
 
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
+    --against DIR   another adapter, or `base`: same prompts and seeds, differences paired by prompt, side_by_side.png
+    --benchmarks t2is,gedit[=FOLDER]   instead of the configuration's test set and rewards. t2is: consistency_score,
+                    subfig_clipT and pickscore on T2IS prompts; gedit: the editing questions on GEdit-Bench's edits. The
+                    sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
     --no_user_code  refuse a configuration that names code outside this repository
-    --output DIR    images, eval_data.jsonl, sheet.png, categories.md, metrics.json; default: evaluation
-What is sampled and scored is config.test; through `accelerate launch` several processes share the images.
+    --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
+The same command continues where it stopped: images and scores that are there are kept. What is sampled and scored
+otherwise is config.test; through `accelerate launch` several processes share the images.
 """
 
 import argparse
@@ -15,11 +21,15 @@ import os
 import sys
 from pathlib import Path
 
+BASE = "base"
+
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 done, 2 refused, 3 a reward failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter")
+    parser.add_argument("--against")
+    parser.add_argument("--benchmarks", default="")
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
     own, rest = parser.parse_known_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -40,9 +50,7 @@ def main(arguments: list[str]) -> int:
     from paco_grpo.training.checks import is_disk_full
 
     try:
-        metrics = evaluate_adapter(options, own.adapter, own.output)
-        if metrics is not None:
-            (own.output / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+        shown = evaluate_all(options, own)
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,58 +62,126 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"error: the disk is full ({error}); free some space, or choose another --output", file=sys.stderr)
         return 2
-    if metrics is not None:
-        print((own.output / "categories.md").read_text(encoding="utf-8"), end="")
-        print(f"{metrics['eval/num_images']:.0f} images, their scores and sheet.png in {own.output}")
+    if is_main:
+        print(shown, end="")
+        print(f"images, scores and sheets are in {own.output}")
     return 0
 
 
-def evaluate_adapter(options, adapter: str | None, output: Path) -> dict[str, float] | None:
-    """Sample and score the test set with ``adapter`` (None = the base model) into the folder ``output``.
+def evaluate_all(options, own: argparse.Namespace) -> str:
+    """Every benchmark (or the configuration's test set) with the adapter and, if there is one, its opponent.
 
     Returns:
-        The metrics on the main process, None on the others.
+        The tables, also written to ``results.md``.
 
     Raises:
-        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError: Before anything is sampled.
+        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError: Of all benchmarks before anything is sampled.
         ScoringError: A reward failed.
     """
-    from paco_grpo.data.prompts import load_prompts
     from paco_grpo.distributed.launch import start_processes
-    from paco_grpo.evaluation.evaluate import evaluate
-    from paco_grpo.rewards.registry import build_rewards, write_records
-    from paco_grpo.training.build import apply_speed, load_adapter, load_generator, test_reward_kwargs
-    from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
-    from paco_grpo.training.plan import merges_lora
+    from paco_grpo.evaluation.benchmarks import options_for
+    from paco_grpo.policies import policy_class
+    from paco_grpo.training.checks import check_run
 
-    check_run(options)
+    edits_images = policy_class(options.pretrained.model).edits_images
+    names = [name for name in own.benchmarks.split(",") if name]
+    sets = {name.partition("=")[0]: options_for(options, name, edits_images) for name in names} or {"": options}
+    for each in sets.values():
+        check_run(each)
     strategy = start_processes(options)
-    accelerator = strategy.accelerator
-    check_writable(output)
+    prepared = [prepare(each, strategy.accelerator, own.output / name) for name, each in sets.items()]
+    adapters = [own.adapter] + ([None if own.against == BASE else own.against] if own.against else [])
+    for number, adapter in enumerate(adapters):
+        for name, (ready, items, rewards) in zip(sets, prepared, strict=True):
+            folder = own.output / name / ("" if own.against is None else "ab"[number])
+            sample(ready, items, rewards, strategy, adapter, folder)
+    strategy.accelerator.end_training()
+    if not strategy.accelerator.is_main_process:
+        return ""
+    tables = []
+    for name in sets:
+        tables.append(results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else ""))
+    return "\n".join(tables)
+
+
+def prepare(options, accelerator, folder: Path) -> tuple:
+    """Options with the text length that applies, items, and rewards that have answered and keep their scores."""
+    from paco_grpo.data.prompts import load_prompts
+    from paco_grpo.rewards.queue import ScoreJournal, journaled
+    from paco_grpo.rewards.registry import short_name, write_records
+    from paco_grpo.training.build import test_reward_kwargs
+    from paco_grpo.training.checks import check_device, check_images, check_writable, text_length
+
+    check_writable(folder)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_images(options, {"test": items})
     # 0: as in training, where the length follows from both splits.
     train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
     options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
     check_device(options, accelerator.device)
-    kwargs = test_reward_kwargs(options)
-    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
+    journal = ScoreJournal(folder / "scores", accelerator.process_index)
+    journal.load()
+    rewards = {
+        short_name(name): journaled(name, kwargs, accelerator.device, journal)
+        for name, kwargs in test_reward_kwargs(options).items()
+    }
     for reward in rewards.values():
         reward.check()
+        reward.check_items(items)
     if accelerator.is_main_process:
-        write_records(rewards, output)
+        write_records(rewards, folder)
+    return options, items, rewards
+
+
+def sample(options, items: list, rewards: dict, strategy, adapter: str | None, folder: Path) -> None:
+    """Images and scores of ``adapter`` (None = the base model) in ``folder``, with ``metrics.json``."""
+    from paco_grpo.evaluation.benchmarks import begin
+    from paco_grpo.evaluation.evaluate import evaluate
+    from paco_grpo.training.build import apply_speed, load_adapter, load_generator
+    from paco_grpo.training.plan import merges_lora
+
     policy = load_generator(options, strategy.loading_device)
     if adapter is None:
-        logging.getLogger(__name__).info("no --adapter: evaluating the base model %s", options.pretrained.model)
+        logging.getLogger(__name__).info("evaluating the base model %s", options.pretrained.model)
     else:
         load_adapter(policy, adapter)
     strategy.place(policy)
     apply_speed(options, policy)
+    begin(folder, options, items, policy, adapter, write=strategy.accelerator.is_main_process)
     merge = adapter is not None and merges_lora(options, policy.device)
-    metrics = evaluate(policy, items, rewards, options, strategy, output, merge_lora=merge)
-    is_main = accelerator.is_main_process
-    accelerator.end_training()
-    return metrics if is_main else None
+    metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
+    if strategy.accelerator.is_main_process:
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+
+
+def results(folder: Path, adapter: str | None, against: str | None, heading: str) -> str:
+    """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
+    from paco_grpo.evaluation.benchmarks import compare, markdown, read_rows, side_by_side, summarize_prompts
+
+    first, second = (folder, None) if against is None else (folder / "a", folder / "b")
+    rows = read_rows(first)
+    columns = {adapter or BASE: summarize_prompts(rows)}
+    if second is not None:
+        others = read_rows(second)
+        columns |= {against: summarize_prompts(others), "difference": compare(rows, others)}
+        if rows[0]["file"]:
+            side_by_side(first, second, rows, folder / "side_by_side.png")
+    questions = folder / "questions.json"
+    found = {
+        "adapter": adapter or BASE,
+        "against": against,
+        "questions": json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else None,
+        "missing": {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]},
+        "results": {
+            column: {name: each and dataclasses.asdict(each) for name, each in values.items()}
+            for column, values in columns.items()
+        },
+    }
+    (folder / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    table = heading + markdown(columns)
+    (folder / "results.md").write_text(table, encoding="utf-8")
+    categories = (first / "categories.md").read_text(encoding="utf-8")
+    return table + ("\n" + categories if categories.count("\n") > 3 else "")
 
 
 if __name__ == "__main__":

@@ -81,16 +81,18 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         raise ConfigError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
     items = []
     for number, (where, row) in enumerate(rows):
-        path = images[number if len(images) > 1 else 0] if images else None
-        if path is None and row.get("image"):
-            path = file.parent / row["image"]
-        image = None
-        if path is not None:
+        paths = [images[number if len(images) > 1 else 0]] if images else []
+        if not paths:
+            paths = [file.parent / name for name in row.get("images") or [row.get("image")] if name]
+        own = []
+        for path in paths:
             try:
-                image = read_image(path, upright=True)
+                own.append(read_image(path, upright=True))
             except UnreadableImage as error:
                 raise DataError(f"{where}: image {path} {error}") from error
-        items.append(Item(number, prompt_of(row, where), *given_size(row, where), metadata=row, image=image))
+        first, *more = own or [None]
+        given = {"metadata": row, "image": first, "more_images": tuple(more)}
+        items.append(Item(number, prompt_of(row, where), *given_size(row, where), **given))
     return items
 
 
@@ -117,12 +119,15 @@ def prepare(options, own: argparse.Namespace, items: list) -> tuple:
         seeds = [int(seed) for seed in own.seeds.split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds {own.seeds} is not a list such as 0,1,2") from error
-    edits_images = policy_class(model).edits_images
-    wrong = [item for item in items if (item.image is None) == edits_images]
-    if wrong and edits_images:
-        raise ConfigError(f"{model} edits images: give --image FILE (prompt {wrong[0].prompt[:40]!r} has none)")
-    if wrong:
-        raise ConfigError(f"{model} generates from text alone: leave out --image, or choose an editing model")
+    policy = policy_class(model)
+    edits_images = any(item.num_images for item in items)
+    for item in items:
+        if policy.needs_image and not item.num_images:
+            raise ConfigError(f"{model} edits images: give --image FILE (prompt {item.prompt[:40]!r} has none)")
+        if item.num_images and not policy.edits_images:
+            raise ConfigError(f"{model} generates from text alone: leave out --image, or choose an editing model")
+        if item.num_images > 1 and not policy.several_images:
+            raise ConfigError(f"{model} edits one image, but prompt {item.prompt[:40]!r} has {item.num_images}")
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
         name = "consistency_for_editing" if edits_images else "consistency_score"
         kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}

@@ -2,236 +2,216 @@
 
     python scripts/rehearse.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
     python scripts/rehearse.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
-    python scripts/rehearse.py --config config/grpo.py:t2is --gpus 8        # how many of them should serve the judge?
-    python scripts/rehearse.py --run runs/NAME --config runs/NAME/config.yaml --gpus 8 --judge_load judge_load.json
-    python scripts/rehearse.py --table t2is t2is_80gb t2is_48gb             # one line each, on the card each is made for
+    python scripts/rehearse.py --config config/grpo.py:t2is --gpus 8     # how many of the 8 should serve the judge?
+    python scripts/rehearse.py --run runs/NAME --gpus 8 --judge_load judge_load.json     # the same from measured seconds
+    python scripts/rehearse.py --table --processes 8                     # every configuration, on the card it is made for
+    python scripts/rehearse.py --judge ../PaCo-Reward/config/paco_reward_lora.yaml --processes 2     # judge training
 
 The trainer's own code runs one small epoch, an evaluation and a checkpoint at the model's real shapes on a GPU that computes
 nothing (paco_grpo/rehearsal/fake_gpu.py). Whatever a GPU would refuse is an error here, with its place: tensors on two
 devices, data types that do not go together under CUDA's autocast, wrong shapes. Kernels, bytes, FLOPs and live memory are
 counted and scaled to a whole epoch. Seconds are predictions from the GPU's data sheet.
 
-The shapes of FLUX.1-dev, FLUX.1-Kontext-dev and Qwen-Image-Edit are known here; any local pipeline folder works too.
+The models of paco_grpo/rehearsal/architectures.py are known; any local pipeline folder works too.
 Exit status: 0 = runs and fits; 1 = does not fit, or the code failed; 2 = a wrong option.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
+import math
 import os
 import re
+import runpy
+import statistics
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries read it
+
+from paco_grpo.options import ConfigError, RunOptions, load_options, read_options
+from paco_grpo.policies import PolicyLoadError
+from paco_grpo.rehearsal import plan, report
+from paco_grpo.rehearsal.epoch import REWARD_PARAMETERS, Rehearsal, rehearse
+from paco_grpo.rehearsal.models import UnknownModelError, t2is_prompts
+
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = str(ROOT / "paco_grpo"), str(ROOT / "config")
+WRONG = ConfigError, UnknownModelError, PolicyLoadError, plan.PlanError
 # Options that save memory, in the order of what they cost; each is tried with those before it.
 REMEDIES = (
-    {"sample.batch_size": "1", "train.batch_size": "1", "test.batch_size": "1"},
-    {"speed.offload_vae": "true"},
-    {"rewards": "cpu"},
-    {"enable_gradient_checkpointing": "true"},
-    {"pretrained.quantize": "nf4", "sample.merge_lora": "false", "speed.compile": "false"},
+    ("sample.batch_size=1", "train.batch_size=1", "test.batch_size=1"),
+    ("speed.offload_vae=true",),
+    tuple(f"train.reward_fn_kwargs.{name}.device=cpu" for name in REWARD_PARAMETERS),
+    ("enable_gradient_checkpointing=true",),
+    ("pretrained.quantize=nf4", "sample.merge_lora=false", "speed.compile=false"),
 )
-JUDGE_TOKENS, JUDGE_PARAMETERS, JUDGE_SHARE = (
-    300,
-    8.3e9,
-    0.3,
-)  # of a pair's prompt; of Qwen2.5-VL-7B; of the stated FLOPS
+# Tokens of a pair's prompt; parameters of Qwen2.5-VL-7B; the share of the stated FLOPS that answers reach.
+JUDGE_TOKENS, JUDGE_PARAMETERS, JUDGE_SHARE = 300, 8.3e9, 0.3
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     arguments, rest = parser().parse_known_args(given)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from paco_grpo.options import ConfigError, read_options
-    from paco_grpo.policies import PolicyLoadError
-    from paco_grpo.rehearsal import plan, report
-    from paco_grpo.rehearsal.models import UnknownModelError
-
     try:
-        gpu_name, gpu = chosen_gpu(arguments, plan)
-        if arguments.table:
-            return table(arguments.table, arguments.processes, plan, report)
-        options, name = read_options(rest)
-        processes = arguments.processes
-        if arguments.gpus:
-            processes = max(1, arguments.gpus - arguments.gpus_per_judge)
-        found = run(options, name, processes, gpu.memory)
-        if found is None:
-            return 1
-        print(report.text(found, gpu, gpu_name))
-        rate, source = judge_rate(arguments, gpu)
-        pairs = pairs_of(options)
+        gpu_name, gpu = chosen_gpu(arguments)
+        if arguments.judge:
+            from paco_grpo.rehearsal import judge
+
+            return judge.report(arguments.judge, rest, arguments.processes, arguments.judge_pixels, gpu, gpu_name)
+        if arguments.table is not None:
+            return table(arguments)
         measured = read_run(arguments.run) if arguments.run else None
-        work = report.workload(found, gpu, pairs, rate)
+        if measured and "--config" not in rest:
+            rest = ["--config", str(arguments.run / "config.yaml"), *rest]
+        options, name = read_options(rest)
+        pairs = pairs_of(options) if arguments.pairs is None else arguments.pairs
+        rate, source = judge_rate(arguments, gpu)
+        each = arguments.gpus_per_judge or math.ceil(2 * JUDGE_PARAMETERS / (0.8 * gpu.memory))
+        processes = max(1, arguments.gpus - each) if arguments.gpus else arguments.processes
+        found = work = None
+        if measured is None or arguments.gpu or arguments.memory_gb:
+            if (found := attempt(options, name, processes, gpu.memory)) is None:
+                return 1
+            print(report.text(found, gpu, gpu_name))
+            work = report.workload(found, gpu, pairs, rate)
         if measured:
-            print(compared(work, measured, pairs, arguments, plan))
-            work = dataclasses.replace(work, **measured["work"])
+            own = plan.Workload(**measured["work"], pairs=pairs, pairs_per_second=rate)
+            print(compared(own, work, measured, arguments.judge_gpus if pairs else 0))
+            work, processes = own, measured["processes"]
         if pairs:
-            print(f"\n{pairs:.1f} judge pairs an image; a judge answers {rate:.0f} pairs a second and GPU ({source})")
+            size = 2 * JUDGE_PARAMETERS / each / plan.GIB
+            print(
+                f"\njudge: {pairs:.1f} pairs an image, {rate:.0f} a second and GPU ({source}); {size:.1f} GiB of weights on "
+                f"each of {each} GPU(s) of its own"
+            )
         if arguments.gpus:
-            print(report.split_table(plan.splits(work, arguments.gpus, arguments.gpus_per_judge)))
-    except (ConfigError, UnknownModelError, PolicyLoadError, plan.PlanError) as error:
+            print(report.split_table(plan.splits(work, arguments.gpus, each)))
+        elif pairs:
+            print(report.split_table([plan.predict(work, processes, n * each) for n in (1, 2, 4)]))
+    except WRONG as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if report.left(found, gpu) >= 0:
+    if found is None or report.left(found, gpu) >= 0:
         return 0
-    print(remedies(options, name, processes, gpu, gpu_name, report))
+    print(remedies(rest, options, processes, gpu, gpu_name))
     return 1
 
 
-def chosen_gpu(arguments: argparse.Namespace, plan: Any) -> tuple[str, Any]:
+def chosen_gpu(arguments: argparse.Namespace) -> tuple[str, plan.GPU]:
     """Name and numbers of the card."""
     if arguments.memory_gb:
         return f"a card of {arguments.memory_gb:g} GB", plan.gpu_with(arguments.memory_gb)
-    if arguments.gpu not in plan.GPUS:
-        raise plan.PlanError(
-            f"--gpu {arguments.gpu!r} is not known: one of {', '.join(plan.GPUS)}, or give --memory_gb"
-        )
-    return arguments.gpu, plan.GPUS[arguments.gpu]
+    name = arguments.gpu or "H100 80GB"
+    if name not in plan.GPUS:
+        raise plan.PlanError(f"--gpu {name!r} is not known: one of {', '.join(plan.GPUS)}, or give --memory_gb")
+    return name, plan.GPUS[name]
 
 
-def run(options: Any, name: str, processes: int, memory: int) -> Any:
+def attempt(options: RunOptions, name: str, processes: int, memory: int) -> Rehearsal | None:
     """The rehearsal; None after printing an error of the code and its place."""
-    from paco_grpo.options import ConfigError
-    from paco_grpo.policies import PolicyLoadError
-    from paco_grpo.rehearsal.epoch import rehearse
-    from paco_grpo.rehearsal.models import UnknownModelError
-
     try:
         return rehearse(options, name, processes, memory)
-    except (ConfigError, PolicyLoadError, UnknownModelError):
+    except WRONG:
         raise
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PLACES)]
         frames = [f for f in frames if "rehearsal" not in Path(f.filename).parts]
-        where = (
-            f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-        )
-        print(f"fails on a GPU: {type(error).__name__}: {error}\n  at {where}", file=sys.stderr)
+        where = "?"
+        if frames:
+            where = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}: {frames[-1].line}"
+        print(f"{name} fails on a GPU: {type(error).__name__}: {error}\n  at {where}", file=sys.stderr)
         logging.getLogger(__name__).debug("", exc_info=error)
         return None
 
 
-def remedies(options: Any, name: str, processes: int, gpu: Any, gpu_name: str, report: Any) -> str:
+def remedies(rest: Sequence[str], options: RunOptions, processes: int, gpu: plan.GPU, gpu_name: str) -> str:
     """What to change so that it fits: each remedy was rehearsed."""
-    overrides: dict[str, str] = {}
+    rewards = {*options.train.reward_fn, *options.test.reward_fn}
+    given: list[str] = []
     for remedy in REMEDIES:
-        changed = with_remedy(options, remedy)
+        more = [f"--config.{o}" for o in remedy if "reward_fn_kwargs" not in o or o.split(".")[2] in rewards]
+        try:
+            changed, name = read_options([*rest, *given, *more])
+        except ConfigError:  # does not go with other options
+            continue
         if changed == options:
             continue
         options = changed
-        overrides |= remedy
-        found = run(options, name, processes, gpu.memory)
+        given += more
+        found = attempt(options, name, processes, gpu.memory)
         if found is not None and report.left(found, gpu) >= 0:
-            spare = report.left(found, gpu) / 2**30
-            return f"it fits with {shown(overrides)} ({spare:.1f} GiB left)"
-    return f"it does not fit on {gpu_name} with {shown(overrides)} either: shard it (train.sharding=fsdp2) or take a larger GPU"
+            return f"it fits with {' '.join(given)} ({report.left(found, gpu) / plan.GIB:.1f} GiB left)"
+    return f"it does not fit with {' '.join(given)} either: take a larger GPU, or several (train.sharding=fsdp2)"
 
 
-def shown(overrides: dict[str, str]) -> str:
-    """Overrides as they are given on the command line."""
-    names = {k: v for k, v in overrides.items() if k != "rewards"}
-    texts = [f"--config.{k}={v}" for k, v in names.items()]
-    if "rewards" in overrides:
-        texts.append('the CLIP rewards on the CPU (config.train.reward_fn_kwargs: {"device": "cpu"})')
-    return " ".join(texts)
+# --- the judge, and measured seconds ----------------------------------------------------------------------------------
 
 
-def with_remedy(options: Any, remedy: dict[str, str]) -> Any:
-    """``options`` with the overrides of one remedy."""
-    from paco_grpo.rehearsal.epoch import REWARD_PARAMETERS
-
-    for name, value in remedy.items():
-        if name == "rewards":
-            kwargs = dict(options.train.reward_fn_kwargs)
-            for reward in {*options.train.reward_fn, *options.test.reward_fn} & REWARD_PARAMETERS.keys():
-                kwargs[reward] = kwargs.get(reward, {}) | {"device": "cpu"}
-            options = dataclasses.replace(options, train=dataclasses.replace(options.train, reward_fn_kwargs=kwargs))
-            continue
-        group, _, key = name.rpartition(".")
-        parsed: Any = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
-        if group:
-            options = dataclasses.replace(
-                options, **{group: dataclasses.replace(getattr(options, group), **{key: parsed})}
-            )
-        else:
-            options = dataclasses.replace(options, **{key: parsed})
-    return options
-
-
-# --- the judge --------------------------------------------------------------------------------------------------------
-
-
-def pairs_of(options: Any) -> float:
+def pairs_of(options: RunOptions) -> float:
     """Judge questions about an image: pairs of sub-figures of the prompts' layouts, two for an edit, 0 without a judge."""
-    names = set(options.train.reward_fn)
-    if "consistency_for_editing" in names:
-        return 2
-    if "consistency_score" not in names:
-        return 0
-    from paco_grpo.rehearsal.models import t2is_prompts
     from paco_judge.grid import split_prompt
 
-    counts = [(grid.rows * grid.cols) for grid in map(split_prompt, t2is_prompts())]
-    return sum(n * (n - 1) / 2 for n in counts) / len(counts)
+    names = set(options.train.reward_fn)
+    if "consistency_score" in names:
+        counts = [grid.rows * grid.cols for grid in map(split_prompt, t2is_prompts())]
+        return statistics.mean(math.comb(n, 2) for n in counts)
+    return 2 if "consistency_for_editing" in names else 0
 
 
-def judge_rate(arguments: argparse.Namespace, gpu: Any) -> tuple[float, str]:
+def judge_rate(arguments: argparse.Namespace, gpu: plan.GPU) -> tuple[float, str]:
     """Pairs a second of a judge on one GPU, and where the number comes from."""
-    from paco_grpo.rehearsal.plan import PlanError
-
     if arguments.judge_pairs_per_second:
         return arguments.judge_pairs_per_second, "given"
     if not arguments.judge_load:
-        return JUDGE_SHARE * gpu.flops / (
-            2 * JUDGE_PARAMETERS * JUDGE_TOKENS
-        ), "predicted; measure: benchmarks/judge_load.py"
+        rate = JUDGE_SHARE * gpu.flops / (2 * JUDGE_PARAMETERS * JUDGE_TOKENS)
+        return rate, "predicted; benchmarks/judge_load.py measures it"
     try:
         rows = json.loads(arguments.judge_load.read_text(encoding="utf-8"))["targets"]
         known = list(dict.fromkeys(row["target"] for row in rows))
         target = arguments.judge_target or (known[0] if len(known) == 1 else None)
         if target not in known:
-            raise PlanError(
+            raise plan.PlanError(
                 f"--judge_load {arguments.judge_load} has the servers {', '.join(known)}: choose one with --judge_target"
             )
         rate = max(row["pairs_per_second"] for row in rows if row["target"] == target)
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise PlanError(
+        raise plan.PlanError(
             f"--judge_load {arguments.judge_load} is no report of judge_load.py ({type(error).__name__}: {error})"
         ) from error
     return rate / arguments.judge_gpus, "measured"
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Median seconds of a run's epochs (its first warms up), as parts of a ``Workload``.
+def read_run(path: Path) -> dict[str, Any]:
+    """Median seconds of a run's epochs (its first warms up), or of a report of benchmarks/epoch.py.
+
+    Returns:
+        ``work``: parts of a ``plan.Workload``; ``times`` of an epoch; ``processes``.
 
     Raises:
         PlanError: A file or its training epochs are missing.
     """
-    import statistics
-
-    from paco_grpo.rehearsal.plan import PlanError
-
+    names = ("sample", "reward_wait", "train", "epoch")
     try:
-        saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, json.JSONDecodeError) as error:
-        raise PlanError(f"--run {folder}: {error}. Give the folder of a run (metrics.jsonl, plan.json).") from error
-    rows = [row for row in rows if row.get("phase") == "train" and "time/epoch_s" in row]
-    if not rows:
-        raise PlanError(f"--run {folder} has no finished training epoch")
-    times = {
-        name: statistics.median(row[f"time/{name}_s"] for row in rows[1:] or rows)
-        for name in ("sample", "reward_wait", "train", "epoch")
-    }
+        if path.is_dir():
+            saved = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+            rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            rows = [row for row in rows if row.get("phase") == "train" and "time/epoch_s" in row]
+            times = {name: statistics.median(row[f"time/{name}_s"] for row in rows[1:] or rows) for name in names}
+        else:
+            (result,) = json.loads(path.read_text(encoding="utf-8"))["results"]
+            saved, theirs = result["plan"], ("sampling", "reward_wait", "training", "epoch")
+            times = {name: result["seconds"][their]["median"] for name, their in zip(names, theirs, strict=True)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise plan.PlanError(
+            f"--run {path}: {type(error).__name__}: {error}. Give the folder of a run with a finished training epoch "
+            "(metrics.jsonl, plan.json), or a report of benchmarks/epoch.py."
+        ) from error
     share = saved["samples"] / saved["num_processes"]
     work = {
         "images": saved["samples"],
@@ -243,46 +223,36 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {"work": work, "times": times, "processes": saved["num_processes"]}
 
 
-def compared(work: Any, measured: dict[str, Any], pairs: float, arguments: argparse.Namespace, plan: Any) -> str:
-    """Predicted and measured seconds of the run: from the data sheet, and of its waiting from its own seconds."""
-    own = dataclasses.replace(work, **measured["work"])
-    split = plan.predict(own, measured["processes"], arguments.judge_gpus if pairs else 0)
-    times = measured["times"]
-    share = own.images / measured["processes"]
-    rows = [
-        ("sampling", work.sample_seconds * share, times["sample"]),
-        ("training", work.train_seconds * share, times["train"]),
-        ("wait for rewards, from its own seconds", split.wait, times["reward_wait"]),
-        ("epoch, from its own seconds", split.epoch, times["epoch"]),
-    ]
-    lines = [f"\n{'':<40} {'predicted':>9} {'measured':>9}"]
-    lines += [f"{name:<40} {expected:>8.2f}s {real:>8.2f}s" for name, expected, real in rows]
+def compared(own: plan.Workload, rehearsed: plan.Workload | None, measured: dict[str, Any], serving: int) -> str:
+    """Measured seconds of a run beside the predicted: of its work from a rehearsal, of its waiting from its own seconds."""
+    split, times = plan.predict(own, measured["processes"], serving), measured["times"]
+    rows = [("wait for rewards", split.wait, times["reward_wait"]), ("epoch", split.epoch, times["epoch"])]
+    if rehearsed:
+        share = own.images / measured["processes"]
+        rows.append(("sampling, rehearsed", rehearsed.sample_seconds * share, times["sample"]))
+        rows.append(("training, rehearsed", rehearsed.train_seconds * share, times["train"]))
+    lines = [f"\n{'':<20} {'predicted':>9} {'measured':>9}"]
+    lines += [f"{name:<20} {expected:>8.2f}s {real:>8.2f}s" for name, expected, real in rows]
     return "\n".join([*lines, f"epoch: predicted / measured = {split.epoch / times['epoch']:.3f}"])
 
 
 # --- several configurations -------------------------------------------------------------------------------------------
 
 
-def table(names: Sequence[str], processes: int, plan: Any, report: Any) -> int:
-    """One line for each named configuration, on the smallest card of its name's size, else 80 GB."""
-    from paco_grpo.options import load_options
-
+def table(arguments: argparse.Namespace) -> int:
+    """One line for each configuration, on the card of its name's size, else 80 GB."""
+    config = ROOT / "config" / "grpo.py"
+    names = arguments.table or [n for n in runpy.run_path(str(config))["CONFIGS"] if not n.startswith("toy")]
     cards = {"24gb": "RTX 4090 24GB", "48gb": "L40S 48GB"}
-    print(
-        "| configuration | resident, GiB | peak, GiB | fits | PFLOP an epoch and GPU | s an epoch |\n|---|--:|--:|---|--:|--:|"
-    )
+    print(report.SUMMARY)
     status = 0
     for name in names:
         size = re.search(r"\d+gb$", name)
-        gpu_name = cards.get(size.group() if size else "", "H100 80GB")
-        found = run(
-            load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", ()), name, processes, plan.GPUS[gpu_name].memory
-        )
-        if found is None:
-            status = 1
-            continue
-        print(report.summary_row(found, plan.GPUS[gpu_name], gpu_name), flush=True)
-        status |= report.left(found, plan.GPUS[gpu_name]) < 0
+        card = arguments.gpu or cards.get(size.group() if size else "", "H100 80GB")
+        found = attempt(load_options(f"{config}:{name}", ()), name, arguments.processes, plan.GPUS[card].memory)
+        if found is not None:
+            print(report.summary_row(found, plan.GPUS[card], card), flush=True)
+        status |= found is None or report.left(found, plan.GPUS[card]) < 0
     return int(status)
 
 
@@ -291,21 +261,26 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    made.add_argument(
-        "--gpu", default="H100 80GB", help="a known card, such as 'H200 141GB' (an unknown one lists them)"
-    )
+    made.add_argument("--gpu", help="a known card, such as 'H200 141GB' (default H100 80GB; an unknown one lists them)")
     made.add_argument("--memory_gb", type=float, help="or its memory alone, as sold")
     made.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
     made.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
-    made.add_argument("--gpus_per_judge", type=int, default=1, help="GPUs of one copy of the judge (tensor parallel)")
+    made.add_argument("--gpus_per_judge", type=int, help="GPUs of one copy of the judge (default: as few as hold it)")
+    made.add_argument("--pairs", type=float, help="judge questions an image (default: of the configuration's rewards)")
     made.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU")
     made.add_argument("--judge_load", type=Path, help="or judge_load.json of benchmarks/judge_load.py")
     made.add_argument("--judge_target", help="which of its servers, if it has several")
     made.add_argument("--judge_gpus", type=int, default=1, help="GPUs that server had (default 1)")
     made.add_argument(
-        "--run", type=Path, help="a run's folder: its measured seconds beside the predicted, and for --gpus"
+        "--run", type=Path,
+        help="plan from the measured seconds of a run's folder or a report of benchmarks/epoch.py; with --gpu or "
+        "--memory_gb, rehearse as well and compare",
+    )  # fmt: skip
+    made.add_argument(
+        "--judge", type=Path, metavar="YAML", help="judge training with this file (key=value overrides it) instead of RL"
     )
-    made.add_argument("--table", nargs="+", metavar="NAME", help="one line for each of these configurations")
+    made.add_argument("--judge_pixels", type=int, help="pixels of its images (default: the largest it allows)")
+    made.add_argument("--table", nargs="*", metavar="NAME", help="one line for each (default: every configuration)")
     return made
 
 

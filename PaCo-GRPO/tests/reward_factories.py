@@ -67,3 +67,20 @@ def read_size(image):
     """A text reader for ``ocr``."""
     assert image.mode == "RGB"
     return f"is {image.width} x {image.height}!"
+
+
+def unlike_others(calls=None, unscored=""):
+    """Distance of an image's brightness from the mean of the others of its item; missing where the prompt is "gap"."""
+
+    def score(images, items):
+        if calls is not None:
+            calls.append(len(images))
+        if unscored in [item.prompt for item in items]:
+            raise ValueError(unscored)
+        gray, ids = np.array([np.asarray(image.convert("L")).mean() for image in images]), [i.item_id for i in items]
+        same = np.equal.outer(ids, ids) & ~np.eye(len(ids), dtype=bool)
+        others = (same @ gray) / np.maximum(same.sum(axis=1), 1)
+        return np.where([item.prompt == "gap" for item in items], np.nan, np.where(same.any(axis=1), abs(gray - others), 0))
+
+    score.compares_images = True
+    return score

@@ -41,6 +41,16 @@ def test_reward(recipes):
     assert reward(images, [Item(i, "x") for i in range(2)]).tolist() == [0.0, 2.0]
 
 
+def test_reward_that_compares_images(recipes, tiny_flux_dir, tmp_path):
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'my_comparisons:own_color': 1}")
+    train(options)
+    (row,) = rows_of(options, "train")
+    assert row["reward/own_color_mean"] > 0 and row["reward/missing_share"] == 0
+    reward = build_rewards({"my_comparisons:own_color": 1})["own_color"]
+    images = [Image.new("RGB", (8, 8), color) for color in ("black", "white", "white")]
+    assert reward(images, [Item(0, "a"), Item(0, "a"), Item(1, "b")]).tolist() == [0.5, 0.5, 0.0]
+
+
 def test_aggregation(recipes):
     rewards = {"a": np.array([0.1, 0.9, 0.4, 0.6]), "b": np.array([0.8, 0.2, 0.5, 0.7])}
     result = compute_advantages(rewards, np.array([0, 0, 1, 1]), ["p", "p", "q", "q"], reward_weights={"a": 1.0, "b": 1.0},

@@ -11,6 +11,7 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    ModelMixin,
 )
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -48,35 +49,46 @@ def build_tiny_flux(
         guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(vae_channels),
-        up_block_types=("UpDecoderBlock2D",) * len(vae_channels),
-        block_out_channels=vae_channels,
-        layers_per_block=1,
-        latent_channels=latent_channels,
-        norm_num_groups=4,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.8,
-        shift_factor=0.1,
-    )
+    vae = build_vae(
+        channels=vae_channels, latent_channels=latent_channels, use_quant_conv=False, use_post_quant_conv=False,
+        scaling_factor=0.8, shift_factor=0.1,
+    )  # fmt: skip
     pipeline = pipeline_class(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
         ),
         vae=vae,
-        text_encoder=CLIPTextModel(_clip_config(text_width)),
-        tokenizer=_tokenizer("<s> $A </s>", model_max_length=48),
-        text_encoder_2=T5EncoderModel(_t5_config(text_width)),
-        tokenizer_2=_tokenizer("$A </s>", model_max_length=512),
+        text_encoder=CLIPTextModel(clip_config(text_width)),
+        tokenizer=tokenizer("<s> $A </s>", model_max_length=48),
+        text_encoder_2=T5EncoderModel(t5_config(text_width)),
+        tokenizer_2=tokenizer("$A </s>", model_max_length=512),
         transformer=transformer,
     )
     pipeline.save_pretrained(directory)
     return Path(directory)
 
 
-def _tokenizer(template: str, model_max_length: int) -> PreTrainedTokenizerFast:
+def build_vae(
+    model_class: type[ModelMixin] = AutoencoderKL,
+    *,
+    channels: tuple[int, ...] = (4, 8, 8),
+    latent_channels: int = 4,
+    **config,
+) -> ModelMixin:
+    """A VAE whose latents have ``2 ** (len(channels) - 1)`` times smaller sides."""
+    return model_class(
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels,
+        layers_per_block=1,
+        latent_channels=latent_channels,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+        **config,
+    )
+
+
+def tokenizer(template: str, model_max_length: int) -> PreTrainedTokenizerFast:
     """One token a character, so that any two prompts differ."""
     vocabulary = {token: i for i, token in enumerate(_SPECIAL + _CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -94,12 +106,12 @@ def _tokenizer(template: str, model_max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _clip_config(width: int) -> CLIPTextConfig:
+def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=len(_SPECIAL + _CHARACTERS),
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=48,
         pad_token_id=0,
@@ -108,7 +120,7 @@ def _clip_config(width: int) -> CLIPTextConfig:
     )
 
 
-def _t5_config(width: int) -> T5Config:
+def t5_config(width: int) -> T5Config:
     return T5Config(
         vocab_size=len(_SPECIAL + _CHARACTERS),
         d_model=width,

@@ -1,42 +1,153 @@
-"""The three generators with tiny random weights behind one face, for tests that every policy must pass.
+"""Every generator with tiny random weights behind one face, for tests that every policy must pass.
 
-python tests/tiny_policies.py NAME FOLDER    writes the pipeline folder of flux, flux_kontext or qwen_image_edit
+python tests/tiny_policies.py NAME FOLDER    writes the pipeline folder of a family
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxKontextPipeline
+from diffusers import FluxKontextPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_flux import build_tiny_flux
+from tiny_flux2 import build_tiny_flux2
 from tiny_qwen_edit import build_tiny_qwen_edit
+from tiny_sd3 import build_tiny_sd3
+from tiny_z_image import build_tiny_z_image
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.lora import trainable_parameters
 from paco_grpo.sampling.denoise import rollout
 from paco_grpo.types import Item
 
+
+@dataclass(frozen=True)
+class Family:
+    """What tests need to know of a generator.
+
+    Attributes:
+        build: Writes its pipeline folder.
+        stock: (policy, item, monkeypatch) → arguments of diffusers' pipeline, besides the prompt, the item's size, the
+            number of steps and the generator, for one image.
+        options: Arguments of ``load_policy``: the guidance the family is meant to be used with.
+        references: Reference images of an item.
+        time: σ → the transformer's time argument.
+        sign: Of the transformer's output as a velocity.
+        discarded: Regular expression for the LoRA layers whose output nothing reads.
+    """
+
+    build: Callable[[Path], Path]
+    stock: Callable[[Policy, Item, Any], dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+    references: int = 0
+    time: Callable[[torch.Tensor], torch.Tensor] = lambda sigma: sigma
+    sign: int = 1
+    discarded: str = ""
+
+
+def _flux(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    return {"guidance_scale": policy.guidance_scale, "max_sequence_length": policy.max_sequence_length}
+
+
+def _kontext(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    size = policy.reference_size(item.image, item)[::-1]  # width, height
+    reference = item.image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    others = {"image": reference, "max_area": item.height * item.width, "_auto_resize": False}
+    return _flux(policy, item, monkeypatch) | others
+
+
+def _flux2(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    # Its references are cut as in the pipeline (test_flux2.py), but may be of fewer than 64 pixels.
+    monkeypatch.setattr(Flux2ImageProcessor, "check_image_input", lambda self, image: image)
+    references = [policy._resized(image.convert("RGB"), item).image for image in item.images]
+    return _flux(policy, item, monkeypatch) | {"image": references or None}
+
+
+def _qwen(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    return {"true_cfg_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt}
+
+
+def _qwen_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    # The pipeline always resizes references to a megapixel: make it use our size.
+    size = policy.reference_size(item.image, item)[::-1]
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (*size, None))
+    return _qwen(policy, item, monkeypatch) | {"image": item.image.convert("RGB")}
+
+
+def _qwen_edit_plus(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", item.height * item.width)
+    return _qwen(policy, item, monkeypatch) | {"image": [image.convert("RGB") for image in item.images]}
+
+
+def _own_cfg(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    return _flux(policy, item, monkeypatch) | {"negative_prompt": policy.negative_prompt}
+
+
+_FLUX2 = Family(partial(build_tiny_flux2, klein=False), _flux2, references=2)
+_KLEIN = Family(build_tiny_flux2, _flux2, {"guidance_scale": 4.0}, references=2)
+_TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
+# The last block computes text that nothing reads.
+_QWEN_DISCARDED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
+_PLUS = Family(
+    partial(build_tiny_qwen_edit, pipeline_class=QwenImageEditPlusPipeline), _qwen_edit_plus, _TRUE_CFG, references=2,
+    discarded=_QWEN_DISCARDED,
+)  # fmt: skip
+
+FAMILIES = {
+    "flux": Family(build_tiny_flux, _flux),
+    "flux_kontext": Family(partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1),
+    "flux2": _FLUX2,
+    "flux2_klein": _KLEIN,
+    "qwen_image_edit": Family(
+        build_tiny_qwen_edit, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_DISCARDED
+    ),
+    "qwen_image": Family(
+        partial(build_tiny_qwen_edit, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_DISCARDED
+    ),
+    "stable_diffusion_3": Family(
+        build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""}, time=lambda sigma: 1000 * sigma,
+        discarded=r"transformer_blocks\.1\.attn\.add_q_proj",  # the last block computes no text
+    ),
+    "z_image": Family(
+        build_tiny_z_image, _own_cfg, {"guidance_scale": 3.0, "negative_prompt": "", "max_sequence_length": 64},
+        time=lambda sigma: 1 - sigma, sign=-1,
+    ),
+    "qwen_image_edit_plus": replace(_PLUS, build=partial(_PLUS.build, zero_cond_t=True)),  # as in 2511
+}  # fmt: skip
+# Other weights of a family, which must give the stock pipeline's image, too.
+VARIANTS = {
+    "flux with another VAE, without guidance": replace(
+        FAMILIES["flux"],
+        build=partial(build_tiny_flux, vae_channels=(4, 8), latent_channels=3, guidance_embeds=False),
+    ),
+    "stable_diffusion_3 without dual attention": replace(  # as large
+        FAMILIES["stable_diffusion_3"], build=partial(build_tiny_sd3, dual=False)
+    ),
+    "flux2 without references": replace(_FLUX2, references=0),
+    "flux2_klein without references": replace(_KLEIN, references=0),
+    "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
+}
 EDITORS = ("flux_kontext", "qwen_image_edit")
-NAMES = ("flux", *EDITORS)
-OPTIONS = {"qwen_image_edit": {"guidance_scale": 4.0, "negative_prompt": " "}}
+NAMES = ("flux", *EDITORS)  # on which every test of policies runs
 
 
 def build(name: str, folder: Path) -> Path:
     """Write the pipeline folder of the policy called ``name``."""
-    if name == "flux":
-        return build_tiny_flux(folder)
-    if name == "flux_kontext":
-        return build_tiny_flux(folder, pipeline_class=FluxKontextPipeline)
-    return build_tiny_qwen_edit(folder)
+    return (FAMILIES | VARIANTS)[name].build(folder)
 
 
 def load(name: str, folder: Path, **options) -> Policy:
     """The policy, with the guidance it is meant to be used with."""
-    return load_policy(folder, **({"max_sequence_length": 24} | OPTIONS.get(name, {}) | options))
+    return load_policy(folder, **({"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options))
 
 
 def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
@@ -46,11 +157,12 @@ def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
 
 
 def items(name: str, *prompts: str, size: tuple[int, int] = (32, 32), reference: tuple[int, int] | None = None):
-    """An item for each prompt, sampled at ``size``; for an editor with a picture of size ``reference``."""
-    return [
-        Item(i, prompt, *size, image=picture(i, *(reference or size)) if name in EDITORS else None)
-        for i, prompt in enumerate(prompts)
-    ]
+    """An item for each prompt, sampled at ``size``; for an editor with pictures, the first of size ``reference``."""
+    made, count = [], (FAMILIES | VARIANTS)[name].references
+    for i, prompt in enumerate(prompts):
+        first, *more = [picture(i + 100 * k, *(reference or size)) for k in range(count)] or [None]
+        made.append(Item(i, prompt, *size, image=first, more_images=tuple(more)))
+    return made
 
 
 def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
@@ -65,7 +177,7 @@ def draw(
     policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
 ) -> list[Image.Image]:
     """Images of the items, each from its seed, by deterministic sampling."""
-    sized = [Item(item.item_id, item.prompt, height, width, image=item.image) for item in of]
+    sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]
     latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, num_steps=num_steps).clean_latents
     with torch.no_grad():

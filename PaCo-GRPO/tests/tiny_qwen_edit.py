@@ -1,4 +1,4 @@
-"""A Qwen-Image-Edit pipeline folder with tiny random weights: the real classes, nothing downloaded."""
+"""A Qwen-Image or Qwen-Image-Edit pipeline folder with tiny random weights: the real classes, nothing downloaded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImageEditPipeline,
+    QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
 from tokenizers import pre_tokenizers
@@ -21,10 +23,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-_SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _PATCH = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 # Qwen-Image's own scheduler, but for the number of tokens at which its shift ends.
 SCHEDULER = {
@@ -33,8 +32,16 @@ SCHEDULER = {
 }  # fmt: skip
 
 
-def build_tiny_qwen_edit(directory: str | Path, *, seed: int = 0, width: int = 32, blocks: int = 2) -> Path:
-    """Write a ``QwenImageEditPipeline`` folder and return it; images are multiples of 8 pixels."""
+def build_tiny_qwen_edit(
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    width: int = 32,
+    blocks: int = 2,
+    pipeline_class: type[DiffusionPipeline] = QwenImageEditPipeline,
+    zero_cond_t: bool = False,
+) -> Path:
+    """Write a folder of ``pipeline_class`` and return it; images are multiples of 8 pixels."""
     torch.manual_seed(seed)
     processor = _processor()
     z_dim = 4
@@ -55,32 +62,42 @@ def build_tiny_qwen_edit(directory: str | Path, *, seed: int = 0, width: int = 3
         num_attention_heads=width // 16,
         joint_attention_dim=32,
         axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
     )
-    pipeline = QwenImageEditPipeline(
+    others = {} if pipeline_class is QwenImagePipeline else {"processor": processor}
+    pipeline = pipeline_class(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         vae=vae,
         text_encoder=_text_encoder(processor.tokenizer),
         tokenizer=processor.tokenizer,
-        processor=processor,
+        **others,
         transformer=transformer,
     )
     pipeline.save_pretrained(directory)
     return Path(directory)
 
 
-def _processor() -> Qwen2VLProcessor:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # one token a byte
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: number for number, token in enumerate([*_SPECIAL, *alphabet])},
+def qwen_tokenizer(*special: str) -> Qwen2Tokenizer:
+    """One token a byte, and one for each text of ``special``."""
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return Qwen2Tokenizer(
+        vocab={token: number for number, token in enumerate([*special, *alphabet])},
         merges=[],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(_SPECIAL),
+        additional_special_tokens=list(special),
         model_max_length=4096,
     )
+
+
+def _processor() -> Qwen2VLProcessor:
     size = {"size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64}
     return Qwen2VLProcessor(
-        Qwen2VLImageProcessor(**size, **_PATCH), tokenizer, Qwen2VLVideoProcessor(**size, **_PATCH), chat_template=""
+        Qwen2VLImageProcessor(**size, **_PATCH),
+        qwen_tokenizer(*_VISION),
+        Qwen2VLVideoProcessor(**size, **_PATCH),
+        chat_template="",
     )
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -73,13 +74,17 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3) -> Path:
     return folder
 
 
-def write_edits(folder: Path, train: int = 4, test: int = 3) -> Path:
-    """A geneval_image prompt set; the pictures have two shapes."""
+def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1) -> Path:
+    """A geneval_image prompt set; the pictures have two shapes. Several to a row: the first's picture is the last."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
         for i in range(count):
             picture(i, 32, 64 if i % 2 else 32).save(folder / f"{split}{i}.png")
         rows = [{"prompt": f"{i}{split} make it red", "image": f"{split}{i}.png"} for i in range(count)]
+        if references > 1:
+            for i, row in enumerate(rows):
+                row["images"] = [f"{split}{(i + k) % count}.png" for k in reversed(range(references))]
+                del row["image"]
         (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -96,7 +101,7 @@ def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str
     if not (folder / "prompts").is_dir():
         write(folder / "prompts")
     places = {"pretrained.model": str(model), "dataset": str(folder / "prompts"), "save_dir": str(folder / "runs")}
-    if write is write_edits:
+    if write is not write_prompts:
         places |= LIKE_T2IS
     return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
 
@@ -106,9 +111,9 @@ def tiny_options(flux: Path, folder: Path, **changes: str) -> RunOptions:
     return load_options(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", overrides_for(flux, folder, **changes).items())
 
 
-def tiny_edit_options(name: str, model: Path, folder: Path, **changes: str) -> RunOptions:
+def tiny_edit_options(name: str, model: Path, folder: Path, references: int = 1, **changes: str) -> RunOptions:
     """toy_kontext or toy_qwen_edit, made tiny."""
-    overrides = overrides_for(model, folder, write_edits, **changes)
+    overrides = overrides_for(model, folder, partial(write_edits, references=references), **changes)
     return load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", overrides.items())
 
 

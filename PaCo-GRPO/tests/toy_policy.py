@@ -10,7 +10,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.policies.base import Policy
-from paco_grpo.types import Conditioning
+from paco_grpo.sampling.denoise import rollout
+from paco_grpo.types import Conditioning, Item
 
 
 @dataclass
@@ -19,17 +20,18 @@ class ToyConditioning(Conditioning):
 
 
 class _Velocity(nn.Module, BaseTunerLayer):
-    """Switched like a LoRA layer: ``base`` without adapters, ``old`` for the adapter of that name, else ``current``."""
+    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` for the adapters of that name, else ``current``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.current = nn.Parameter(torch.tensor([0.3, -0.7], dtype=dtype))
         self.base = torch.tensor([0.1, -0.2], dtype=dtype)
         self.old = torch.tensor([0.25, -0.6], dtype=dtype)
+        self.slow = torch.tensor([0.35, -0.65], dtype=dtype)
         self.in_use = "default"
 
     def forward(self, x, sigma, direction):
-        a, b = {"default": self.current, "old": self.old, "base": self.base}[self.in_use]
+        a, b = {"default": self.current, "old": self.old, "slow": self.slow, "base": self.base}[self.in_use]
         return a * x + b * sigma.view(-1, 1, 1) * direction
 
     def enable_adapters(self, enabled):
@@ -47,6 +49,7 @@ class ToyPolicy(Policy):
         self.dtype = dtype
         self.transformer = _Velocity(dtype)
         self.base, self.old_parameters = self.transformer.base, self.transformer.old
+        self.slow_parameters = self.transformer.slow
         self.shape = (tokens, channels)
         self.calls: list[int] = []
 
@@ -75,3 +78,15 @@ class ToyPolicy(Policy):
 
     def _normal(self, seed):
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(int(seed)), dtype=self.dtype)
+
+
+def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
+    """A toy rollout; the weights then move a little, so that ratios differ from 1."""
+    conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
+    steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
+    result = rollout(policy, conditioning, [0, 1, 0], [21, 22, 23], 8, 12, **steps)
+    policy.calls.clear()
+    if moved:
+        with torch.no_grad():
+            policy.transformer.current.add_(torch.tensor([0.02, -0.05]))
+    return result

@@ -215,6 +215,9 @@ def engine_command(engine: Engine, settings: LaunchSettings, model: Model, serve
         vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
+    qwen3_5 = str(model.config.get("model_type", "")).startswith("qwen3_5")
+    if qwen3_5:
+        vllm += ["--default-chat-template-kwargs", '{"enable_thinking": false}']  # a judge's first token is Yes or No
     if loras:
         rank = next((rank for rank in _LORA_RANKS if rank >= model.lora_rank), model.lora_rank)
         vllm += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(loras))]
@@ -224,8 +227,9 @@ def engine_command(engine: Engine, settings: LaunchSettings, model: Model, serve
         vllm += ["--tensor-parallel-size", str(len(server.gpus) // copies)]
         vllm += ["--data-parallel-size", str(copies)] if copies > 1 else []
     else:
-        # bfloat16 is emulated on most CPUs, and compiling a graph takes longer there than it saves.
-        vllm += ["--dtype", "float32", "--enforce-eager"]
+        # bfloat16 is emulated on most CPUs (Qwen3.5's linear attention exists in nothing else there), and compiling a
+        # graph takes longer than it saves.
+        vllm += ["--dtype", "bfloat16" if qwen3_5 else "float32", "--enforce-eager"]
     return [*vllm, *settings.extra_args]
 
 

@@ -14,7 +14,9 @@ setup(
         f"paco-judge @ {JUDGE.as_uri()}",
         # Every release that src/paco_reward/overlay.py was tested with; it refuses the others.
         "llamafactory==0.9.5",
+        "gradio",  # the range is LLaMA-Factory's
         "imagehash>=4.3",
+        "jinja2>=3.1",
         "numpy>=2.0",
         "omegaconf>=2.3",
         "peft>=0.18",

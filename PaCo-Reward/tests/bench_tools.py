@@ -151,7 +151,12 @@ def edits(examples, tmp_path):
 
 @pytest.fixture(scope="session")
 def answering_judge(tmp_path_factory, tiny):
-    """The quickstart's base judge as a folder, changed so that Yes and No are its most probable tokens.
+    """The quickstart's base judge, made to answer."""
+    return save_answering(TOY_JUDGE, tmp_path_factory.mktemp("answering") / "judge", tiny)
+
+
+def save_answering(source: Path, folder: Path, tiny, least: float = 40) -> Path:
+    """A judge as a folder, changed so that Yes and No are its most probable tokens: ``least`` is added to their logits.
 
     Without the change a pair has no score, because neither is among the top 20 tokens. A multiple of the mean last
     hidden state is added to both rows of the head, which keeps the difference of the two logits.
@@ -160,7 +165,7 @@ def answering_judge(tmp_path_factory, tiny):
 
     from paco_reward.scorer import JudgeScorer
 
-    judge = JudgeScorer.from_pretrained(TOY_JUDGE)
+    judge = JudgeScorer.from_pretrained(source)
     states = []
     hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
     texts = list(editing_texts(load_editing_questions(), "make it red").values())
@@ -169,10 +174,9 @@ def answering_judge(tmp_path_factory, tiny):
     states = torch.cat(states)
     towards = states.mean(0)
     head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
-    head.data[[judge.yes_id, judge.no_id]] += towards * 40 / (states @ towards).min()
+    head.data[[judge.yes_id, judge.no_id]] += towards * least / (states @ towards).min()
     judge.model.lm_head.weight = head
     judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
-    folder = tmp_path_factory.mktemp("answering") / "judge"
     judge.model.save_pretrained(folder)
     judge.processor.save_pretrained(folder)
     return folder

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report
+from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, measure
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
 coarse = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40)
@@ -22,6 +22,16 @@ def test_auc_counts_ordered_pairs(data):
         return
     expected = sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
     assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
+
+
+def test_several_kinds_of_pairs_are_also_reported_each():
+    scores = [0.9, 0.8, 0.3, None, 0.6]
+    labels, kinds = [True, False, False, True, True], ["a", "a", "b", "b", "b"]
+    scorer = SimpleNamespace(score=lambda pairs: [SimpleNamespace(p_yes=scores[pair]) for pair in pairs])
+    found = measure(scorer, list(range(5)), labels, kinds)
+    assert found["n"] == 4 and found["missing"] == 1 and found["accuracy"] == 0.75
+    assert {kind: (own["n"], own["accuracy"]) for kind, own in found["kinds"].items()} == {"a": (2, 0.5), "b": (2, 1.0)}
+    assert "kinds" not in measure(scorer, list(range(5)), labels, ["a"] * 5)
 
 
 @given(rows)

@@ -60,7 +60,7 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
         min_gap=0,
         seed=seed,
         counts=counts,
-        question=load_question("theme"),
+        questions=[load_question("theme")],
     )
     votes = {}
     for ref, order in orders:
@@ -70,6 +70,24 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     expected = {key: vote > 0 for key, vote in votes.items() if vote}
     assert {frozenset((pair.first, pair.second)): pair.label for pair in made} == expected
     assert len(made) == len(expected) and counts["pairs_disputed"] == len(votes) - len(expected)
+
+
+def test_of_several_questions_each_pair_is_asked_one_chosen_by_the_seed_alone():
+    questions = [load_question("theme"), load_question("theme"), load_question("pair")]
+    items = {f"{i}": PromptItem(f"{i}", "p", "a fox", 1, 1, "here", "g") for i in range(150)}
+    rankings = [Ranking(folder, "ref.png", ("best.png", "worst.png")) for folder in items]
+
+    def asked(order: list[Ranking], seed: int) -> dict[frozenset, str]:
+        options = {"yes_ranks": 1, "no_ranks": 1, "min_gap": 0, "counts": Counter(), "questions": questions}
+        return {
+            frozenset((p.first, p.second)): p.question for p in pairs_of_rankings(order, items, seed=seed, **options)
+        }
+
+    found = asked(rankings, 3)
+    shares = Counter(found.values())
+    assert set(shares) == {load_question("theme").text(theme="a fox"), load_question("pair").text()}
+    assert shares[load_question("pair").text()] / 300 == pytest.approx(1 / 3, abs=0.1)
+    assert asked(rankings[::-1], 3) == found != asked(rankings, 4)
 
 
 @given(

@@ -1,11 +1,23 @@
-"""A Qwen2.5-VL of 1.1 M random parameters with a small tokenizer, and a small pair data set."""
+"""Judges of random weights with a small tokenizer (Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5), and a small pair
+data set."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from paco_judge.questions import theme_question
 from toy_models.judge import CHAT_TEMPLATE, new_judge
@@ -31,6 +43,59 @@ def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForCo
     return new_judge(processor, seed).eval()
 
 
+# The published templates in short: no system text; Qwen3.5 thinks unless it is told not to.
+_QWEN3_VL_CHAT = CHAT_TEMPLATE.replace(
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}", ""
+)
+_QWEN3_5_CHAT = _QWEN3_VL_CHAT.replace(
+    "assistant\n{% endif %}",
+    "assistant\n<think>\n{% if enable_thinking is defined and enable_thinking is false %}{{ '\n' }}</think>\n\n{% endif %}{% endif %}",
+)
+
+
+def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
+    """A complete model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``): 32 px a token, 4 to 64 tokens an image.
+
+    Yes and No have larger embeddings: random weights seldom put them among the top 20.
+    """
+    tokenizer = make_processor().tokenizer
+    tokenizer.add_tokens(["<think>", "</think>"])
+    size = {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}
+    images = Qwen2VLImageProcessor(size=size, patch_size=16, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    tokenizer.chat_template = chat = _QWEN3_5_CHAT if family == "qwen3_5" else _QWEN3_VL_CHAT
+    processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(patch_size=16), chat_template=chat)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
+        ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"),
+    )}  # fmt: skip
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
+        "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    vision = {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
+        "num_position_embeddings": 16, "initializer_range": 0.06,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    if family == "qwen3_5":
+        rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+        # vLLM's CPU build has linear attention for few widths, among them the real one.
+        linear = {"key_head_dim": 128, "value_head_dim": 128, "num_key_heads": 2, "num_value_heads": 4}
+        text |= {"num_hidden_layers": 4, "rope_parameters": rope, **{f"linear_{name}": n for name, n in linear.items()}}
+        kind, config = Qwen3_5ForConditionalGeneration, Qwen3_5Config
+    else:
+        text |= {"num_hidden_layers": 3, "rope_parameters": rope | {"mrope_section": [8, 4, 4]}}
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+        kind, config = Qwen3VLForConditionalGeneration, Qwen3VLConfig
+    torch.manual_seed(seed)
+    model = kind(config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(["Yes", "No"])] *= 4
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 def save_judge(folder: Path, seed: int = 0) -> Path:
     """A complete model folder."""
     processor = make_processor()
@@ -45,14 +110,14 @@ def picture(seed: int, size: int = 32) -> Image.Image:
     return Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
 
 
-def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0) -> Path:
+def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0, size: int = 32) -> Path:
     """A ShareGPT data set of ``count`` pairs with answers of different lengths; returns the folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for index in range(count):
         files = [f"images/{name}_{index}_{side}.png" for side in "ab"]
         for side, file in enumerate(files):
-            picture(seed + 2 * index + side * (index % 2)).save(folder / file)
+            picture(seed + 2 * index + side * (index % 2), size).save(folder / file)
         answer = "Yes. " + REASONS[index % 3] if index % 2 == 0 else "No. " + " ".join(REASONS[: index % 3 + 1])
         question = theme_question(THEMES[index % 3])
         turns = [{"role": "user", "content": "<image><image>" + question}, {"role": "assistant", "content": answer}]

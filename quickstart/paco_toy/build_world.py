@@ -52,6 +52,7 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open
             views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
             row = {"idx": f"{split}-{i:04d}", "prompt": grid_prompt(character, views), "layout": "2x2"}
             row |= {"theme": theme(character), "category": KINDS[is_held_out], "task_name": "shapes"}
+            row["open"] = bool(character.left_open)  # does it leave a choice? Asked by between_images
             rows.append(row)
         write_jsonl(out / f"{split}_metadata.jsonl", rows)
 

@@ -180,6 +180,28 @@ def oracle_agreement() -> Scorer:
     return lambda images, items: read_grids(images).agreement([read_prompt(i.prompt)[0] for i in items])
 
 
+def oracle_between_images() -> Scorer:
+    """Reward factory: 1 − the share of an image's panels whose character other images of its group show as well.
+
+    Float64 (B,), over all pairs of panels that show what the prompt names; 1 for full prompts, as ``between_images``.
+    """
+
+    def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
+        named = [read_prompt(item.prompt)[0] for item in items]
+        reading, scores = read_grids(images), np.ones(len(images))
+        shown = np.where(reading.shows(named), reading.character, -1)
+        for item_id in {i.item_id for i, c in zip(items, named) if c.left_open}:
+            members = np.flatnonzero([item.item_id == item_id for item in items])
+            counts = (shown[members, :, None] == np.arange(len(CHARACTERS))).sum(axis=1)
+            equal = counts @ counts.T / 16  # (n, n)
+            if len(members) > 1:
+                scores[members] = 1 - (equal.sum(axis=1) - equal.diagonal()) / (len(members) - 1)
+        return scores
+
+    score.compares_images = True
+    return score
+
+
 def oracle_view() -> Scorer:
     """Reward factory: ``Reading.view_following`` with the prompt's views, float64 (B,)."""
     return lambda images, items: read_grids(images).view_following(np.array([read_prompt(i.prompt)[1] for i in items]))

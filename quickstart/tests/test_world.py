@@ -11,7 +11,7 @@ from PIL import Image
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts
-from paco_toy.oracle import Reading, oracle_agreement, read_grids, read_prompt
+from paco_toy.oracle import Reading, oracle_agreement, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
@@ -70,6 +70,7 @@ def test_prompt_sets_open_each_attribute_equally_often_and_mix_kinds(tmp_path, s
     build_prompts(tmp_path, seed=1, train=120, test=96, open_share=share)
     rows = [json.loads(line) for line in (tmp_path / "test_metadata.jsonl").read_text().splitlines()]
     named = [read_prompt(row["prompt"])[0] for row in rows]
+    assert [row["open"] for row in rows] == [bool(c.left_open) for c in named]
     counts = {name: sum(name in c.left_open for c in named) for name in ATTRIBUTES}
     assert len(set(counts.values())) == 1 and bool(sum(counts.values())) == (share > 0)
     for category in {row["category"] for row in rows}:
@@ -147,6 +148,17 @@ def test_agreement_is_missing_for_full_prompts():
     prompts = [grid_prompt(c, VIEWS[:4]) for c in (STAR, CHARACTERS[0])]
     scores = oracle_agreement()([image, image], [Item(i, prompt) for i, prompt in enumerate(prompts)])
     assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
+
+
+def test_between_images_counts_what_other_images_of_the_prompt_show():
+    rng = np.random.default_rng(0)
+    panels = [stars(*["red"] * 4), stars("red", "red", "blue", "blue"), stars(*["red"] * 4), stars(*["blue"] * 4, shape="cross")]
+    images = [draw(each, range(4), 32, rng) for each in panels]
+    open_prompt, full = grid_prompt(STAR, VIEWS[:4]), grid_prompt(CHARACTERS[0], VIEWS[:4])
+    items = [Item(0, open_prompt), Item(0, open_prompt), Item(1, open_prompt), Item(0, open_prompt)]
+    # Of the panels' pairs, half are equal; crosses are not what was asked for; an image alone is like no other.
+    assert oracle_between_images()(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
+    assert oracle_between_images()(images[:1] * 2, [Item(0, full)] * 2).tolist() == [1.0, 1.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():

@@ -16,8 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flops import image_flops, part_flops
-from measuring.footprint import Shape
+from flops import Shape, image_flops, part_flops
 from measuring.report import summary
 from paco_grpo.rehearsal.architectures import Architecture
 from paco_grpo.training.trainer import Trainer
@@ -65,6 +64,8 @@ class EpochMeter:
         begun: list[tuple[float, Any]] = []
         self._handles.append(register_optimizer_step_pre_hook(lambda *_: begun.append(self._now())))
         self._handles.append(register_optimizer_step_post_hook(lambda *_: self._ended("optimizer", begun.pop())))
+        strategy = run.state.strategy
+        strategy.backward = partial(self._backward, strategy.backward)
         if run.accelerator.num_processes > 1:
             for name in ("reduce", "gather"):
                 setattr(run.accelerator, name, partial(self._timed, getattr(run.accelerator, name)))
@@ -140,6 +141,11 @@ class EpochMeter:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
+    def _backward(self, backward: Callable, *arguments, **keywords) -> None:
+        begun = self._now()
+        backward(*arguments, **keywords)
+        self._ended("gradient", begun)
+
     def _timed(self, function: Callable, *arguments, **keywords) -> Any:
         """Call ``function``, adding its seconds to the time spent waiting for other processes."""
         started = time.perf_counter()
@@ -152,21 +158,20 @@ class EpochMeter:
 def _of_process(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     seconds = {ours: row[name] for name, ours in _TRAINER_SECONDS.items()}
     seconds |= {"cpu": found["cpu"], "collectives": found["waiting"]}
-    seconds |= dict.fromkeys(("encode", "denoising", "decode", "optimizer"), 0.0)
+    seconds |= dict.fromkeys(("encode", "denoising", "decode", "forward", "gradient", "optimizer"), 0.0)
     calls: Counter[str] = Counter()
     forwards: Counter[tuple] = Counter()
     # each process has its clock; the last batch is decoded after all denoising and before any training
     last_decode = max((call.started for call in found["calls"] if call.part == "decoder"), default=0.0)
     parts = {"text_encoder": "encode", "text_encoder_2": "encode", "vae_encoder": "encode", "decoder": "decode",
-             "optimizer": "optimizer"}  # fmt: skip
+             "gradient": "gradient", "optimizer": "optimizer"}  # fmt: skip
     for call in found["calls"]:
-        if call.part != "optimizer":
+        if call.part not in ("gradient", "optimizer"):
             calls[call.part] += call.images
         if call.part == "transformer":
             phase = "sampling" if call.started < last_decode else "training"
             forwards[phase, *call.tokens, call.gradient] += call.images
-            if phase == "sampling":
-                seconds["denoising"] += call.seconds()
+            seconds["denoising" if phase == "sampling" else "forward"] += call.seconds()
         elif call.part in parts:
             seconds[parts[call.part]] += call.seconds()
     names = ("phase", "image_tokens", "text_tokens", "gradient", "images")
@@ -218,7 +223,7 @@ def flops_of(
         ``sampling`` and ``training`` (the transformer), ``encode`` and ``decode``; None where they cannot be counted.
     """
     forwards = [forward for process in epoch for forward in process["forwards"]]
-    expected = (side // size_multiple) ** 2 * (1 if architecture.family == "flux" else 2)
+    expected = (side // size_multiple) ** 2 * (1 + architecture.editing)
     if any(each["image_tokens"] != expected for each in forwards):
         return dict.fromkeys(("sampling", "training", "encode", "decode"))
     found: dict[str, int | None] = {"sampling": 0, "training": 0}

@@ -25,7 +25,9 @@ TOY = ROOT.parent / "quickstart" / "models" / "flux"
 RESOLUTIONS = {
     "tiny": 32, "toy": 64, "narrow": 128, "flux-small": 256, "flux-dev": 512, "kontext-dev": 384, "qwen-edit": 384,
 }  # fmt: skip
-_CONFIGS = {"flux": "t2is", "flux_kontext": "kontext_editing", "qwen_image_edit": "qwen_editing"}
+_CONFIGS = {
+    "FluxPipeline": "t2is", "FluxKontextPipeline": "kontext_editing", "QwenImageEditPipeline": "qwen_editing",
+}  # fmt: skip
 # Work of an epoch; what is missing is the configuration's own. "counting" is the setting of tests/training/test_cost.py.
 WORKLOADS: dict[str, dict[str, int]] = {
     "config": {},
@@ -51,16 +53,13 @@ def architecture_of(work: argparse.Namespace) -> Architecture:
     """The preset's architecture; the toy's is read from its folder."""
     if work.preset != "toy":
         return PRESETS[work.preset].scaled(work.blocks, work.width)
-    flux = PRESETS["flux-dev"]
+    flux = PRESETS["flux-dev"].with_modules(vae={"mid_block_add_attention": True})
 
     def part(name: str, like: dict[str, Any]) -> dict[str, Any]:
         values = json.loads((TOY / name / "config.json").read_text())
         return {key: values[key] for key in like if values.get(key) is not None}
 
-    return Architecture(
-        "flux", part("transformer", flux.transformer), part("text_encoder_2", flux.text),
-        part("vae", flux.vae | {"mid_block_add_attention": True}), part("text_encoder", flux.clip),
-    )  # fmt: skip
+    return flux.with_modules(**{name: part(name, module.config) for name, module in flux.modules.items()})
 
 
 def prepare(
@@ -77,7 +76,7 @@ def prepare(
     Raises:
         ConfigError: An unknown option or a wrong value.
     """
-    toy, editing = work.preset == "toy", architecture.family != "flux"
+    toy, editing = work.preset == "toy", architecture.editing
     model, context = TOY, nullcontext()
     if not toy:
         model, context = write(architecture, folder / "model"), random_weights(architecture)
@@ -105,7 +104,7 @@ def prepare(
     given |= {f"sample.{key}": getattr(work, name) for name, key in names.items() if getattr(work, name) is not None}
     if work.train_steps is not None:
         given["sample.noise_steps"] = ",".join(str(1 + step) for step in range(work.train_steps))
-    source = f"{ROOT / 'config' / 'grpo.py'}:{'toy_t2is' if toy else _CONFIGS[architecture.family]}"
+    source = f"{ROOT / 'config' / 'grpo.py'}:{'toy_t2is' if toy else _CONFIGS[architecture.pipeline]}"
     options = [f"--config.{key}={value}" for key, value in given.items()]
     found, _ = read_options(["--config", source, *options, *overrides])
     # twice as many as asked for: the plan of several processes may raise m

@@ -58,6 +58,28 @@ def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, 
         return _per_group(lambda r: np.exp(np.mean([np.log(values) for values in r.values()], axis=0)), grouped_rewards)
 
 
+@dataclass(eq=False)
+class product_aggregate_fn:
+    """Π_r r^weight_r, for rewards ≥ 0: an image that one reward calls worthless is not saved by the others.
+
+    Args:
+        reward_weights: Exponent by reward name, ≥ 0.
+    """
+
+    reward_weights: Mapping[str, float]
+
+    def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+        """
+        Raises:
+            ValueError: A reward or its exponent is negative.
+        """
+        _require_non_negative("product_aggregate_fn", grouped_rewards)
+        weights = {name: self.reward_weights[name] for name in grouped_rewards}
+        if min(weights.values()) < 0:
+            raise ValueError(f"product_aggregate_fn: the exponents {weights} must be ≥ 0")
+        return _per_group(lambda r: np.prod([r[name] ** weights[name] for name in r], axis=0), grouped_rewards)
+
+
 def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
     """R / Σ_r 1/r, for R rewards ≥ 0; 0 where one of them is 0.
 
@@ -116,10 +138,12 @@ class weighted_advantage_sum_aggregate_fn:
     Args:
         reward_weights: Weight by reward name.
         global_std: Divide by the reward's std over everything instead of over the group.
+        batch_std: Divide the sums by their std over everything (GDPO, arXiv 2601.05242); their mean is 0 already.
     """
 
     reward_weights: Mapping[str, float]
     global_std: bool = False
+    batch_std: bool = False
     returns_advantages: ClassVar[bool] = True
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -127,10 +151,14 @@ class weighted_advantage_sum_aggregate_fn:
         for name, groups in grouped_rewards.items():
             std = float(_concatenate(groups).std()) if self.global_std else None
             normalized[name] = {key: normalize(np.asarray(values, np.float64), std) for key, values in groups.items()}
-        return weighted_sum(self.reward_weights, **normalized)
+        total = weighted_sum(self.reward_weights, **normalized)
+        if not self.batch_std:
+            return total
+        std = max(float(_concatenate(total).std()), STD_FLOOR)
+        return {key: values / std for key, values in total.items()}
 
 
-FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
+FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
 BUILT_IN = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)} | FACTORIES
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum
 
+_TIES = 18  # first word of a random stream
+
 
 @dataclass(frozen=True)
 class AdvantageResult:
@@ -84,6 +86,38 @@ def compute_advantages(
     stats["mean_abs"] = float(np.abs(advantages[kept]).mean())
     stats |= {name: float(value) for name, value in getattr(function, "stats", {}).items()}
     return AdvantageResult(advantages, kept, stats)
+
+
+def best_and_worst(
+    result: AdvantageResult, item_ids: np.ndarray, count: int | None, seed: int, epoch: int
+) -> np.ndarray:
+    """Which samples are trained on (n,): of each item's kept samples the ``count`` with the most extreme advantages.
+
+    Half of them (rounded up) are the highest, the others the lowest; the advantages of all stay as they are. Among equal
+    ones a random order decides, the same on every process. A group whose advantages are all equal teaches nothing and is
+    left out.
+
+    Args:
+        result: Advantages from whole groups.
+        item_ids: (n,), the groups.
+        count: At least 2; None = all kept samples.
+        seed: The run's.
+        epoch: For the random order.
+    """
+    if count is None:
+        return result.kept
+    order = np.random.default_rng([_TIES, seed, epoch]).permutation(len(item_ids))
+    chosen = np.zeros(len(item_ids), dtype=bool)
+    for item in np.unique(item_ids):
+        members = order[(item_ids[order] == item) & result.kept[order]]
+        values = result.advantages[members]
+        if len(members) == 0 or np.ptp(values) == 0:
+            continue
+        ranked = members[np.argsort(-values, kind="stable")]
+        lowest = min(count, len(members)) // 2
+        chosen[ranked[: min(count, len(members)) - lowest]] = True
+        chosen[ranked[len(ranked) - lowest :]] = True
+    return chosen
 
 
 def _checked(rewards: Mapping[str, np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:

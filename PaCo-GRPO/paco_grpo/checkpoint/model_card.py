@@ -29,7 +29,7 @@ def write_model_card(
     head = {
         "base_model": options.pretrained.model,
         "library_name": "peft" if peft else "diffusers",
-        "pipeline_tag": "image-to-image" if policy.edits_images else "text-to-image",
+        "pipeline_tag": "image-to-image" if policy.needs_image else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
     rewards = [f"| `{name}` | {weight:g} |" for name, weight in options.train.reward_fn.items()]

@@ -1,4 +1,4 @@
-"""Editing sets: an instruction and a reference image (docs/method.md §2, ``geneval_image`` and ``arrow_editing``).
+"""Editing sets: an instruction and a reference image, or several in order (docs/method.md §2, ``geneval_image`` and ``arrow_editing``).
 
 All images are checked when the set is read, and opened again each time an item's ``image`` is read.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 from PIL import Image
-from pyarrow import types
+from pyarrow import compute, types
 from tqdm import tqdm
 
 from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of
@@ -27,7 +27,8 @@ Read = Callable[[list[str]], Any]  # names of columns → a table of them
 
 
 def load_geneval_image(folder: Path, split: str) -> list[Item]:
-    """Items of ``{split}_metadata.jsonl``: ``prompt``, ``image`` (path from the dataset's folder), optional sizes.
+    """Items of ``{split}_metadata.jsonl``: ``prompt``, ``image`` (path from the dataset's folder) or ``images`` (a list of
+    paths), optional sizes.
 
     Raises:
         DataError: A field is missing or wrong, or an image does not exist or cannot be read to its end.
@@ -36,23 +37,32 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
         prompt = prompt_of(row, where)
         height, width = given_size(row, where)
-        name = row.get("image")
-        if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{where}: field 'image' must be a path from {folder}, got {name!r}")
-        path = folder / name
-        if not os.path.isfile(path):  # unlike Path.is_file also of names that are too long for a file
-            raise DataError(f"{where}: field 'image' names {name!r}, but {path} does not exist")
-        images.append((path, f"{where}: field 'image' ({name!r})"))
-        image = partial(_open_image, *images[-1])
-        items.append(Item(len(items), prompt, height, width, metadata=dict(row), image=image))
+        if "images" in row and ("image" in row or not isinstance(row["images"], list) or not row["images"]):
+            raise DataError(f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'")
+        field = "images" if "images" in row else "image"
+        own = [_file(folder, name, f"{where}: field {field!r}") for name in row.get("images", [row.get("image")])]
+        first, *more = (partial(_open_image, *source) for source in own)
+        given = {"metadata": dict(row), "image": first, "more_images": tuple(more)}
+        items.append(Item(len(items), prompt, height, width, **given))
+        images += own
     _check_images(iter(images), len(images))
     return items
+
+
+def _file(folder: Path, name: Any, what: str) -> tuple[Path, str]:
+    """The path of an image, and its place in words."""
+    if not isinstance(name, str) or not name.strip():
+        raise DataError(f"{what} must be a path from {folder}, got {name!r}")
+    path = folder / name
+    if not os.path.isfile(path):  # unlike Path.is_file also of names that are too long for a file
+        raise DataError(f"{what} names {name!r}, but {path} does not exist")
+    return path, f"{what} ({name!r})"
 
 
 def load_arrow_editing(folder: Path, split: str) -> list[Item]:
     """Items of ``{split}.arrow`` (as ``datasets`` saves it) or ``{split}.parquet``.
 
-    Columns: ``prompt`` (text) and ``image`` (encoded bytes, or a struct with ``bytes``). Other columns that are texts or
+    Columns: ``prompt`` (text) and ``image`` (encoded bytes, or a struct with ``bytes``) or ``images`` (a list of them). Other columns that are texts or
     numbers go into an item's metadata. The file is read in pieces: its images are never all in memory.
 
     Raises:
@@ -65,28 +75,41 @@ def load_arrow_editing(folder: Path, split: str) -> list[Item]:
             "config.prompt_fn the kind"
         )
     schema, pieces = _open_table(path)
-    texts = _text_columns(schema, path)
+    texts, column = _columns(schema, path)
     items = []
     for read in pieces:
+        counts = _counts(read, column, path)
         for row, metadata in enumerate(_rows(read, texts, path).to_pylist()):
             where = f"{path}: row {len(items)}"
             prompt = prompt_of(metadata, where)
             height, width = given_size(metadata, where)
-            image = partial(_image_of_row, read, row, f"{where}: field 'image'")
-            items.append(Item(len(items), prompt, height, width, metadata=metadata, image=image))
-    _check_images(_images_of(pieces, path), len(items))
+            what = f"{where}: field {column!r}"
+            if not (count := 1 if counts is None else counts[row]):
+                raise DataError(f"{what} has no image")
+            first, *more = (partial(_image_of_row, read, column, row, number, what) for number in range(count))
+            given = {"metadata": metadata, "image": first, "more_images": tuple(more)}
+            items.append(Item(len(items), prompt, height, width, **given))
+    _check_images(_images_of(pieces, column, path), sum(item.num_images for item in items))
     return items
 
 
-def _images_of(pieces: list[Read], path: Path) -> Iterator[tuple[bytes, str]]:
+def _counts(read: Read, column: str, path: Path) -> list[int | None] | None:
+    """The number of images of each row; None: one each."""
+    if column == "image":
+        return None
+    return compute.list_value_length(_rows(read, [column], path).column(0)).to_pylist()
+
+
+def _images_of(pieces: list[Read], column: str, path: Path) -> Iterator[tuple[bytes, str]]:
     """(encoded image, its place) of every row."""
     number = 0
     for read in pieces:
-        for value in _rows(read, ["image"], path).column(0):
-            data, what = _bytes(value), f"{path}: row {number}: field 'image'"
-            if data is None:
-                raise DataError(f"{what} has no bytes; save the set with its images embedded")
-            yield data, what
+        for value in _rows(read, [column], path).column(0):
+            what = f"{path}: row {number}: field {column!r}"
+            for data in _bytes(value):
+                if data is None:
+                    raise DataError(f"{what} has no bytes; save the set with its images embedded")
+                yield data, what
             number += 1
 
 
@@ -115,29 +138,36 @@ def _open_table(path: Path) -> tuple[Any, list[Read]]:
         raise DataError(f"{path} cannot be read as {path.suffix[1:]}: {str(error).splitlines()[0]}") from error
 
 
-def _text_columns(schema: Any, path: Path) -> list[str]:
-    """The columns of texts and numbers, after a check of ``prompt`` and ``image``."""
-    for column in ("prompt", "image"):
-        if column not in schema.names:
-            raise DataError(f"{path}: column {column!r} is missing; it has {', '.join(schema.names)}")
-    kind = schema.field("image").type
-    encoded = kind.field("bytes").type if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
-    if not (types.is_binary(encoded) or types.is_large_binary(encoded)):
-        raise DataError(f"{path}: column 'image' must hold bytes or a struct with 'bytes', it is {kind}")
+def _columns(schema: Any, path: Path) -> tuple[list[str], str]:
+    """The columns of texts and numbers, and that of the images, after a check of it and of ``prompt``."""
+    column = "images" if "images" in schema.names and "image" not in schema.names else "image"
+    for needed in ("prompt", column):
+        if needed not in schema.names:
+            raise DataError(f"{path}: column {needed!r} is missing; it has {', '.join(schema.names)}")
+    kind = encoded = schema.field(column).type
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    if is_list:
+        encoded = kind.value_type
+    if types.is_struct(encoded) and encoded.get_field_index("bytes") >= 0:
+        encoded = encoded.field("bytes").type
+    if is_list != (column == "images") or not (types.is_binary(encoded) or types.is_large_binary(encoded)):
+        lists = "lists of " if column == "images" else ""
+        raise DataError(f"{path}: column {column!r} must hold {lists}bytes or a struct with 'bytes', it is {kind}")
     plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
     texts = [field.name for field in schema if any(test(field.type) for test in plain)]
     if "prompt" not in texts:
         raise DataError(f"{path}: column 'prompt' must hold text, it is {schema.field('prompt').type}")
-    return texts
+    return texts, column
 
 
-def _bytes(value: Any) -> bytes | None:
+def _bytes(value: Any) -> list[bytes | None]:
+    """The encoded images of a cell."""
     value = value.as_py()
-    return value["bytes"] if isinstance(value, dict) else value
+    return [cell["bytes"] if isinstance(cell, dict) else cell for cell in (value if isinstance(value, list) else [value])]
 
 
-def _image_of_row(read: Read, row: int, what: str) -> Image.Image:
-    return _open_image(_bytes(read(["image"]).column(0)[row]), what)
+def _image_of_row(read: Read, column: str, row: int, number: int, what: str) -> Image.Image:
+    return _open_image(_bytes(read([column]).column(0)[row])[number], what)
 
 
 def _check_images(images: Iterator[tuple[Path | bytes, str]], count: int) -> None:

@@ -23,6 +23,7 @@ from paco_grpo.rewards.queue import ScoringQueue
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.images import Batch, plan_batches, sample_images
 from paco_grpo.types import Item
+from paco_judge.images import read_image
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def evaluate(
     folder: Path,
     should_stop: Callable[[], bool] = lambda: False,
     merge_lora: bool = False,
+    keep_images: bool = False,
 ) -> dict[str, float] | None:
     """Sample and score the evaluation set with the policy's current weights.
 
@@ -70,6 +72,7 @@ def evaluate(
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
         merge_lora: Merge the LoRA into the base weights while sampling.
+        keep_images: A batch whose images are all in ``folder`` is not sampled again.
 
     Returns:
         ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
@@ -86,7 +89,7 @@ def evaluate(
     accelerator.wait_for_everyone()
     queue = ScoringQueue(rewards, options.sample.reward_batch_size)
     try:
-        _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora)
+        _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images)
         local = len(range(accelerator.process_index, len(chosen), accelerator.num_processes))
         scores = queue.gathered(accelerator, local, len(chosen), should_stop)
     except Stopped:
@@ -122,11 +125,14 @@ def _sample(
     queue: ScoringQueue,
     should_stop: Callable[[], bool],
     merge_lora: bool,
+    keep_images: bool,
 ) -> None:
     accelerator, test = strategy.accelerator, options.test
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     batches = test_batches(policy, [chosen[i][0] for i in mine], options)
     batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
+    made = [batch for batch in batches if keep_images and all(image_file(folder, i).is_file() for i in batch.numbers)]
+    batches = [batch for batch in batches if batch not in made]
     filler = test_batches(policy, [chosen[0][0]], options)[0] if strategy.collective_forwards else None
     position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
@@ -147,8 +153,10 @@ def _sample(
                 continue
             item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
             reference = item.image if test.save_eval_images or in_sheet else None
-            if test.save_eval_images:
-                image.save(folder / f"{number:05d}.png")
+            if test.save_eval_images and not (keep_images and image_file(folder, number).is_file()):
+                partial = image_file(folder, number).with_suffix(".tmp")
+                image.save(partial, format="PNG")
+                partial.replace(image_file(folder, number))  # whole, or not there
             if test.save_eval_images and reference is not None:
                 (folder / reference_file(number)).parent.mkdir(exist_ok=True)
                 small = min(1.0, REFERENCE_SIDE / max(reference.size))
@@ -157,6 +165,10 @@ def _sample(
             if in_sheet:
                 thumbnails.append((number, thumbnail(image), reference and thumbnail(reference), item.prompt))
 
+    if made:
+        logger.info("%d of %d batches of images are there already", len(made), len(made) + len(batches))
+    for batch in made:
+        deliver([read_image(image_file(folder, i)) for i in batch.numbers], batch)
     together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
     for _ in sample_images(policy, together, inputs, deliver, num_steps=test.num_steps, merge_lora=merge_lora):
         pass
@@ -165,6 +177,11 @@ def _sample(
         _, images, references, prompts = zip(*everyone, strict=True)
         edited = (prompts, references) if None not in references else ()
         contact_sheet(images, *edited).save(folder / "sheet.png")
+
+
+def image_file(folder: Path, number: int) -> Path:
+    """Where image ``number`` of an evaluation is kept."""
+    return folder / f"{number:05d}.png"
 
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ class Terms:
     """What an objective returns: everything per sample."""
 
     loss: torch.Tensor  # (B,) float32
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name → (B,)
+    # name → (B,), logged as the mean over samples and steps; of names that end in _max, the largest
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Step:
     index: int | float  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
     advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
     group_weights: torch.Tensor | None = None  # (B,) float32, from ``Objective.group_weights``
+    epoch_seed: int = 0  # ≥ 0, from the run's seed and the epoch, for noise that samples share
 
     @property
     def sigma(self) -> torch.Tensor:
@@ -72,19 +74,30 @@ class Step:
         return current_transition(policy, self.rollout, self.noise)
 
 
+_TAKEN = ("default", "trainable", "ema", "optimizer")
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained, once per epoch.
+    """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained.
 
     Attributes:
         name: Name of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints.
         decay: (optimizer steps so far, train options) → decay in [0, 1].
-        samples: Whether rollouts are sampled from it.
+        samples_from: Rollouts are sampled from it after this many optimizer steps; None = never.
+        every_step: It follows after every optimizer step, not once per epoch.
+        needed: ``options.train`` → whether the run keeps it at all.
     """
 
     name: str
     decay: Callable[[int, Any], float]
-    samples: bool = False
+    samples_from: int | None = None
+    every_step: bool = False
+    needed: Callable[[Any], bool] = lambda train: True
+
+    def __post_init__(self) -> None:
+        if self.name in _TAKEN:
+            raise ValueError(f"a snapshot cannot be called {self.name!r}: checkpoints have another file of that name")
 
 
 def recorded_steps(train: Any, rollout: Rollout, rng: np.random.Generator) -> list[int]:
@@ -93,9 +106,18 @@ def recorded_steps(train: Any, rollout: Rollout, rng: np.random.Generator) -> li
     return recorded if train.timesteps is None else [index for index in recorded if index in train.timesteps]
 
 
+def check_no_decay_type(options: Any) -> Iterable[str]:
+    """``train.decay_type`` is for nft's old adapter alone."""
+    train = options.train
+    if train.decay_type is not None:
+        yield f"train.decay_type={train.decay_type} has no effect with train.loss_type={train.loss_type!r}"
+
+
 def check_recorded_steps(options: Any) -> Iterable[str]:
     """Problems of an objective that trains on noise steps, each beginning with the name of the option to change."""
     sample, train = options.sample, options.train
+    if train.num_sigmas is not None:
+        yield f"train.num_sigmas has no effect: train.loss_type={train.loss_type!r} trains on noise steps"
     if not sample.noise_steps:
         yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on noise steps"
     if sample.noise_level == 0:
@@ -105,6 +127,12 @@ def check_recorded_steps(options: Any) -> Iterable[str]:
             yield f"train.timesteps has step {index}, which is not among sample.noise_steps"
     if train.timesteps is not None and sample.num_noise_steps is not None:
         yield "train.timesteps cannot be combined with sample.num_noise_steps: trained steps are those sampled"
+
+
+def ratio_deviation(step: Step, policy: Policy, train: Any) -> torch.Tensor:
+    """|ratio − 1| (B,) in units of a quarter of the clip range."""
+    log_prob = step.transition(policy).log_prob(step.noise.next_latents)
+    return ((log_prob - step.noise.log_prob).exp() - 1).abs() / (train.clip_range / 4)
 
 
 @dataclass(frozen=True)
@@ -124,6 +152,8 @@ class Objective:
             optimizer step before its first backward; ``group_weights`` turns them into ``Step.group_weights``.
         group_weights: (values (n, steps), item_ids (n,), advantages (n,), ``options.train``) → (n, steps), over the
             samples of all processes. Groups are then never split over optimizer steps.
+        first_deviation: (step, policy, ``options.train``) → (B,): how far what is recomputed at a noise step lies from what
+            the rollout recorded. Above a mean of 1 before the first update, ``old_log_prob='auto'`` recomputes.
     """
 
     function: Callable[[Step, Policy, Any], Terms]
@@ -134,14 +164,19 @@ class Objective:
     check: Callable[[Any], Iterable[str]] = check_recorded_steps
     first_pass: Callable[[Step, Policy, Any], torch.Tensor] | None = None
     group_weights: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], np.ndarray] | None = None
+    first_deviation: Callable[[Step, Policy, Any], torch.Tensor] = ratio_deviation
 
     def __call__(self, step: Step, policy: Policy, train: Any) -> Terms:
         return self.function(step, policy, train)
 
-    @property
-    def sampling_snapshot(self) -> str | None:
-        """Name of the snapshot that rollouts use; None = the trained weights."""
-        return next((snapshot.name for snapshot in self.snapshots if snapshot.samples), None)
+    def for_run(self, train: Any) -> Objective:
+        """This objective with the snapshots that a run with ``options.train`` keeps."""
+        return replace(self, snapshots=tuple(snapshot for snapshot in self.snapshots if snapshot.needed(train)))
+
+    def sampling_snapshot(self, step: int) -> str | None:
+        """Name of the snapshot that rollouts use after ``step`` optimizer steps; None = the trained weights."""
+        names = (s.name for s in self.snapshots if s.samples_from is not None and step >= s.samples_from)
+        return next(names, None)
 
 
 def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], Terms]], Objective]:
@@ -167,6 +202,9 @@ OBJECTIVES: dict[str, str] = {
     "ppo": "paco_grpo.objectives.ppo:ppo",
     "guard_grpo": "paco_grpo.objectives.guard:guard_grpo",
     "nft": "paco_grpo.objectives.nft:nft",
+    "flow_dppo": "paco_grpo.objectives.flow_dppo:flow_dppo",
+    "awm": "paco_grpo.objectives.awm:awm",
+    "dgpo": "paco_grpo.objectives.dgpo:dgpo",
 }
 
 

@@ -87,7 +87,7 @@ class TrainOptions:
 
     resolution: int = option(512, "side in pixels of a square training image; other shapes keep its area", at_least=1)
     batch_size: int = option(1, "images per process and forward; does not change the numbers", at_least=1)
-    loss_type: str = option("ppo", "objective: ppo, guard_grpo or nft")
+    loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
     learning_rate: float = option(3e-4, "of AdamW, after the warm-up", at_least=0)
     lr_warmup_steps: int = option(0, "optimizer steps of linear warm-up", at_least=0)
     adam_beta1: float = option(0.9, "AdamW: decay of the first moment", at_least=0, below=1)
@@ -100,13 +100,29 @@ class TrainOptions:
     )
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
     num_inner_epochs: int = option(1, "passes over the samples of an epoch", at_least=1)
-    gradient_step_per_epoch: int | None = option(None, "optimizer steps per inner epoch; None = 2 (nft: 1)", at_least=1)
+    gradient_step_per_epoch: int | None = option(None, "optimizer steps per inner epoch; None = 2 (nft, awm, dgpo: 1)", at_least=1)
     timesteps: tuple[int, ...] | None = option(None, "step indices to train on; None = the epoch's noise steps")
+    num_sigmas: int | None = option(
+        None, "σ an epoch of nft, awm and dgpo, spread over the schedule; None = awm 6, dgpo 4, nft its noise steps", at_least=1
+    )
+    sigma_fraction: float = option(0.9, "share of the schedule, from its noisy end, that they come from", above=0, at_most=1)
+    sigma_one: bool = option(False, "σ = 1 is among them")
     clip_range: float = option(1e-4, "the ratio is clipped to 1 ± this (ppo, guard_grpo)", at_least=0)
     adv_clip_max: float = option(5.0, "advantages are clipped to ± this", above=0)
     beta: float = option(0.0, "weight of the KL term against the base model", at_least=0)
     nft_beta: float = option(1.0, "β of nft: how far v⁺ and v⁻ lie from the old velocity", above=0)
     decay_type: int | None = option(None, "schedule of nft's old adapter; None = 1", choices=(None, 0, 1, 2))
+    awm_weighting: str = option(
+        "ghuber", "of awm's matching error e at σ: e, σe, σ²e, σ√e or 4σe^¼", choices=("uniform", "t", "t2", "huber", "ghuber")
+    )
+    awm_clip_range: float = option(1.0, "awm's ratio is clipped to 1 ± this", at_least=0)
+    awm_slow_beta: float = option(1.0, "awm: weight of the distance to a slow copy of the adapter; 0 = none", at_least=0)
+    dgpo_beta: float = option(100.0, "β of dgpo: how soon a group that is in order stops counting", above=0)
+    dgpo_reference: str = option("base", "of dgpo's group: the base model, or a slow copy", choices=("base", "slow"))
+    dgpo_clip_range: float | None = option(
+        1e-2, "dgpo masks samples that moved further than this from the slow copy; None = never", above=0
+    )
+    dppo_divergence: float = option(1e-5, "τ of flow_dppo: mean divergence above which a step must move back", above=0)
     old_log_prob: str = option(
         "auto",
         "where they come from; auto = recomputed if the first ratio is too far from 1",
@@ -121,6 +137,9 @@ class TrainOptions:
         "default", "layers with a LoRA: default, attention, names (ends of module names) or a regular expression"
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name, in PEFT or diffusers format")
+    best_and_worst: int | None = option(
+        None, "images of each group that are trained on: the best half and the worst half of them; None = all", at_least=2
+    )
     rank_grpo: bool = option(False, "replace rewards by their rank within the group")
     max_missing_reward_fraction: float = option(
         0.1, "of an epoch's images; above it the run saves and stops", at_least=0, at_most=1

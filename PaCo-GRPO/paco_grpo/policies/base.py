@@ -33,13 +33,17 @@ class Policy(ABC):
     Attributes:
         transformer: The trainable part. Training may replace it by a wrapped one (DDP, FSDP); see ``unwrap``.
         lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (docs/method.md §6).
-        edits_images: Whether an item needs a reference image.
+        edits_images: Whether an item may have a reference image.
+        needs_image: Whether it must have one.
+        several_images: Whether it may have more than one.
         has_true_cfg: Whether it uses a negative prompt.
         text_sees_image: Whether the text encoder reads the reference image (``config.pretrained.image_positions``).
         masks_text: Whether texts of different length are padded and masked; otherwise padding counts as text.
         text_limit: Maximum number of text tokens.
         tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
+        has_block_cache: Whether its transformer works with a first-block cache (``config.sample.tail_cache``).
+        repeated_blocks: Class names of the blocks to compile, where diffusers' model class does not name them.
         offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
             many items at a time is cheaper.
         pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
@@ -49,11 +53,15 @@ class Policy(ABC):
 
     lora_targets: ClassVar[tuple[str, ...]] = ()
     edits_images: ClassVar[bool] = False
+    needs_image: ClassVar[bool] = False
+    several_images: ClassVar[bool] = False
     has_true_cfg: ClassVar[bool] = False
     text_sees_image: ClassVar[bool] = False
     masks_text: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512
     tokenizer_folder: ClassVar[str] = "tokenizer"
+    has_block_cache: ClassVar[bool] = True
+    repeated_blocks: ClassVar[tuple[str, ...]] = ()
     offloads_text_encoders: bool = False
     pipeline_setup: str = ""
 
@@ -134,6 +142,11 @@ class Policy(ABC):
     def constant_parts(self) -> Sequence[nn.Module]:
         """Modules whose result depends on the conditioning and the weights alone, not on latents or σ."""
         return ()
+
+    @classmethod
+    def in_template(cls, tokenizer: Any, prompt: str) -> str:
+        """``prompt`` with what the pipeline puts around it, as ``tokenizer`` sees and ``max_sequence_length`` counts it."""
+        return prompt
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
+from paco_grpo.policies.performance.onednn import frozen_layers_through_onednn
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
 from paco_grpo.policies.performance.repeated import cast_inputs_once
 from paco_grpo.types import to_device
@@ -34,21 +35,24 @@ _ATTENTION_TARGETS = tuple(
 )
 
 
-def lora_targets_with(*feed_forwards: str) -> tuple[str, ...]:
-    """docs/method.md §6: every attention projection, and both linear layers of the blocks' ``feed_forwards``."""
-    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in ("net.0.proj", "net.2"))
+def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")) -> tuple[str, ...]:
+    """docs/method.md §6: every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards``."""
+    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in layers)
 
 
 class DiffusersPolicy(Policy):
     """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
 
-    A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning, velocity and pixels.
+    A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning and velocity. Where its
+    pipeline differs from FLUX.1's, it overrides ``_noise_shape``, ``_pack`` and ``_unpack`` (see ``FlatLatents``), ``_mu``
+    or ``_pixels``.
     Encoded inputs are cached on the CPU (1 GiB, least recently used dropped first), so each input is encoded once and the
     encoders can leave the device.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
+    linear_sigmas: ClassVar[bool] = True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
 
     def __init__(
         self,
@@ -96,6 +100,8 @@ class DiffusersPolicy(Policy):
             _place(pipeline.transformer, self.device, dtype)
         if dtype != torch.float32:
             cast_inputs_once(pipeline.transformer)
+        elif self.device.type == "cpu":
+            frozen_layers_through_onednn(pipeline.transformer)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
         for encoder in self.text_encoders():
@@ -118,37 +124,52 @@ class DiffusersPolicy(Policy):
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
 
-    @abstractmethod
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
+        vae = self.pipeline.vae
+        return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """linspace(1, 1/N, N), shifted by mu from the number of generated tokens."""
+        """linspace(1, 1/N, N) or the scheduler's own, shifted by the scheduler, if it is a dynamic one by ``_mu``."""
         rows, columns = self._grid(height, width)
         key = (num_steps, rows, columns)
         if key not in self._sigmas:
-            config = self._scheduler.config
-            if config.get("shift_terminal") and num_steps < 2:
+            if self._scheduler.config.get("shift_terminal") and num_steps < 2:
                 raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
-            mu = calculate_shift(
-                rows * columns,
-                config.get("base_image_seq_len", 256),
-                config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5),
-                config.get("max_shift", 1.15),
-            )
-            retrieve_timesteps(self._scheduler, sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+            given = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.linear_sigmas else {}
+            retrieve_timesteps(self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given)
             self._sigmas[key] = self._scheduler.sigmas.to("cpu", torch.float32)
         return self._sigmas[key]
 
+    def _mu(self, tokens: int, num_steps: int) -> float:
+        """Shift of a dynamic schedule, which FLUX.1 makes linear in the number of generated tokens."""
+        config = self._scheduler.config
+        return calculate_shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
         """The same noise as the pipeline's with CPU generators of these seeds."""
-        rows, columns = self._grid(height, width)
-        channels = self._transformer_config.in_channels // 4
-        shape = (1, channels, 2 * rows, 2 * columns)
-        noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds])
-        packed = self.pipeline._pack_latents(noise, len(seeds), channels, 2 * rows, 2 * columns)
-        return to_device(packed, self.device)
+        shape = self._noise_shape(*self._grid(height, width))
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
+        return to_device(self._pack(torch.stack(noise)), self.device)
+
+    def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Channels, height and width of an image's latents as the pipeline draws them, for a grid of tokens."""
+        return self._transformer_config.in_channels // 4, 2 * rows, 2 * columns
+
+    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, c, h, w), of a video's VAE (B, c, 1, h, w), as tokens (B, N, C)."""
+        batch, channels, *_, height, width = latents.shape
+        return self.pipeline._pack_latents(latents, batch, channels, height, width)
+
+    def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """The opposite of ``_pack`` for images of ``height`` x ``width``: what ``_pixels`` takes."""
+        return self.pipeline._unpack_latents(tokens, height, width, self.pipeline.vae_scale_factor)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
@@ -157,7 +178,7 @@ class DiffusersPolicy(Policy):
         Pixels become bytes on the VAE's device, so a fourth of the float32 pixels crosses to the CPU. The operations and
         their order are diffusers' own, so the images are the same bits.
         """
-        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
+        unpacked = self._unpack(latents, height, width)
         with self._offloaded_vae.at_work():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
@@ -186,7 +207,7 @@ class DiffusersPolicy(Policy):
     def _cache_context(self, name: str) -> AbstractContextManager:
         """Needed around every forward: a first-block cache keeps the passes ``name`` of one velocity apart."""
         transformer = unwrap(self.transformer)
-        return transformer.cache_context(name) if transformer.is_cache_enabled else nullcontext()
+        return transformer.cache_context(name) if getattr(transformer, "is_cache_enabled", False) else nullcontext()
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""
@@ -195,6 +216,19 @@ class DiffusersPolicy(Policy):
                 f"image size {height}x{width} is not a multiple of {self.size_multiple} pixels: use round_size first"
             )
         return height // self.size_multiple, width // self.size_multiple
+
+
+class FlatLatents(DiffusersPolicy):
+    """A pipeline whose transformer takes latents (B, C, h, w): a token of ours is one of their cells."""
+
+    def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        return self._transformer_config.in_channels, 2 * rows, 2 * columns
+
+    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents.flatten(2).transpose(1, 2)
+
+    def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        return tokens.transpose(1, 2).unflatten(2, self._noise_shape(*self._grid(height, width))[1:])
 
 
 def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -209,7 +243,9 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
             models[name] = load_complete(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
         elif name in ("transformer", "vae") and part[0] == "diffusers":
             model_class = getattr(diffusers, part[1])
-            model, found = model_class.from_pretrained(path, subfolder=name, dtype=dtype, output_loading_info=True)
+            # The VAE computes in float32, so nothing of it is rounded on the way: FLUX.2's normalization of latents is in it.
+            own = torch.float32 if name == "vae" else dtype
+            model, found = model_class.from_pretrained(path, subfolder=name, dtype=own, output_loading_info=True)
             # Of several files, diffusers believes their index; a tensor that none of them has stays on "meta".
             absent = {key for key, tensor in model.state_dict().items() if tensor.is_meta} | set(found["missing_keys"])
             for keys, words in ((absent, "lack"), (found["unexpected_keys"], "have more than")):

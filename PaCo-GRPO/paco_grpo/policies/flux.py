@@ -102,7 +102,3 @@ class FluxPolicy(DiffusersPolicy):
             ids = self.pipeline._prepare_latent_image_ids(1, rows, columns, self.device, self.dtype)
             self._image_ids[rows, columns] = ids
         return self._image_ids[rows, columns]
-
-    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        vae = self.pipeline.vae
-        return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]

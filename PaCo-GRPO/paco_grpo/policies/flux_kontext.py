@@ -40,7 +40,7 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
     def _tokens(
         self, latents: torch.Tensor, conditioning: KontextConditioning, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, rows, columns = conditioning.with_reference(latents)
+        tokens, ((rows, columns),) = conditioning.with_references(latents)
         reference_ids = self._image_ids_for(rows, columns).clone()
         reference_ids[:, 0] = 1  # marks reference tokens, as in the pipeline; generated ones have 0
         return tokens, torch.cat([self._image_ids_for(*self._grid(height, width)), reference_ids])

@@ -21,7 +21,13 @@ from paco_grpo.suggest import did_you_mean
 POLICIES: dict[str, str] = {
     "FluxPipeline": "paco_grpo.policies.flux:FluxPolicy",
     "FluxKontextPipeline": "paco_grpo.policies.flux_kontext:FluxKontextPolicy",
+    "Flux2Pipeline": "paco_grpo.policies.flux2:Flux2Policy",
+    "Flux2KleinPipeline": "paco_grpo.policies.flux2:Flux2KleinPolicy",
+    "QwenImagePipeline": "paco_grpo.policies.qwen_image:QwenImagePolicy",
     "QwenImageEditPipeline": "paco_grpo.policies.qwen_image_edit:QwenImageEditPolicy",
+    "QwenImageEditPlusPipeline": "paco_grpo.policies.qwen_image_edit_plus:QwenImageEditPlusPolicy",
+    "StableDiffusion3Pipeline": "paco_grpo.policies.stable_diffusion_3:StableDiffusion3Policy",
+    "ZImagePipeline": "paco_grpo.policies.z_image:ZImagePolicy",
 }
 
 
@@ -42,9 +48,9 @@ def load_policy(
         model_path: Diffusers pipeline folder, or a hub name such as ``black-forest-labs/FLUX.1-dev``.
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
-        max_sequence_length: Text tokens, 1 to 512 (Qwen-Image-Edit: 1024).
+        max_sequence_length: Text tokens, 1 to 512 (Qwen-Image: 1024).
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
-        negative_prompt: Turns on true CFG (Qwen-Image-Edit).
+        negative_prompt: Turns on true CFG (Qwen-Image).
         quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
         image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit).
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
+from paco_grpo.policies.performance.lora_sum import add_in_one_kernel
 from paco_grpo.policies.performance.quantize import is_quantized
 from paco_grpo.suggest import did_you_mean
 
@@ -79,6 +80,7 @@ def add_lora(
         if broken := [name for name, tensor in _weights(transformer).items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
+    add_in_one_kernel(_layers(policy), TRAINED)
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
@@ -86,11 +88,12 @@ def add_lora(
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     """What ``targets`` of ``add_lora`` means: names or suffixes of linear layers, each of which occurs."""
-    layers = [name for name, module in unwrap(policy.transformer).named_modules() if isinstance(module, nn.Linear)]
+    modules = dict(unwrap(policy.transformer).named_modules())
+    layers = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     if targets == "default":
         targets = policy.lora_targets
     elif targets == "attention":
-        targets = [target for target in policy.lora_targets if "attn" in target]
+        targets = [target for target in policy.lora_targets if "att" in target]  # attn, attention
     elif isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
     if isinstance(targets, str):
@@ -101,7 +104,13 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
         names = found[targets]  # peft would also take the modules around them
     else:
         found = {target: [name for name in layers if f".{name}".endswith(f".{target}")] for target in targets}
-        names = list(targets)
+        # peft refuses a suffix that other modules have, too: FLUX.2's ``attn.to_out`` is a layer or a list of them
+        others = [f".{name}" for name in modules.keys() - layers]
+        names = [
+            name
+            for target, matches in found.items()
+            for name in (matches if any(other.endswith(f".{target}") for other in others) else [target])
+        ]
     for target in (target for target, matches in found.items() if not matches):
         kinds = dict.fromkeys(m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m)
         near = did_you_mean(re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds])
@@ -119,6 +128,7 @@ def add_snapshot(policy: Policy, name: str) -> None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
         transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
     transformer.set_adapter(TRAINED)
+    add_in_one_kernel(_layers(policy), name)
     _set_trainable(transformer, name, False)
     _set_trainable(transformer, TRAINED, True)
     blend_snapshot(policy, name, decay=0.0)

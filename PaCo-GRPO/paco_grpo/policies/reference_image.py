@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -26,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference image as the encoders see it."""
+    """A reference image as the VAE sees it."""
 
     image: Image.Image  # RGB
+    original: Image.Image  # RGB, before it was resized
     key: Hashable  # of content and size: two files with the same picture are one
 
     @property
@@ -39,36 +39,37 @@ class Reference:
 
 @dataclass
 class ReferenceConditioning(Conditioning):
-    """Packed latents of each sample's reference image, padded to the longest."""
+    """Packed latents of each sample's reference images, one after the other, padded to the longest row."""
 
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
-    reference_grid: (
-        torch.Tensor
-    )  # (B, 2) int64, rows and columns of each; on the CPU, where reading does not synchronize
+    # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading does not synchronize
+    reference_grid: torch.Tensor
 
-    def with_reference(self, latents: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """``latents`` (B, N, C) with the reference tokens behind them (B, N + rows·columns, C), rows and columns.
+    def with_references(self, latents: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """``latents`` (B, N, C) with the reference tokens behind them (B, N + M', C), and each image's rows and columns.
 
         Raises:
-            ValueError: The references differ in size, so they cannot share a forward.
+            ValueError: The references differ in number or size, so they cannot share a forward.
         """
-        grids = {tuple(grid) for grid in self.reference_grid.tolist()}
+        grids = {tuple((r, c) for r, c in row if r) for row in self.reference_grid.tolist()}
         if len(grids) > 1:
             raise ValueError(
                 f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
             )
-        ((rows, columns),) = grids
-        return torch.cat([latents, self.reference[:, : rows * columns].to(latents.dtype)], dim=1), rows, columns
+        (shared,) = grids
+        length = sum(rows * columns for rows, columns in shared)
+        return torch.cat([latents, self.reference[:, :length].to(latents.dtype)], dim=1), list(shared)
 
 
 class ReferenceImagePolicy(DiffusersPolicy):
-    """A pipeline that edits a reference image.
+    """A pipeline that edits a reference image, or several.
 
     A reference keeps its shape and is encoded at the area of the generated image: training small costs little, and where
     both have one shape their tokens lie on one grid. (The pipelines alone always use about a megapixel.)
     """
 
-    edits_images = True
+    edits_images = needs_image = True
+    shape_from: ClassVar[int] = 0  # index of the reference image that gives an edited image its shape
 
     def __init__(self, pipeline, **options) -> None:
         super().__init__(pipeline, **options)
@@ -83,19 +84,19 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """As in ``Policy``; a change of shape by rounding is logged once."""
         shape = item.height, item.width
         if None in shape:
-            image = item.image
+            image = item.images[self.shape_from]
             shape = image.height, image.width
         size = self.fit_area(resolution**2, shape[1] / shape[0])
         self._log_resize("item of %dx%d is generated at %dx%d (multiple of %d)", shape, size)
         return size
 
-    def reference_size(self, item: Item) -> tuple[int, int]:
-        """Height and width at which the reference image of ``item`` is encoded.
+    def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
+        """Height and width at which ``image``, a reference image of ``item``, is encoded.
 
         The area of the item's size in the shape of the image, rounded; but the item's own size where that distorts the
         image no more than rounding does. For an item without a size, the image's own area.
         """
-        image, own = item.image, (item.height, item.width)
+        own = item.height, item.width
         aspect = image.width / image.height
         if None in own:
             return self.fit_area(image.width * image.height, aspect)
@@ -103,41 +104,48 @@ class ReferenceImagePolicy(DiffusersPolicy):
         return min(own, fitted, key=lambda size: abs(math.log(size[1] / size[0] / aspect)))
 
     def batch_key(self, item: Item) -> Hashable:
-        """The size of the generated image and the size of the reference."""
-        return item.height, item.width, *self.reference_size(item)
+        """The size of the generated image and the sizes of the references, in order."""
+        return item.height, item.width, *(self.reference_size(image, item) for image in item.images)
 
-    def _read(self, item: Item) -> Reference:
-        image = item.image
-        if image is None:
+    def _read(self, item: Item) -> tuple[Reference, ...]:
+        images = item.images
+        if self.needs_image and not images:
             raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
-        size = self.reference_size(dataclasses.replace(item, image=image))  # so that a lazy image is read once
+        if len(images) > 1 and not self.several_images:
+            raise ValueError(f"item {item.item_id} has {len(images)} reference images, but {self.family} edits one")
+        return tuple(self._resized(image.convert("RGB"), item) for image in images)
+
+    def _resized(self, image: Image.Image, item: Item) -> Reference:
+        size = self.reference_size(image, item)
         self._log_resize(
             "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
         )
-        resized = self.pipeline.image_processor.resize(image.convert("RGB"), *size)
-        return Reference(resized, (hashlib.blake2b(resized.tobytes(), digest_size=16).digest(), size))
+        resized = self.pipeline.image_processor.resize(image, *size)
+        return Reference(resized, image, (image_digest(resized), size))
 
-    def _encode_references(self, references: Sequence[Reference]) -> dict[str, torch.Tensor]:
+    def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""
+        nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
         with self.encoders_held():
-            tokens = [self._latents.get(r.key, lambda r=r: (self._encode_image(r),))[0] for r in references]
-        grids = [self._grid(*reference.size) for reference in references]
+            tokens = [
+                torch.cat([nothing, *(self._latents.get(r.key, lambda r=r: (self._encode_image(r),))[0] for r in row)])
+                for row in references
+            ]
+        grids = [torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2) for row in references]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
-            "reference_grid": torch.tensor(grids),
+            "reference_grid": pad_sequence(grids, batch_first=True),
         }
 
     def _encode_image(self, reference: Reference) -> torch.Tensor:
         """Packed latents (M, C) of a reference."""
-        rows, columns = self._grid(*reference.size)
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
         vae = self.pipeline.vae
         with self._offloaded_vae.at_work():
             latents = self.pipeline._encode_vae_image(
                 image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
             )
-        packed = self.pipeline._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
-        return packed[0].to(self.dtype)
+        return self._pack(latents)[0].to(self.dtype)
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels (1, 3, H, W) in the shape that the VAE takes."""
@@ -148,3 +156,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
         if given != size and (message, given, size) not in self._logged:
             self._logged.add((message, given, size))
             logger.info(message, *given, *size, self.size_multiple)
+
+
+def image_digest(image: Image.Image) -> bytes:
+    """A short name of the pixels, for caches."""
+    return hashlib.blake2b(image.tobytes(), digest_size=16).digest()

@@ -1,4 +1,10 @@
-"""Shapes of generators: the real ones from their published configurations, and smaller ones of the same kind."""
+"""Shapes of generators: the real ones from their published configurations, and smaller ones of the same kind.
+
+To add a generator, add one ``Architecture`` to ``PRESETS``: the pipeline, its modules with the arguments of their
+published ``config.json`` (without those that are defaults), its scheduler and its tokenizers. rehearsal/models.py builds
+any such row; ``python scripts/rehearse.py`` and the benchmarks then know the model by its preset and its hub names. Check
+the row by its number of parameters (tests/benchmarks/test_flops.py).
+"""
 
 from __future__ import annotations
 
@@ -6,139 +12,389 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+_BLOCKS = ("num_layers", "num_single_layers", "num_hidden_layers", "n_layers", "depth")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One network of a pipeline.
+
+    Attributes:
+        kind: Class of diffusers or transformers.
+        config: Keyword arguments of diffusers' class, or of the configuration of transformers' class; such as
+            ``text_config``, parts of it are dictionaries again.
+    """
+
+    kind: str
+    config: dict[str, Any]
+
+    def changed(self, **more: Any) -> Module:
+        """With other values in ``config``, also within its dictionaries."""
+        return dataclasses.replace(self, config=_merged(self.config, more))
+
+
+def _merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return values | {k: _merged(values[k], v) if isinstance(v, dict) and k in values else v for k, v in more.items()}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenizer, which would have to be downloaded: it gives about as many tokens as the real one.
+
+    Attributes:
+        special: Tokens with the ids 0, 1, …; the first one pads; ``<unk>`` is among them.
+        template: Special tokens around the text ``$A``.
+        length: ``model_max_length``.
+        chat_template: Jinja, for pipelines that call ``apply_chat_template``.
+        processor: Empty for the tokenizer itself, else what is built around it: a key of ``models.PROCESSORS``.
+    """
+
+    special: tuple[str, ...]
+    template: str = "$A"
+    length: int = 131072
+    chat_template: str = ""
+    processor: str = ""
+
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """Keyword arguments for the parts of a generator.
+    """What a pipeline is made of.
 
     Attributes:
-        family: flux | flux_kontext | qwen_image_edit.
-        transformer: For FluxTransformer2DModel or QwenImageTransformer2DModel.
-        text: For T5Config, or for the text half of Qwen2_5_VLConfig.
-        vae: For AutoencoderKL or AutoencoderKLQwenImage.
-        clip: For CLIPTextConfig (FLUX).
-        vision: For the vision half of Qwen2_5_VLConfig (Qwen-Image-Edit).
+        pipeline: Class of diffusers.
+        modules: By the pipeline's argument; one is the ``transformer``, one the ``vae``.
+        scheduler: Arguments of FlowMatchEulerDiscreteScheduler.
+        tokenizers: By the pipeline's argument.
+        others: Further arguments of the pipeline.
+        hub: Names of models with this architecture on the hub.
         seed: Seed of random weights.
     """
 
-    family: str
-    transformer: dict[str, Any]
-    text: dict[str, Any]
-    vae: dict[str, Any]
-    clip: dict[str, Any] = field(default_factory=dict)
-    vision: dict[str, Any] = field(default_factory=dict)
+    pipeline: str
+    modules: dict[str, Module]
+    scheduler: dict[str, Any]
+    tokenizers: dict[str, Tokens]
+    others: dict[str, Any] = field(default_factory=dict)
+    hub: tuple[str, ...] = ()
     seed: int = 0
+
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Arguments of the transformer."""
+        return self.modules["transformer"].config
+
+    @property
+    def editing(self) -> bool:
+        """Whether the transformer also sees a reference image."""
+        return "Kontext" in self.pipeline or "Edit" in self.pipeline
+
+    def with_modules(self, **modules: dict[str, Any]) -> Architecture:
+        """The same architecture with other values in the configurations of ``modules``."""
+        changed = {name: self.modules[name].changed(**config) for name, config in modules.items()}
+        return dataclasses.replace(self, modules=self.modules | changed)
 
     def scaled(self, blocks: float = 1.0, width: float = 1.0) -> Architecture:
         """The same architecture with a fraction of the blocks and of the attention heads, at least one of each."""
         if blocks == width == 1.0:
             return self
-        transformer, text, clip, vision = (dict(part) for part in (self.transformer, self.text, self.clip, self.vision))
-        for part in (transformer, text, clip):
-            for name in ("num_layers", "num_single_layers", "num_hidden_layers"):
-                if name in part:
-                    part[name] = _share(part[name], blocks)
-        transformer["num_attention_heads"] = _share(transformer["num_attention_heads"], width)
-        if self.family == "qwen_image_edit":
-            if width != 1.0:
-                raise ValueError("--width works for FLUX only; Qwen-Image-Edit takes --blocks")
-            vision["depth"] = _share(vision["depth"], blocks)
-            vision["fullatt_block_indexes"] = [i for i in vision["fullatt_block_indexes"] if i < vision["depth"]] or [0]
-        else:
-            text["num_heads"] = _share(text["num_heads"], width)
-            text["d_model"] = text["num_heads"] * text["d_kv"]
-            text["d_ff"] = _share(text["d_ff"], width)
-            transformer["joint_attention_dim"] = text["d_model"]
-        return dataclasses.replace(self, transformer=transformer, text=text, clip=clip, vision=vision)
+        networks = {name: module.config for name, module in self.modules.items() if name != "vae"}
+        made = self.with_modules(**{name: _shallower(config, blocks) for name, config in networks.items()})
+        if width == 1.0:
+            return made
+        if self.modules["transformer"].kind != "FluxTransformer2DModel":
+            raise ValueError("--width works for FLUX.1 only; the others take --blocks")
+        text = self.modules["text_encoder_2"].config
+        heads = _share(text["num_heads"], width)
+        return made.with_modules(
+            transformer={
+                "num_attention_heads": _share(self.transformer["num_attention_heads"], width),
+                "joint_attention_dim": heads * text["d_kv"],
+            },
+            text_encoder_2={"num_heads": heads, "d_model": heads * text["d_kv"], "d_ff": _share(text["d_ff"], width)},
+        )
 
     def with_blocks(self, double: int, single: int) -> Architecture:
-        """The same architecture with other numbers of transformer blocks (Qwen-Image has no single blocks)."""
-        transformer = self.transformer | {"num_layers": double}
-        if "num_single_layers" in transformer:
-            transformer["num_single_layers"] = single
-        return dataclasses.replace(self, transformer=transformer)
+        """The same architecture with other numbers of transformer blocks (most have no single blocks)."""
+        names = {"num_layers": double, "n_layers": double, "num_single_layers": single}
+        return self.with_modules(transformer={k: v for k, v in names.items() if k in self.transformer})
+
+
+def _shallower(config: dict[str, Any], blocks: float) -> dict[str, Any]:
+    made = {name: _share(value, blocks) if name in _BLOCKS else value for name, value in config.items()}
+    made |= {name: _shallower(part, blocks) for name, part in config.items() if isinstance(part, dict)}
+    if "fullatt_block_indexes" in made:
+        made["fullatt_block_indexes"] = [i for i in made["fullatt_block_indexes"] if i < made["depth"]] or [0]
+    return made
 
 
 def _share(count: int, fraction: float) -> int:
     return max(1, round(count * fraction))
 
 
-_FLUX_VAE = {
+_SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
+_FLUX_VAE = Module("AutoencoderKL", {
     "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
     "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
-}  # fmt: skip
+})  # fmt: skip
+CLIP_L = Module("CLIPTextModel", {  # ViT-L/14, the text half
+    "vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "max_position_embeddings": 77, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3,
+})  # fmt: skip
+T5_XXL = Module("T5EncoderModel", {  # T5 1.1, the encoder
+    "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+})  # fmt: skip
+CLIP_TOKENS = Tokens(_SPECIAL, "<s> $A </s>", 77)
+T5_TOKENS = Tokens(_SPECIAL, "$A </s>", 512)
 
 FLUX_DEV = Architecture(
-    family="flux",
-    transformer={
-        "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
-        "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
-        "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
+    pipeline="FluxPipeline",
+    modules={
+        "transformer": Module("FluxTransformer2DModel", {
+            "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
+            "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
+            "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
+        }),
+        "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": _FLUX_VAE,
     },
-    text={  # T5 1.1 XXL, the encoder
-        "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
-        "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+    scheduler={
+        "shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
+        "max_image_seq_len": 4096,
     },
-    clip={  # CLIP ViT-L/14, the text half
-        "vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "max_position_embeddings": 77,
-    },
-    vae=_FLUX_VAE,
+    tokenizers={"tokenizer": CLIP_TOKENS, "tokenizer_2": T5_TOKENS},
+    hub=("black-forest-labs/FLUX.1-dev",),
 )  # fmt: skip
 
-KONTEXT_DEV = dataclasses.replace(FLUX_DEV, family="flux_kontext")
+KONTEXT_DEV = dataclasses.replace(
+    FLUX_DEV, pipeline="FluxKontextPipeline", hub=("black-forest-labs/FLUX.1-Kontext-dev",)
+)
 
-QWEN_EDIT = Architecture(
-    family="qwen_image_edit",
-    transformer={
-        "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
-        "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
-    },
-    text={  # Qwen2.5-VL-7B-Instruct
+QWEN_TOKENS = Tokens((
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>", "<unk>",
+))  # fmt: skip
+QWEN2_5_VL_7B = Module("Qwen2_5_VLForConditionalGeneration", {  # ids of the special tokens: places in QWEN_TOKENS
+    "vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 6, "video_token_id": 7,
+    "tie_word_embeddings": False,
+    "text_config": {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
     },
-    vision={
+    "vision_config": {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
         "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
     },
-    vae={"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
-         "temperal_downsample": [False, True, True]},
+})  # fmt: skip
+
+
+def _qwen3_vl(hidden: int, intermediate: int, depth: int, width: int, mlp: int, deepstack: list[int], tied: bool) -> Module:
+    """A Qwen3-VL. ``width`` and ``mlp``: of the vision tower, whose layers ``deepstack`` reach the text's first ones."""
+    ids = {key: value for key, value in QWEN2_5_VL_7B.config.items() if key.endswith("_token_id")}
+    return Module("Qwen3VLForConditionalGeneration", ids | {
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+        },
+        "vision_config": {
+            "depth": depth, "hidden_size": width, "intermediate_size": mlp, "num_heads": 16, "out_hidden_size": hidden,
+            "patch_size": 16, "spatial_merge_size": 2, "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": deepstack,
+        },
+    })  # fmt: skip
+
+
+QWEN3_VL_4B = _qwen3_vl(2560, 9728, 24, 1024, 4096, [5, 11, 17], tied=True)
+QWEN3_VL_8B = _qwen3_vl(4096, 12288, 27, 1152, 4304, [8, 16, 24], tied=False)
+
+QWEN_EDIT = Architecture(
+    pipeline="QwenImageEditPipeline",
+    modules={
+        "transformer": Module("QwenImageTransformer2DModel", {
+            "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
+            "num_attention_heads": 24, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
+        }),
+        "text_encoder": QWEN2_5_VL_7B,
+        "vae": Module("AutoencoderKLQwenImage", {
+            "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+            "temperal_downsample": [False, True, True],
+        }),
+    },
+    scheduler={
+        "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256,
+        "max_image_seq_len": 8192, "shift_terminal": 0.02, "time_shift_type": "exponential",
+    },
+    tokenizers={"tokenizer": QWEN_TOKENS, "processor": dataclasses.replace(QWEN_TOKENS, processor="qwen2_vl")},
+    hub=("Qwen/Qwen-Image-Edit",),
+)  # fmt: skip
+
+# The same networks: Qwen/Qwen-Image has Qwen-Image-Edit's configuration, 2511 one more value.
+QWEN_IMAGE = dataclasses.replace(
+    QWEN_EDIT, pipeline="QwenImagePipeline", tokenizers={"tokenizer": QWEN_TOKENS},
+    hub=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
+)  # fmt: skip
+QWEN_EDIT_2509 = dataclasses.replace(QWEN_EDIT, pipeline="QwenImageEditPlusPipeline", hub=("Qwen/Qwen-Image-Edit-2509",))
+QWEN_EDIT_2511 = dataclasses.replace(
+    QWEN_EDIT_2509.with_modules(transformer={"zero_cond_t": True}), hub=("Qwen/Qwen-Image-Edit-2511",)
+)
+
+_FLUX2_SCHEDULER = {"use_dynamic_shifting": True, "shift": 3.0}  # the pipelines compute the shift from tokens and steps
+_FLUX2_VAE = Module("AutoencoderKLFlux2", {})  # the class's defaults
+_QWEN3_CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}<|im_start|>"
+
+
+def _klein(double: int, single: int, heads: int, hub: str, **text: Any) -> Architecture:
+    """FLUX.2 Klein, not distilled; ``text`` changes Qwen3-4B."""
+    qwen3 = {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    qwen3 |= text
+    return Architecture(
+        pipeline="Flux2KleinPipeline",
+        modules={
+            "transformer": Module("Flux2Transformer2DModel", {
+                "num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
+                "joint_attention_dim": 3 * qwen3["hidden_size"], "guidance_embeds": False,
+            }),
+            "text_encoder": Module("Qwen3ForCausalLM", qwen3), "vae": _FLUX2_VAE,
+        },
+        scheduler=_FLUX2_SCHEDULER,
+        tokenizers={"tokenizer": dataclasses.replace(QWEN_TOKENS, chat_template=_QWEN3_CHAT)},
+        hub=(hub,),
+    )  # fmt: skip
+
+
+KLEIN_4B = _klein(5, 20, 24, "black-forest-labs/FLUX.2-klein-base-4B")
+KLEIN_9B = _klein(
+    8, 24, 32, "black-forest-labs/FLUX.2-klein-base-9B",
+    hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False,
+)  # fmt: skip
+
+FLUX2_DEV = Architecture(
+    pipeline="Flux2Pipeline",
+    modules={
+        "transformer": Module("Flux2Transformer2DModel", {"num_layers": 8, "num_single_layers": 48}),
+        "text_encoder": Module("Mistral3ForConditionalGeneration", {  # Mistral-Small-3.2-24B
+            "image_token_index": 4, "tie_word_embeddings": False,
+            "text_config": {
+                "model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
+                "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                "max_position_embeddings": 131072,
+            },
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+                "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14,
+            },
+        }),
+        "vae": _FLUX2_VAE,
+    },
+    scheduler=_FLUX2_SCHEDULER,
+    tokenizers={
+        "tokenizer": Tokens(
+            (*_SPECIAL, "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+            chat_template="<s>{% for message in messages %}{{ message.content[0].text }} {% endfor %}",
+            processor="pixtral",
+        )
+    },
+    hub=("black-forest-labs/FLUX.2-dev",),
+)  # fmt: skip
+
+
+_CLIP_L_PROJECTED = Module("CLIPTextModelWithProjection", CLIP_L.config | {"projection_dim": 768})
+CLIP_G = Module("CLIPTextModelWithProjection", CLIP_L.config | {  # ViT-bigG/14, the text half
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+    "projection_dim": 1280, "hidden_act": "gelu",
+})  # fmt: skip
+
+
+def _sd35(layers: int, heads: int, positions: int, dual: int, hub: str) -> Architecture:
+    """Stable Diffusion 3.5; the first ``dual`` blocks have a second attention."""
+    return Architecture(
+        pipeline="StableDiffusion3Pipeline",
+        modules={
+            "transformer": Module("SD3Transformer2DModel", {
+                "num_layers": layers, "num_attention_heads": heads, "caption_projection_dim": 64 * heads,
+                "pos_embed_max_size": positions, "dual_attention_layers": list(range(dual)), "qk_norm": "rms_norm",
+            }),
+            "text_encoder": _CLIP_L_PROJECTED, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL,
+            "vae": _FLUX_VAE.changed(scaling_factor=1.5305, shift_factor=0.0609),
+        },
+        scheduler={"shift": 3.0},
+        tokenizers={"tokenizer": CLIP_TOKENS, "tokenizer_2": CLIP_TOKENS, "tokenizer_3": T5_TOKENS},
+        hub=(hub,),
+    )  # fmt: skip
+
+
+SD35_MEDIUM = _sd35(24, 24, 384, 13, "stabilityai/stable-diffusion-3.5-medium")
+SD35_LARGE = _sd35(38, 38, 192, 0, "stabilityai/stable-diffusion-3.5-large")
+
+Z_IMAGE = Architecture(
+    pipeline="ZImagePipeline",
+    modules={
+        "transformer": Module("ZImageTransformer2DModel", {"n_layers": 30}),  # the class's defaults
+        "text_encoder": Module("Qwen3Model", {  # Qwen3-4B
+            "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+            "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+        }),
+        "vae": _FLUX_VAE,
+    },
+    scheduler={"shift": 3.0},
+    tokenizers={"tokenizer": dataclasses.replace(QWEN_TOKENS, chat_template=(
+        "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}<|im_start|>"
+    ))},
+    hub=("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo"),
 )  # fmt: skip
 
 
 def _narrow(heads: int, head_dim: int, double: int, single: int, channels: list[int]) -> Architecture:
     """FLUX small enough for a CPU: heads·head_dim wide, 4 latent channels."""
     width = heads * head_dim
-    rope = [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8]
-    return Architecture(
-        family="flux",
-        transformer=FLUX_DEV.transformer
-        | {
+    made = FLUX_DEV.with_modules(
+        transformer={
             "in_channels": 16, "num_layers": double, "num_single_layers": single, "attention_head_dim": head_dim,
             "num_attention_heads": heads, "joint_attention_dim": width, "pooled_projection_dim": width,
-            "axes_dims_rope": rope,
+            "axes_dims_rope": [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8],
         },
-        text=FLUX_DEV.text | {"d_model": width, "d_kv": head_dim, "d_ff": 2 * width, "num_layers": 2, "num_heads": heads},
-        clip=FLUX_DEV.clip
-        | {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1, "num_attention_heads": heads},
-        vae=_FLUX_VAE
-        | {
+        text_encoder={"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1,
+                      "num_attention_heads": heads},
+        text_encoder_2={"d_model": width, "d_kv": head_dim, "d_ff": 2 * width, "num_layers": 2, "num_heads": heads},
+        vae={
             "down_block_types": ["DownEncoderBlock2D"] * len(channels), "block_out_channels": channels,
             "up_block_types": ["UpDecoderBlock2D"] * len(channels), "layers_per_block": 1, "latent_channels": 4,
             "norm_num_groups": 4, "mid_block_add_attention": False,
         },
     )  # fmt: skip
+    return dataclasses.replace(made, hub=())
 
 
 # A token is 16 pixels wide, as in FLUX.1-dev; 8 in ``tiny``, whose VAE has one level less.
 PRESETS: dict[str, Architecture] = {
     "tiny": _narrow(2, 16, 2, 2, [4, 8, 8]),
     "narrow": _narrow(4, 32, 2, 3, [8, 8, 16, 16]),  # the toy's width with FLUX.1-dev's token counts
-    "flux-small": FLUX_DEV.scaled(blocks=0.1, width=0.125),
+    "flux-small": dataclasses.replace(FLUX_DEV.scaled(blocks=0.1, width=0.125), hub=()),
     "flux-dev": FLUX_DEV,
     "kontext-dev": KONTEXT_DEV,
     "qwen-edit": QWEN_EDIT,
+    "qwen-image": QWEN_IMAGE,
+    "qwen-edit-2509": QWEN_EDIT_2509,
+    "qwen-edit-2511": QWEN_EDIT_2511,
+    "sd3.5-medium": SD35_MEDIUM,
+    "sd3.5-large": SD35_LARGE,
+    "z-image": Z_IMAGE,
+    "flux2-dev": FLUX2_DEV,
+    "flux2-klein-4b": KLEIN_4B,
+    "flux2-klein-9b": KLEIN_9B,
 }
+# Hub name -> preset.
+KNOWN_MODELS = {hub: name for name, architecture in PRESETS.items() for hub in architecture.hub}

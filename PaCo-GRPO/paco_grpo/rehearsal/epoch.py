@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,12 +19,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
 from torch import nn
 
+from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import get_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.performance import quantize
 from paco_grpo.rehearsal import models
 from paco_grpo.rehearsal.fake_gpu import DEVICE, Counts, FakeGPU, Phase
+from paco_grpo.rehearsal.plan import RESERVE
 from paco_grpo.training import build
 from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
 from paco_grpo.training.trainer import Trainer
@@ -64,6 +67,7 @@ class Rehearsal:
         resident: Bytes that stay on the device, by part.
         adds: Bytes that a phase adds at its peak, by part.
         checkpoint_bytes: Written for one checkpoint.
+        tested_at_once: Images of an evaluation's batch.
         notes: What was not run, and how it was computed instead.
     """
 
@@ -74,6 +78,7 @@ class Rehearsal:
     resident: dict[str, int]
     adds: dict[str, dict[str, int]]
     checkpoint_bytes: int
+    tested_at_once: int
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,7 +99,7 @@ def constant_reward() -> Callable[[Sequence, Sequence], np.ndarray]:
 
 
 def rehearse(
-    options: RunOptions, name: str, processes: int = 1, memory: int = 80 * 2**30, blocks: int | None = None
+    options: RunOptions, name: str, processes: int = 1, memory: int = 80 * 2**30, shallow: bool = False
 ) -> Rehearsal:
     """Run the trainer's own code for one small epoch, one evaluation and one checkpoint on a fake GPU.
 
@@ -103,7 +108,7 @@ def rehearse(
         name: Its name.
         processes: GPUs that share an epoch.
         memory: Bytes of the GPU, for ``sample.batch_size=0``.
-        blocks: Transformer blocks of each kind instead of all of them (fast, for tests: times and memory are too small).
+        shallow: Few blocks in the transformer of a known model (fast, for tests: times and memory are too small).
 
     Raises:
         Exception: Whatever the code raises on a GPU: devices or data types that do not match, wrong shapes.
@@ -117,7 +122,7 @@ def rehearse(
             Path(options.pretrained.model).expanduser(),
         )
         if architecture is not None:
-            architecture = architecture if blocks is None else architecture.with_blocks(blocks, blocks)
+            architecture = architecture.with_blocks(2, 1) if shallow else architecture
             model = models.write(architecture, folder / "model")
         with FakeGPU(memory) as gpu, _seam(gpu, options, model, architecture, folder) as written:
             small = _small(options, model, folder, notes)
@@ -125,9 +130,13 @@ def rehearse(
             if options.sample.batch_size:
                 return _run(gpu, run, options, name, processes, notes, written)
             full = dataclasses.replace(options, resume_from=None)
-            size = choose_batch_size(full, run.state.policy, run.train_items, run.accelerator, run.folder)
+            run.state.ema = None  # is made after the choice
+            gpu.memory -= sum(reward_bytes(options).values()) + RESERVE
+            among = SimpleNamespace(num_processes=processes, device=DEVICE, gather=lambda found: found)
+            parameters = list(run.state.parameters.values())
+            size = choose_batch_size(full, run.state.policy, run.train_items, among, run.folder, parameters)
     chosen = dataclasses.replace(options, sample=dataclasses.replace(options.sample, batch_size=size))
-    found = rehearse(chosen, name, processes, memory, blocks)
+    found = rehearse(chosen, name, processes, memory, shallow)
     found.notes.append(f"sample.batch_size=0: {size} images fit")
     return found
 
@@ -144,7 +153,7 @@ def _run(
     if other > 0:
         resident["other"] = other
     held = meter.now
-    records: list[int] = []
+    records: list[Records] = []
     saved: list[int] = []
     gradients = sum(4 * p.numel() for p in run.state.parameters.values())
 
@@ -154,7 +163,7 @@ def _run(
     original_update = trainer._update
 
     def update(rollouts, *args):
-        records.append(_record_bytes(rollouts))
+        records.append(Records.of(rollouts))
         with gpu.recording():
             return original_update(rollouts, *args)
 
@@ -220,14 +229,41 @@ def reward_bytes(options: RunOptions) -> dict[str, int]:
         elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
         if name in REWARD_PARAMETERS and not elsewhere:
             model, parameters = REWARD_PARAMETERS[name]
-            found[model] = (2 if kwargs.get("dtype") in ("bf16", "bfloat16") else 4) * parameters
+            found[model] = (2 if kwargs.get("dtype") in ("float16", "bfloat16") else 4) * parameters
     return found
 
 
-def _record_bytes(rollouts: Any) -> int:
-    tensors = [t for part in rollouts.parts for t in _tensors_of(part)] + _tensors_of(rollouts.conditioning)
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
-    return sum(storages.values())
+@dataclass(frozen=True)
+class Records:
+    """Bytes that stay on the device from sampling to the update.
+
+    Attributes:
+        texts: Conditioning of all prompts.
+        steps: Latents of the noise steps.
+        rest: Of each image.
+    """
+
+    texts: int
+    steps: int
+    rest: int
+
+    @classmethod
+    def of(cls, rollouts: Any) -> Records:
+        """What the sampled images hold."""
+        texts = _tensors_of(rollouts.conditioning)
+        steps = [t for part in rollouts.parts for step in part.noise_steps for t in _tensors_of(step)]
+        rest = [t for part in rollouts.parts for t in _tensors_of(part)]
+        sizes, seen = [], set()
+        for tensors in (texts, steps, rest):
+            new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
+            sizes.append(sum(size for key, size in new.items() if key not in seen))
+            seen |= new.keys()
+        return cls(*sizes)
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return self.texts + self.steps + self.rest
 
 
 def _tensors_of(batched: Any) -> list[torch.Tensor]:
@@ -248,13 +284,19 @@ def _scaled(
     """From the small epoch to a real one."""
     objective = get_objective(options.train.loss_type)
     plan = make_plan(options, processes, objective.gradient_steps)
-    sample, train, test, _small = options.sample, options.train, options.test, run.options
+    sample, train, test = options.sample, options.train, options.test
 
     def each(phase: str) -> Counts:
         found = phases.get(phase, Phase())
-        return found.counts.times(1 / max(1, found.calls))
+        return found.counts.times(1 / max(1, len(found.calls)))
 
-    images = len(run.train_items) and run.plan.samples_per_process
+    def forward(phase: str, steps: float) -> Counts:
+        """One of a rollout's ``steps`` forwards. Autocast casts weights in the first one; here, each second one is the first."""
+        calls = phases[phase].calls
+        first, others = (sum(part, Counts()).times(1 / max(1, len(part))) for part in (calls[::2], calls[1::2]))
+        return (first + others.times(max(0, steps - 1))).times(1 / steps)
+
+    images = run.plan.samples_per_process
     # forwards of one rollout batch
     noise = sample.num_noise_steps or len(set(sample.noise_steps)) if sample.noise_level else 0
     first = min(sample.noise_steps, default=sample.num_steps) if noise else sample.num_steps
@@ -263,34 +305,35 @@ def _scaled(
     tail_run = min(tail, sample.tail_steps) if sample.tail_steps else tail
     forwards = sample.num_steps - tail + tail_run
     shared = first * (1 - 1 / min(plan.sample_batch_size, sample.num_images_per_prompt)) if sample.same_latent else 0
-    trained = len(train.timesteps) if train.timesteps else max(1, noise)
+    steps = [SimpleNamespace(index=index) for index in sample.noise_steps[:noise]]
+    whole = SimpleNamespace(noise_steps=steps, sigmas=range(sample.num_steps + 1), cps=sample.cps)
+    trained = len(objective.steps(train, whole, np.random.default_rng(0)))
     micro = -(-plan.samples_per_process // train.batch_size) * trained * train.num_inner_epochs
-    micro_run = phases["update / backward"].calls
+    micro_run = len(phases["update / backward"].calls)
     prompts = min(plan.prompts, plan.samples_per_process)
     updates = plan.gradient_steps * train.num_inner_epochs
     update = _total(phases, "update") - phases["update / optimizer"].counts
-    count = test.num_images
-    test_batches = -(-(count or len(run.test_items)) // (processes * test.batch_size))
+    test_batches = -(-_tested_images(options, notes) // (processes * test.batch_size))
     encode = each("sample / encode")
     work = [
         Work("texts to GPU", Counts(to_device=encode.to_device), 1),
         Work("encode", dataclasses.replace(encode, to_device=0), prompts),
-        Work("denoise", each("sample / denoise"), plan.rollout_batches * (forwards - shared)),
+        Work("denoise", forward("sample / denoise", forwards - shared), plan.rollout_batches * (forwards - shared)),
         Work("decode", each("sample / decode"), plan.rollout_batches),
         Work("train", update.times(1 / micro_run), micro),
         Work("optimizer", phases["update / optimizer"].counts, updates),
     ]
     if options.health.probe_images and options.use_lora:
-        one = each("sample / denoise")
+        one = forward("sample / denoise", 1)
         probed = dataclasses.replace(one.times(1 / run.plan.sample_batch_size), kernels=one.kernels, casts=one.casts)
         work.append(Work("probe", probed, options.health.probe_images))
     sometimes = [
-        Work("evaluation", each("evaluate / denoise").times(test.num_steps) + each("evaluate / decode"), test_batches),
+        Work("evaluation", forward("evaluate / denoise", test.num_steps).times(test.num_steps) + each("evaluate / decode"), test_batches),
         Work("checkpoint", _total(phases, "checkpoint"), 1),
     ]
     # memory
-    per_image = records / images
-    all_records = round(per_image * plan.samples_per_process)
+    per_image = (records.rest + records.steps * max(1, noise)) / images
+    all_records = round(records.texts * prompts + per_image * plan.samples_per_process)
     adds: dict[str, dict[str, int]] = {}
 
     def peak(phase: str) -> int:
@@ -306,10 +349,9 @@ def _scaled(
         adds["sample"]["decoding meanwhile"] = decoded
     else:
         adds["decode"] = {"records": all_records, "decoding": decoded}
-    kept = max(saved) - held - records
-    top = peak("update") - records
-    adds["train"] = {"records": all_records, "gradients": gradients, "saved activations": kept - 0, "backward": 0}
-    adds["train"]["saved activations"] = max(0, kept - gradients)
+    kept = max(saved) - held - records.total
+    top = peak("update") - records.total
+    adds["train"] = {"records": all_records, "gradients": gradients, "saved activations": max(0, kept - gradients)}
     adds["train"]["backward"] = max(0, top - gradients - adds["train"]["saved activations"])
     adds["update"] = {"records": all_records, "gradients": gradients}
     if processes > 1:
@@ -325,7 +367,18 @@ def _scaled(
             f"train.sharding=fsdp2 is computed, not run: the transformer's weights divided by {processes} processes"
         )
         resident["transformer"] //= processes
-    return Rehearsal(name, plan, work, sometimes, resident, adds, sum(written), notes)
+    return Rehearsal(name, plan, work, sometimes, resident, adds, sum(written), test.batch_size, notes)
+
+
+def _tested_images(options: RunOptions, notes: list[str]) -> int:
+    """Images of one evaluation: the data set is read for ``test.num_images=None``."""
+    if options.test.num_images:
+        return options.test.num_images
+    try:
+        return len(load_prompts(options.dataset, "test", options.prompt_fn))
+    except DataError:
+        notes.append(f"config.dataset={options.dataset} is not here: an evaluation is counted as one batch a process")
+        return options.test.batch_size
 
 
 def _total(phases: dict[str, Phase], phase: str) -> Counts:
@@ -345,6 +398,8 @@ def _small(options: RunOptions, model: Path, folder: Path, notes: list[str]) -> 
     batch = sample.batch_size or 1
     images = batch * -(-2 * train.batch_size // batch)  # two micro-batches
     noisy = bool(sample.noise_steps and sample.noise_level)
+    policy = policy_class(model)
+    edits = policy.needs_image or (policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing"))
     if speed.compile:
         notes.append("speed.compile is not run: kernels and bytes are those of uncompiled blocks")
     if sample.tail_cache or sample.tail_weights:
@@ -353,16 +408,17 @@ def _small(options: RunOptions, model: Path, folder: Path, notes: list[str]) -> 
         options,
         run_name="run", save_dir=str(folder / "runs"), resume_from=None, num_epochs=1, max_train_minutes=None,
         save_freq=0, eval_freq=0, logging_platform="none", num_threads=1,
-        dataset=str(folder / "prompts"), prompt_fn="geneval_image" if policy_class(model).edits_images else "geneval",
+        dataset=str(folder / "prompts"), prompt_fn="geneval_image" if edits else "geneval",
         pretrained=dataclasses.replace(options.pretrained, model=str(model)),
         sample=dataclasses.replace(
             sample, num_steps=2, noise_steps=(1,) if noisy else (), num_noise_steps=None, batch_size=batch,
             num_images_per_prompt=images, unique_sample_num_per_epoch=1, tail_steps=None, tail_cache=0.0, tail_weights=None,
+            cps=sample.cps and train.loss_type != "flow_dppo",  # it refuses Flow-CPS's last step, here the only one
         ),
         train=dataclasses.replace(
             train, reward_fn={f"{__name__}:constant_reward": 1.0}, reward_fn_kwargs={}, aggregate_fn=None,
             aggregate_fn_kwargs={}, gradient_step_per_epoch=1, num_inner_epochs=1, watch_test_rewards=False, lora_path=None,
-            timesteps=(1,) if train.timesteps else None, sharding=None, stop_on_collapse=False,
+            timesteps=(1,), num_sigmas=None, sharding=None, stop_on_collapse=False,
         ),
         test=dataclasses.replace(
             test, at_start=False, num_images=test.batch_size, num_steps=2, reward_fn={}, reward_fn_kwargs={}

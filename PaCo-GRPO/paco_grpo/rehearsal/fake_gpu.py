@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 from unittest import mock
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 DEVICE = torch.device("cuda", 0)
 BLOCK = 512  # bytes; CUDA's caching allocator rounds up to it
 aten = torch.ops.aten
-_LARGEST_KNOWN = 1 << 22  # elements: Qwen2.5-VL's mask of image tokens has a thousand by its width
+_LARGEST_KNOWN = 1 << 25  # elements: Qwen2.5-VL's mask of image tokens has thousands by its width
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 # Operations that only describe memory, or are no kernel of their own.
@@ -75,12 +76,15 @@ class Counts:
 
 @dataclass
 class Phase:
-    """One kind of work: its counts, how often it ran, and the most bytes alive on the device while it ran."""
+    """One kind of work, without the kinds within it: the counts of each call, and the most bytes alive while it ran."""
 
-    counts: Counts = field(default_factory=Counts)
-    calls: int = 0
+    calls: list[Counts] = field(default_factory=list)
     peak: int = 0
-    before: int = 0  # alive when the phase with the peak began
+
+    @property
+    def counts(self) -> Counts:
+        """Of all calls."""
+        return sum(self.calls, Counts())
 
 
 class Meter:
@@ -89,10 +93,10 @@ class Meter:
     def __init__(self) -> None:
         self.now = self.peak = 0
         self.phases: dict[str, Phase] = {}
-        self._stack = [self.phases.setdefault("build", Phase())]
+        self._counts = [Counts()]  # of the phases that run
+        self._stack = [self.phases.setdefault("build", Phase(list(self._counts)))]
         self._names = ["build"]
         self._known: dict[int, weakref.finalize] = {}
-        self.paused = False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -100,14 +104,15 @@ class Meter:
         outer = self._names[-1]
         full = name if outer == "build" else f"{outer} / {name}"
         found = self.phases.setdefault(full, Phase())
-        found.calls += 1
+        found.calls.append(Counts())
+        self._counts.append(found.calls[-1])
         self._stack.append(found)
         self._names.append(full)
-        before = self.now
-        self._note_peak(before)
+        self._note_peak(self.now)
         try:
             yield found
         finally:
+            self._counts.pop()
             self._stack.pop()
             self._names.pop()
 
@@ -120,35 +125,17 @@ class Meter:
 
         return run
 
-    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add one operation on the device."""
-        counts = self._stack[-1].counts
-        packet = func._overloadpacket
-        if packet in _NO_KERNEL or func.is_view or func.namespace == "prim":
-            return
-        tensors, made = _tensors((*args, *kwargs.values())), _tensors((result,))
-        on_device = [t for t in (*tensors, *made) if t.device.type == "cuda"]
-        if not on_device:
-            return
-        if func is aten._to_copy.default and made[0].device.type != tensors[0].device.type:
-            counts.to_device += made[0].nbytes if made[0].device.type == "cuda" else 0
-            return
-        counts.kernels += 1
-        if packet in flop_registry:
-            counts.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-            return
-        moved = sum(map(_touched, on_device))
-        if not made:  # in place, on lists: written as well
-            moved += sum(map(_touched, tensors))
-        counts.bytes += moved
-        if func is aten._to_copy.default and made[0].dtype != tensors[0].dtype:
-            counts.casts += 1
-            counts.cast_bytes += moved
+    def add(self, one: Counts | None) -> None:
+        """Add what ``counted`` gave for an operation."""
+        if one is not None:
+            values, counts = vars(one), vars(self._counts[-1])
+            for name in values:
+                counts[name] += values[name]
 
     def follow(self, result: Any) -> None:
         """Count the storages of ``result`` on the device until they die."""
         for tensor in _tensors((result,)):
-            if tensor.device.type == "cuda":
+            if _device(tensor) == DEVICE:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     size = -(-storage.nbytes() // BLOCK) * BLOCK
@@ -164,6 +151,32 @@ class Meter:
     def _remove(self, key: int, size: int) -> None:
         if self._known.pop(key, None) is not None:
             self.now -= size
+
+
+def counted(func: Any, args: Any, kwargs: Any, result: Any) -> Counts | None:
+    """What one operation does on the device."""
+    packet = func._overloadpacket
+    if packet in _NO_KERNEL or func.is_view or func.namespace == "prim":
+        return None
+    tensors, made = _tensors((*args, *kwargs.values())), _tensors((result,))
+    on_device = [t for t in (*tensors, *made) if _device(t) == DEVICE]
+    if not on_device:
+        return None
+    if func is aten._to_copy.default and _device(made[0]) != _device(tensors[0]):
+        return Counts(to_device=made[0].nbytes) if _device(made[0]) == DEVICE else None
+    if packet in flop_registry:
+        return Counts(kernels=1, flops=flop_registry[packet](*args, **kwargs, out_val=result))
+    moved = sum(map(_touched, on_device))
+    if not made:  # in place, on lists: written as well
+        moved += sum(map(_touched, tensors))
+    if func is aten._to_copy.default and made[0].dtype != tensors[0].dtype:
+        return Counts(kernels=1, bytes=moved, casts=1, cast_bytes=moved)
+    return Counts(kernels=1, bytes=moved)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    """Without asking PyTorch, which would be another operation."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -192,11 +205,23 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self.gpu = gpu
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which costs a wrapper around each operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """See TorchDispatchMode."""
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if func is _PRIM_DEVICE:
+            return _device(args[0])
         kwargs = kwargs or {}
+        key = _key(func, args, kwargs)
+        if key is not None and (seen := _SEEN.get(key)) is not None:
+            counts, recipe = seen
+            self.gpu.meter.add(counts)
+            result = _repeated(recipe, _tensors((*args, *kwargs.values())), self.gpu.mode)
+            if recipe is not None:
+                self.gpu.meter.follow(result)
+            return result
         tensors = _tensors((*args, *kwargs.values()))
         device = kwargs.get("device")
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -215,12 +240,97 @@ class _Dispatch(TorchDispatchMode):
             result = tree_map_only(torch.Tensor, lambda t: torch.empty_like(self.gpu.faked(t), device=on), values)
         else:
             result = func(*args, **kwargs)
-        self.gpu.meter.count(func, args, kwargs, result)
+        counts = counted(func, args, kwargs, result)
+        self.gpu.meter.add(counts)
         self.gpu.meter.follow(result)
+        if key is not None and (recipe := _recipe(result, tensors)) is not _NO_RECIPE:
+            _SEEN[key] = counts, recipe
         if known:
             for made, value in zip(_tensors((result,)), _tensors((values,)), strict=True):
                 made.known = value
         return result
+
+
+# --- operations of a kind that was seen before, such as those of the second block: five times as fast as PyTorch's own cache
+
+
+_SEEN: dict[tuple, tuple[Counts | None, Any]] = {}  # of _key; what it does, and its _recipe
+_NO_RECIPE = object()
+_PRIM_DEVICE = torch.ops.prim.device.default
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> tuple | None:
+    """All that the result of ``func`` depends on; None unless every tensor is on the device and without known values."""
+    if torch.Tag.inplace_view in func.tags:
+        return None
+    found: list[Any] = [func]
+    on_device = _describe(args, found)
+    for name, value in kwargs.items():
+        found.append(name)
+        inner = _describe((value,), found)
+        on_device = None if on_device is None or inner is None else on_device or inner
+    return tuple(found) if on_device else None
+
+
+def _describe(values: Any, found: list[Any]) -> bool | None:
+    """Append what ``values`` are; whether a tensor is among them, None for one that has to run."""
+    any_tensor: bool | None = False
+    for value in values:
+        if isinstance(value, FakeTensor):
+            if value.fake_device != DEVICE or value.dtype.is_complex or getattr(value, "known", None) is not None:
+                return None
+            found.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
+            any_tensor = True
+        elif isinstance(value, _PLAIN):
+            found.append((type(value), value))
+        elif isinstance(value, (list, tuple)):
+            found.append((type(value), len(value)))
+            inner = _describe(value, found)
+            if inner is None:
+                return None
+            any_tensor = any_tensor or inner
+        elif isinstance(value, torch.device) and value.type == "cuda":
+            found.append(value.type)
+        else:
+            return None
+    return any_tensor
+
+
+def _recipe(result: Any, tensors: list[torch.Tensor]) -> Any:
+    """How ``_repeated`` makes this result from other tensors of the same kinds; _NO_RECIPE if it cannot."""
+    if result is None:
+        return None
+    if isinstance(result, (list, tuple)):
+        parts = [_recipe(part, tensors) for part in result]
+        return _NO_RECIPE if _NO_RECIPE in parts else (type(result), parts)
+    if not isinstance(result, FakeTensor) or result.fake_device != DEVICE or result.dtype.is_complex:
+        return _NO_RECIPE
+    for i, tensor in enumerate(tensors):
+        if tensor is result:
+            return i
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    mine = result.untyped_storage()._cdata
+    source = storages.index(mine) if mine in storages else None
+    return [source, result.shape, result.stride(), result.dtype, result.storage_offset()]
+
+
+def _repeated(recipe: Any, tensors: list[torch.Tensor], mode: FakeTensorMode) -> Any:
+    if recipe is None:
+        return None
+    if isinstance(recipe, int):
+        return tensors[recipe]
+    if isinstance(recipe, tuple):
+        return recipe[0](_repeated(part, tensors, mode) for part in recipe[1])
+    source, shape, stride, dtype, offset = recipe
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if source is not None:
+            made.set_(tensors[source].untyped_storage(), offset, shape, stride)
+    return FakeTensor(mode, made, DEVICE)
+
+
+# --- values that are known --------------------------------------------------------------------------------------------
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -312,7 +422,7 @@ class FakeGPU:
             "torch.cuda.reset_peak_memory_stats": lambda *args: setattr(meter, "peak", meter.now),
             "torch.cuda.max_memory_allocated": lambda *args: meter.peak,
             "torch.cuda.memory_allocated": lambda *args: meter.now,
-            "torch.cuda.memory_reserved": lambda *args: 0,
+            "torch.cuda.memory_reserved": lambda *args: meter.now,
             "torch.cuda.mem_get_info": lambda *args: (self.memory - meter.now, self.memory),
             "torch.cuda.Stream": lambda *args, **kwargs: mock.MagicMock(),
             "torch.cuda.stream": lambda *args: contextlib.nullcontext(),
@@ -321,6 +431,7 @@ class FakeGPU:
             "torch.Tensor.pin_memory": lambda tensor, *args: tensor,
             "torch.Tensor.record_stream": nothing,
             "torch.Tensor.backward": lambda tensor, *args, **kwargs: self.backward(tensor),
+            "torch.autograd.backward": self.backward,
             "torch.utils.swap_tensors": _set_data,  # behind nn.Module.to
             "torch.nn.functional.scaled_dot_product_attention": attention,
         }
@@ -352,10 +463,16 @@ class FakeGPU:
             return True
         return 1e-6 if tensor.is_floating_point() else 1
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """As ``loss.backward()``: the same nodes in the same order, saved tensors freed as they are used."""
-        with torch.no_grad(), GraphExecGroup():
-            _walk(loss)
+    def backward(self, tensors: torch.Tensor | Sequence[torch.Tensor], gradients: Any = None, **_: Any) -> None:
+        """As ``torch.autograd.backward``: the same nodes in the same order, saved tensors freed as they are used.
+
+        Reentrant gradient checkpointing calls it within itself.
+        """
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        gradients = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
+        nested = torch._C._get_graph_exec_group() is not None
+        with torch.no_grad(), contextlib.nullcontext() if nested else GraphExecGroup():
+            _walk(tensors, [torch.ones_like(t) if g is None else g for t, g in zip(tensors, gradients, strict=True)])
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -379,10 +496,12 @@ class _Saved:
         return self.tensor
 
 
-def _walk(loss: torch.Tensor) -> None:
-    root = loss.grad_fn
+def _walk(tensors: list[torch.Tensor], rows_given: list[torch.Tensor]) -> None:
+    gradients: dict[Any, dict[int, torch.Tensor]] = {}
+    for tensor, gradient in zip(tensors, rows_given, strict=True):
+        gradients.setdefault(tensor.grad_fn, {})[tensor.output_nr] = gradient
     waiting: Counter = Counter()
-    nodes, seen = [root], {root}
+    nodes, seen = list(gradients), set(gradients)
     while nodes:
         for node, _ in nodes.pop().next_functions:
             if node is not None:
@@ -391,8 +510,8 @@ def _walk(loss: torch.Tensor) -> None:
                     seen.add(node)
                     nodes.append(node)
     del nodes, seen
-    gradients: dict[Any, dict[int, torch.Tensor]] = {root: {0: torch.ones_like(loss)}}
-    ready = [(-root._sequence_nr(), 0, root)]
+    ready = [(-root._sequence_nr(), -i, root) for i, root in enumerate(gradients) if not waiting[root]]
+    heapq.heapify(ready)
     number = 0
     while ready:
         _, _, node = heapq.heappop(ready)
@@ -411,9 +530,11 @@ def _walk(loss: torch.Tensor) -> None:
         for saved in _TAKEN:
             saved.tensor = None
         _TAKEN.clear()
-        for (target, slot), gradient in zip(node.next_functions, made, strict=False):
-            if target is None:
-                continue
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        # a function of Python returns something for each argument, also for those that are no tensors
+        needed = getattr(node, "needs_input_grad", None) or [edge[0] is not None for edge in node.next_functions]
+        made = [gradient for gradient, wanted in zip(made, needed, strict=False) if wanted]
+        for (target, slot), gradient in itertools.zip_longest(edges, made):
             if gradient is not None:
                 slots = gradients.setdefault(target, {})
                 slots[slot] = slots[slot] + gradient if slot in slots else gradient

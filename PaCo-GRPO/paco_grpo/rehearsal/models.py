@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,64 +16,28 @@ from unittest import mock
 
 import diffusers
 import torch
+import transformers
 from accelerate import PartialState
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLQwenImage,
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    FluxKontextPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    QwenImageEditPipeline,
-    QwenImageTransformer2DModel,
-)
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
+    PixtralImageProcessor,
+    PixtralProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
-    T5Config,
-    T5EncoderModel,
 )
 
 from paco_grpo.policies import POLICIES, Policy
-from paco_grpo.rehearsal.architectures import PRESETS, Architecture
+from paco_grpo.rehearsal.architectures import KNOWN_MODELS, PRESETS, Architecture, Module, Tokens
 
-PIPELINES = {
-    "flux": FluxPipeline, "flux_kontext": FluxKontextPipeline, "qwen_image_edit": QwenImageEditPipeline,
-}  # fmt: skip
-# Hub names of the named configurations -> preset.
-KNOWN_MODELS = {
-    "black-forest-labs/FLUX.1-dev": "flux-dev",
-    "black-forest-labs/FLUX.1-Kontext-dev": "kontext-dev",
-    "Qwen/Qwen-Image-Edit": "qwen-edit",
-}
 PROMPTS = Path(__file__).resolve().parents[2] / "dataset" / "T2IS" / "train_metadata.jsonl"
 _STD = 0.02  # of every random matrix: activations neither vanish nor overflow in bfloat16
-# Of black-forest-labs/FLUX.1-dev and Qwen/Qwen-Image-Edit.
-_FLUX_SCHEDULER = {
-    "shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-}  # fmt: skip
-_QWEN_SCHEDULER = {
-    "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256,
-    "max_image_seq_len": 8192, "shift_terminal": 0.02, "time_shift_type": "exponential",
-}  # fmt: skip
-_SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
-_QWEN_SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>", "<unk>",
-)  # fmt: skip
 
 
 class UnknownModelError(ValueError):
@@ -144,7 +108,7 @@ def write(architecture: Architecture, folder: Path) -> Path:
             part.save_config(folder / name)
         elif isinstance(part, PreTrainedModel):
             part.config.save_pretrained(folder / name)
-        elif isinstance(part, PreTrainedTokenizerBase):
+        elif isinstance(part, PreTrainedTokenizerBase | PixtralProcessor):  # FLUX.2-dev's tokenizer is a processor
             part.save_pretrained(folder / name)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": type(pipeline).__name__}))
     return folder
@@ -157,7 +121,7 @@ def random_weights(architecture: Architecture) -> Iterator[None]:
     def from_pretrained(path: Path, *, dtype: torch.dtype, **_: Any) -> DiffusionPipeline:
         return pipeline_of(architecture, dtype, PartialState().device)
 
-    with mock.patch.object(PIPELINES[architecture.family], "from_pretrained", from_pretrained):
+    with mock.patch.object(getattr(diffusers, architecture.pipeline), "from_pretrained", from_pretrained):
         yield
 
 
@@ -177,21 +141,30 @@ def pipeline_of(
     """
     device = torch.device(device)
     with device:
-        modules = _qwen_modules(architecture, dtype) if architecture.vision else _flux_modules(architecture, dtype)
+        modules = {name: _built(module, dtype) for name, module in architecture.modules.items()}
     generator = None if device.type == "meta" or not random else torch.Generator(device).manual_seed(architecture.seed)
     for module in modules.values():
         module.requires_grad_(False).eval()
         if generator is not None:
             _randomize(module, generator)
-    if architecture.vision:
-        return _qwen_pipeline(modules)
-    clip = architecture.clip
-    return PIPELINES[architecture.family](
-        scheduler=FlowMatchEulerDiscreteScheduler(**_FLUX_SCHEDULER),
-        tokenizer=_tokenizer("<s> $A </s>", clip["max_position_embeddings"], _SPECIAL),
-        tokenizer_2=_tokenizer("$A </s>", 512, _SPECIAL),
-        **modules,
-    )
+    tokenizers = {name: _tokenizer(tokens) for name, tokens in architecture.tokenizers.items()}
+    for name, tokens in architecture.tokenizers.items():
+        if tokens.processor:
+            tokenizers[name] = PROCESSORS[tokens.processor](tokenizers[name], modules)
+    scheduler = FlowMatchEulerDiscreteScheduler(**architecture.scheduler)
+    kind = getattr(diffusers, architecture.pipeline)
+    return kind(scheduler=scheduler, **modules, **tokenizers, **architecture.others)
+
+
+def _built(module: Module, dtype: torch.dtype) -> nn.Module:
+    """One network; the autoencoder is float32."""
+    kind = getattr(diffusers, module.kind, None)
+    if kind is None:
+        kind = getattr(transformers, module.kind)
+        with _default_dtype(dtype):
+            return kind(kind.config_class(**module.config))
+    with _default_dtype(torch.float32 if module.kind.startswith("Autoencoder") else dtype):
+        return kind(**module.config)
 
 
 @contextmanager
@@ -202,54 +175,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _flux_modules(architecture: Architecture, dtype: torch.dtype) -> dict[str, nn.Module]:
-    with _default_dtype(dtype):
-        modules = {
-            "transformer": FluxTransformer2DModel(**architecture.transformer),
-            "text_encoder": CLIPTextModel(
-                CLIPTextConfig(**architecture.clip, pad_token_id=0, eos_token_id=1, bos_token_id=3)
-            ),
-            "text_encoder_2": T5EncoderModel(
-                T5Config(**architecture.text, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
-            ),
-        }
-    return modules | {"vae": AutoencoderKL(**architecture.vae)}
-
-
-def _qwen_modules(architecture: Architecture, dtype: torch.dtype) -> dict[str, nn.Module]:
-    # ids of the special tokens: their places in _QWEN_SPECIAL
-    config = Qwen2_5_VLConfig(
-        text_config=architecture.text | {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
-        vision_config=architecture.vision,
-        vision_start_token_id=3,
-        vision_end_token_id=4,
-        image_token_id=6,
-        video_token_id=7,
-        tie_word_embeddings=False,
-    )
-    with _default_dtype(dtype):
-        modules = {
-            "transformer": QwenImageTransformer2DModel(**architecture.transformer),
-            "text_encoder": Qwen2_5_VLForConditionalGeneration(config),
-        }
-    return modules | {"vae": AutoencoderKLQwenImage(**architecture.vae)}
-
-
-def _qwen_pipeline(modules: dict[str, nn.Module]) -> QwenImageEditPipeline:
-    vision = modules["text_encoder"].config.vision_config
-    sizes = {
-        "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2,
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "min_pixels": 56 * 56,
-        "max_pixels": 28 * 28 * 1280,
-    }  # fmt: skip
-    scheduler = FlowMatchEulerDiscreteScheduler(**_QWEN_SCHEDULER)
-    tokenizer = _tokenizer("$A", 131072, _QWEN_SPECIAL)
-    processor = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(**sizes), tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template=""
-    )
-    return QwenImageEditPipeline(scheduler=scheduler, tokenizer=tokenizer, processor=processor, **modules)
 
 
 @torch.no_grad()
@@ -272,20 +197,37 @@ def t2is_prompts() -> tuple[str, ...]:
     return tuple(json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines())
 
 
-def _tokenizer(template: str, model_max_length: int, special: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Gives about as many tokens as the real one, which would have to be downloaded; every piece is ``<unk>``.
-
-    Args:
-        template: Special tokens around the text ``$A``.
-        model_max_length: In tokens.
-        special: Tokens with the ids 0, 1, …; the first one pads.
-    """
-    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(special)}, unk_token="<unk>"))
+def _tokenizer(tokens: Tokens) -> PreTrainedTokenizerFast:
+    """Gives about as many tokens as the real one; every piece of text is ``<unk>``."""
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>"))
     # about 1.5 pieces per word with punctuation, close to what real tokenizers need for English
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w{1,8}|[^\w\s]"), behavior="removed", invert=True)
-    around = [(token, i) for i, token in enumerate(special) if token in template]
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=around)
+    around = [(token, i) for i, token in enumerate(tokens.special) if token in tokens.template]
+    tokenizer.post_processor = processors.TemplateProcessing(single=tokens.template, special_tokens=around)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], unk_token="<unk>", model_max_length=model_max_length,
-        additional_special_tokens=list(special),
+        tokenizer_object=tokenizer, pad_token=tokens.special[0], unk_token="<unk>", model_max_length=tokens.length,
+        additional_special_tokens=list(tokens.special), chat_template=tokens.chat_template or None,
     )  # fmt: skip
+
+
+def _qwen2_vl(tokenizer: PreTrainedTokenizerFast, modules: dict[str, nn.Module]) -> Qwen2VLProcessor:
+    vision = modules["text_encoder"].config.vision_config
+    sizes = {
+        "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 1280,
+    }  # fmt: skip
+    return Qwen2VLProcessor(
+        Qwen2VLImageProcessor(**sizes), tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template=""
+    )
+
+
+def _pixtral(tokenizer: PreTrainedTokenizerFast, modules: dict[str, nn.Module]) -> PixtralProcessor:
+    return PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=tokenizer.chat_template)
+
+
+# ``Tokens.processor`` -> made from its tokenizer and the modules of the pipeline.
+PROCESSORS: dict[str, Callable[[PreTrainedTokenizerFast, dict[str, nn.Module]], Any]] = {
+    "qwen2_vl": _qwen2_vl,
+    "pixtral": _pixtral,
+}

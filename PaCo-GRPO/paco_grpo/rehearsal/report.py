@@ -78,15 +78,22 @@ def split_table(found: list[Split]) -> str:
     return "\n".join(lines)
 
 
+SUMMARY = """| configuration | GPU | images at once: sampled, trained, tested | resident, GiB | peak, GiB | left, GiB | \
+PFLOP | s an epoch | s an evaluation |
+|---|---|--:|--:|--:|--:|--:|--:|--:|"""
+
+
 def summary_row(found: Rehearsal, gpu: GPU, gpu_name: str) -> str:
-    """One line of the table in docs/speed-and-memory.md."""
+    """One line of the table that ``SUMMARY`` heads; PFLOP and seconds are those of an epoch on each GPU."""
     worst = max(found.totals, key=found.totals.__getitem__)
-    spare = left(found, gpu) / GIB
-    fits = f"{spare:.1f} left" if spare >= 0 else f"**{-spare:.1f} too much**"
-    resident = sum(found.resident.values()) / GIB
     flops = sum(work.each.flops * work.epoch for work in found.work) / 1e15
-    took = sum(epoch_seconds(found, gpu).values())
-    return f"| `{found.name}` | {resident:.1f} | {found.peak / GIB:.1f} ({worst}) | {gpu_name}: {fits} | {flops:.0f} | {took:.0f} |"
+    took, tested = sum(epoch_seconds(found, gpu).values()), found.sometimes[0]
+    cells = (
+        f"`{found.name}`", gpu_name, f"{found.plan.sample_batch_size}, {found.plan.train_batch_size}, {found.tested_at_once}",
+        f"{sum(found.resident.values()) / GIB:.1f}", f"{found.peak / GIB:.1f} ({worst})", f"{left(found, gpu) / GIB:.1f}",
+        f"{flops:.0f}", f"{took:.0f}", f"{tested.epoch * seconds(tested.each, gpu):.0f}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def _row(work: Work, gpu: GPU) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from paco_grpo.rewards.subfigures import check_panels
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.grid import pairs, parse_layout, split_image, split_prompt
 from paco_judge.questions import (
+    BETTER,
     EDITING,
     Question,
     RequestForm,
@@ -21,17 +23,17 @@ from paco_judge.questions import (
     load_question,
     record,
 )
-from paco_judge.verdict import editing_score, mean_over_dimensions, mean_score
+from paco_judge.verdict import Verdict, editing_score, mean_over_dimensions, mean_score
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from paco_grpo.types import Item
-    from paco_judge.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
 _SUB_FIGURES, _LAYOUT = ("theme", "criterion"), ("rows", "cols")  # what questions can be about
+_FOLLOWED = "editing_instruction"
 
 
 @dataclass(eq=False)
@@ -127,13 +129,17 @@ class JudgeReward(ServerReward):
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; all questions of the call are in flight together."""
         asked = [self.questions(image, item) for image, item in zip(images, items, strict=True)]
-        verdicts = self.client.score_blocking([pair for its_pairs, _ in asked for pair in its_pairs])
+        answers = iter(self.verdicts([pair for its_pairs, _ in asked for pair in its_pairs]))
+        scores = [score(list(islice(answers, len(its_pairs)))) for its_pairs, score in asked]
+        return np.array([np.nan if score is None else score for score in scores], dtype=np.float64)
+
+    def verdicts(self, asked: Sequence[Pair]) -> list[Verdict]:
+        """The answers, in order; those that failed are logged."""
+        verdicts = self.client.score_blocking(asked)
         failed = [verdict.error for verdict in verdicts if not verdict.ok]
         if failed:
             logger.warning("%d of %d questions have no score; the first: %s", len(failed), len(verdicts), failed[0])
-        answers = iter(verdicts)
-        scores = [score(list(islice(answers, len(its_pairs)))) for its_pairs, score in asked]
-        return np.array([np.nan if score is None else score for score in scores], dtype=np.float64)
+        return verdicts
 
 
 @dataclass(eq=False)
@@ -162,20 +168,169 @@ class ConsistencyScore(JudgeReward):
     def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
         """Each pair of sub-figures with the item's question or questions."""
         cells = split_image(image, *check_panels(item, "consistency_score"))
-        couples = [(cells[i], cells[j]) for i, j in pairs(len(cells))]
+        asked, of_pairs = self.about([(cells[i], cells[j]) for i, j in pairs(len(cells))], item)
+
+        def score(verdicts: list[Verdict]) -> float | None:
+            """Mean over pairs; None if one verdict is missing."""
+            p_yes = of_pairs(verdicts)
+            return None if None in p_yes else float(np.mean(p_yes))
+
+        return asked, score
+
+    def about(
+        self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item
+    ) -> tuple[list[Pair], Callable[[list[Verdict]], list[float | None]]]:
+        """The questions on pairs of sub-figures, and the function that makes P(Yes) of each pair of their verdicts: mean
+        within a dimension, then over dimensions; None if one is missing."""
         by_dimension = _texts(self.asked[0], item)
         texts = [text for dimension in by_dimension.values() for text in dimension]
 
-        def score(verdicts: list[Verdict]) -> float | None:
-            """Mean within a dimension, then over dimensions, then over pairs; None if one verdict is missing."""
+        def of_pairs(verdicts: list[Verdict]) -> list[float | None]:
             p_yes = iter([verdict.p_yes for verdict in verdicts])
-            of_pairs = [
+            return [
                 mean_over_dimensions({d: list(islice(p_yes, len(named))) for d, named in by_dimension.items()})
                 for _ in couples
             ]
-            return None if None in of_pairs else float(np.mean(of_pairs))
 
-        return [Pair(a, b, text) for a, b in couples for text in texts], score
+        return [Pair(a, b, text) for a, b in couples for text in texts], of_pairs
+
+
+class ComparesImages:
+    """What a ``JudgeReward`` puts first among its bases to compare the images of an item: an image's score is the mean
+    over its comparisons.
+
+    Attributes:
+        alone: Score of an image that is compared with none.
+    """
+
+    compares_images: ClassVar[bool] = True
+    alone: ClassVar[float] = np.nan
+
+    def compare(
+        self, images: Sequence[Image.Image], item: Item
+    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
+        """Which images (i, j) are compared, the questions, and the function that makes of their verdicts, for each
+        comparison, what it contributes to i and to j (NaN = no answer)."""
+        raise NotImplementedError
+
+    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64 of whole groups; an image's mean is over the answers received, NaN = none was."""
+        groups: dict[int, list[int]] = {}
+        for index, item in enumerate(items):
+            groups.setdefault(item.item_id, []).append(index)
+        asked: list[Pair] = []
+        parts = []
+        for members in groups.values():
+            compared, questions, contributions = self.compare([images[i] for i in members], items[members[0]])
+            parts.append((members, compared, len(questions), contributions))
+            asked += questions
+        answers = iter(self.verdicts(asked))
+        scores = np.full(len(images), self.alone)
+        for members, compared, count, contributions in parts:
+            places, values = np.array(compared), np.array(contributions(list(islice(answers, count))))
+            for place, index in enumerate(members):
+                own = values[places == place]
+                if len(own):
+                    scores[index] = np.nan if np.isnan(own).all() else np.nanmean(own)
+        return scores
+
+
+@dataclass(eq=False)
+class BetweenImages(ComparesImages, ConsistencyScore):
+    """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt.
+
+    It is low where an image shows what most images of its prompt show. A factor next to ``consistency_score``, it keeps a
+    generator from always choosing the same (docs/rewards.md). It is 1 for an image without others, and for an item whose
+    data set row has ``"open": false``: there the prompt leaves nothing to choose.
+
+    Args:
+        others: Other images that an image is compared with, by one pair of sub-figures each: k images of a prompt cost
+            k·others/2 comparisons, k·(k−1)/2 at most.
+    """
+
+    others: int = 14
+    alone: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.others < 2:
+            raise ValueError(f"others={self.others} must be at least 2")
+
+    def compare(
+        self, images: Sequence[Image.Image], item: Item
+    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
+        """One pair of sub-figures for each two images."""
+        cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
+        compared = neighbors(len(images), self.others) if item.metadata.get("open", True) else []
+        asked, of_pairs = self.about(
+            [(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, _panels(len(cells[0])))], item
+        )
+
+        def contributions(verdicts: list[Verdict]) -> list[tuple[float, float]]:
+            different = [np.nan if p_yes is None else 1 - p_yes for p_yes in of_pairs(verdicts)]
+            return list(zip(different, different))
+
+        return compared, asked, contributions
+
+
+@dataclass(eq=False)
+class WinRate(ComparesImages, JudgeReward):
+    """win_rate: mean probability that an image is better than another image of its prompt (docs/rewards.md).
+
+    Both orders are asked: the judge's preference for a place cancels. A comparison without both answers is left out; an
+    image without any comparison has no score.
+
+    Args:
+        question: About two images that are shown last, answered Yes if the first of them is better, with {prompt}: two,
+            for items without and with reference images, or one for both. Reference images are shown first.
+        opponents: Other images of its prompt that an image is compared with; None = all. k images of a prompt cost
+            k·opponents questions, k·(k−1) at most.
+    """
+
+    question: str | Sequence[str] = BETTER
+    opponents: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.opponents is not None and (self.opponents < 2 or self.opponents % 2):
+            raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
+
+    @staticmethod
+    def load(question: str | Sequence[str]) -> tuple[Question, ...]:
+        named = (question,) if isinstance(question, str) else tuple(question)
+        if len(named) not in (1, 2):
+            raise ValueError(f"win_rate takes one or two questions, not {len(named)}: {', '.join(named)}")
+        return tuple(load_question(name, ("prompt",)) for name in named)
+
+    def compare(
+        self, images: Sequence[Image.Image], item: Item
+    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
+        """Each two images in both orders."""
+        compared = neighbors(len(images), len(images) if self.opponents is None else self.opponents)
+        references = item.images
+        text = self.asked[-1 if references else 0].text(prompt=item.prompt.strip())
+
+        def pair(i: int, j: int) -> Pair:
+            first, second, *others = (*references, images[i], images[j])
+            return Pair(first, second, text, tuple(others))
+
+        def contributions(verdicts: list[Verdict]) -> list[tuple[float, float]]:
+            answers = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
+            wins = (answers[::2] + 1 - answers[1::2]) / 2
+            return list(zip(wins, 1 - wins))
+
+        return compared, [pair(*order) for i, j in compared for order in ((i, j), (j, i))], contributions
+
+
+def neighbors(count: int, others: int) -> list[tuple[int, int]]:
+    """Pairs (i, j), i < j, of ``count`` images in a ring, each with its ``others`` nearest (at most all)."""
+    reach = count if others >= count - 1 else others
+    return [(i, j) for i, j in itertools.combinations(range(count), 2) if 2 * min(j - i, count - j + i) <= reach]
+
+
+def _panels(count: int) -> Iterator[tuple[int, int]]:
+    """Endless: two different sub-figures of ``count`` each, because those of one place look alike by their place."""
+    return itertools.cycle(itertools.permutations(range(count), 2))
 
 
 def _texts(question: Question, item: Item) -> dict[str, tuple[str, ...]]:
@@ -190,6 +345,9 @@ def _texts(question: Question, item: Item) -> dict[str, tuple[str, ...]]:
 class ConsistencyForEditing(JudgeReward):
     """consistency_for_editing: sqrt(P(the rest is kept) · P(the instruction is followed)) of an edit.
 
+    With several reference images, the rest is kept with the mean P(Yes) over them, and whether the instruction is followed
+    is asked once with all of them, by the template ``editing_instruction_several`` where it is ``editing_instruction``.
+
     ``question``: two, in this order, or one, whose P(Yes) is then the score.
     """
 
@@ -200,10 +358,26 @@ class ConsistencyForEditing(JudgeReward):
         return load_editing_questions(question)
 
     def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
-        """One or two questions on the reference and the edited image."""
-        reference = reference_of(item, "consistency_for_editing")
-        texts = [question.text(instruction=item.prompt.strip()) for question in self.asked]
-        return [Pair(reference, image, text) for text in texts], lambda verdicts: editing_score(*verdicts)
+        """One or two questions on the reference and the edited image; with several references, on each or on all."""
+        references = references_of(item, "consistency_for_editing")
+        asked: list[list[Pair]] = []
+        for number, question in enumerate(self.asked):
+            with_all = len(references) > 1 and (number == 1 or question.name == _FOLLOWED)
+            if with_all and question.name == _FOLLOWED:
+                question = load_question(f"{_FOLLOWED}_several")
+            text = question.text(instruction=item.prompt.strip())
+            if with_all:
+                first, second, *others = (*references, image)
+                asked.append([Pair(first, second, text, tuple(others))])
+            else:
+                asked.append([Pair(reference, image, text) for reference in references])
+
+        def score(verdicts: list[Verdict]) -> float | None:
+            answers = iter(verdicts)
+            means = [mean_score(list(islice(answers, len(its_pairs)))) for its_pairs in asked]
+            return None if None in means else editing_score(*map(Verdict, means))
+
+        return [pair for its_pairs in asked for pair in its_pairs], score
 
 
 @dataclass(eq=False)
@@ -247,16 +421,31 @@ class GridLayout(JudgeReward):
         return [Pair(image, None, self.asked[0].text(rows=rows, cols=cols))], score
 
 
-def reference_of(item: Item, reward: str) -> Image.Image:
-    """The item's reference image.
+def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
+    """The item's reference images.
 
     Raises:
         ValueError: It has none; the message names the reward and the item.
     """
-    reference = item.image
-    if reference is None:
+    references = item.images
+    if not references:
         raise ValueError(
             f"{reward} compares with a reference image, but item {item.item_id} has none; "
             "config.prompt_fn must be an editing kind (geneval_image or arrow_editing)"
         )
-    return reference
+    return references
+
+
+def reference_of(item: Item, reward: str) -> Image.Image:
+    """The item's only reference image.
+
+    Raises:
+        ValueError: It has none or several.
+    """
+    first, *more = references_of(item, reward)
+    if more:
+        raise ValueError(
+            f"{reward} compares with one reference image, but item {item.item_id} has {1 + len(more)}: use "
+            "consistency_for_editing"
+        )
+    return first

@@ -3,7 +3,8 @@
 A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is NaN. A factory with a
 parameter ``device`` is given the process's device. The callable may have a method ``check()``, called once before
 anything expensive (does the server answer? are the weights there?), and an attribute ``record``, a dictionary for the
-run's ``questions.json``. The factory may have an attribute ``check_item``, a
+run's ``questions.json``. With an attribute ``compares_images = True`` it gets whole groups: all images of an item in one
+call, once an epoch's images are sampled (alone where an item has one image, as in most evaluations). The factory may have an attribute ``check_item``, a
 function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is called with every
 item of a prompt set before a model is loaded.
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
 
 REWARDS: dict[str, str] = {
+    "between_images": "paco_grpo.rewards.judge:BetweenImages",
     "clipscore": "paco_grpo.rewards.clip:clipscore",
     "consistency_for_editing": "paco_grpo.rewards.judge:ConsistencyForEditing",
     "consistency_score": "paco_grpo.rewards.judge:ConsistencyScore",
@@ -48,6 +50,7 @@ REWARDS: dict[str, str] = {
     "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
     "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
+    "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
 REMOTE_ARGUMENTS = ("server", "api_key", "deadline_s", "request_size")
 
@@ -173,6 +176,11 @@ class _CheckedReward:
         """The reward's own ``record``: what the run's folder should state about it; None without one."""
         record = getattr(self.function, "record", None)
         return record if isinstance(record, dict) else None
+
+    @property
+    def compares_images(self) -> bool:
+        """Whether the reward needs all images of an item in one call."""
+        return bool(getattr(self.function, "compares_images", False))
 
     def check(self) -> None:
         """Call the reward's own ``check``, if it has one."""

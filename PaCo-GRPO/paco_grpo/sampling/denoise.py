@@ -13,6 +13,7 @@ import torch
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
 from paco_grpo.policies.performance.cache import first_block_cache
+from paco_grpo.policies.performance.onednn import through_onednn
 from paco_grpo.policies.performance.quantize import int8_copies
 from paco_grpo.policies.performance.repeated import computed_once
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
@@ -81,8 +82,9 @@ def rollout(
             the steps before the first noise step are computed once per distinct index.
         initial_seeds: B seeds of the initial noise; default ``seeds``. With ``group_index``, each group uses the value
             of its first member: pass equal values within a group that is spread over batches or processes.
-        merge_lora: Merge the LoRA into the base weights for noiseless steps: faster, equal up to rounding. Noise steps
-            are never merged, so that their log-probabilities are the ones that training computes.
+        merge_lora: Merge the LoRA into the base weights for noiseless steps, in float32 on a CPU computed by oneDNN: faster,
+            equal up to rounding. Noise steps are never merged, so that their log-probabilities are the ones that training
+            computes.
         tail: How the steps after the last noise step are computed; without noise there is no tail.
 
     Raises:
@@ -105,6 +107,8 @@ def rollout(
         with ExitStack() as stack:
             if merge_lora and len(sigmas) > 1:
                 stack.enter_context(merged(policy))
+                if tail.weights is None:  # their copies take the place of layers
+                    stack.enter_context(through_onednn(policy))
             if tail.weights is not None and len(sigmas) > 1:
                 stack.enter_context(int8_copies(policy))
             if tail.cache > 0 and len(sigmas) > 2:
@@ -132,7 +136,7 @@ def rollout(
             x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
 
     return Rollout(
-        item_ids=to_device(torch.as_tensor(item_ids, dtype=torch.int64), x.device),
+        item_ids=torch.as_tensor(item_ids, dtype=torch.int64),
         seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
         clean_latents=x,
         conditioning=conditioning,

@@ -32,7 +32,7 @@ class Batch:
 
 
 def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
-    """``item`` with its sampled size in pixels, as ``Policy.encode`` and ``batch_key`` need it, and its image loaded.
+    """``item`` with its sampled size in pixels, as ``Policy.encode`` and ``batch_key`` need it, and its images loaded.
 
     Args:
         item: Its own height and width count if it has them; an edit without a size takes its image's shape.
@@ -41,7 +41,7 @@ def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
         policy: The size is rounded to what it can produce.
     """
     item = dataclasses.replace(item)  # loads a lazy image once
-    if policy.edits_images and (mode == "aspect" or item.height is None):
+    if item.num_images and (mode == "aspect" or item.height is None):
         height, width = policy.size_like(item, resolution)
     elif mode == "exact":
         height, width = policy.round_size(*item_size(item, resolution, mode))

@@ -33,8 +33,8 @@ from paco_grpo.policies.lora import add_lora, add_snapshot
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
-from paco_grpo.rewards.queue import JournaledReward, ScoreJournal
-from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
+from paco_grpo.rewards.queue import JournaledReward, ScoreJournal, journaled
+from paco_grpo.rewards.registry import Reward, RewardError, reward_weights, short_name, write_records
 from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
 from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
 from paco_grpo.training.update import Updater
@@ -136,7 +136,9 @@ def _build(
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
-    batch_size = choose_batch_size(options, policy, items["train"], accelerator, folder)
+    batch_size = choose_batch_size(
+        options, policy, items["train"], accelerator, folder, list(parameters.values())
+    )
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps, batch_size)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
@@ -247,10 +249,7 @@ def _reward_sets(
     def build(name: str, kwargs: Mapping) -> JournaledReward:
         identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
         if identity not in built:  # the same scorer for training and test is loaded once
-            (reward,) = build_rewards({name: 1.0}, {name: kwargs}, accelerator.device).values()
-            # A question file's text may change under its name.
-            asked = json.dumps(reward.record) if kwargs.get("question") else ""
-            built[identity] = JournaledReward(reward, identity + asked, journal)
+            built[identity] = journaled(name, kwargs, accelerator.device, journal)
         return built[identity]
 
     trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}

@@ -84,7 +84,7 @@ def check_run(options: RunOptions) -> Objective:
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     try:
-        objective = get_objective(train.loss_type)
+        objective = get_objective(train.loss_type).for_run(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     else:
@@ -101,6 +101,8 @@ def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[s
     steps = train.gradient_step_per_epoch or objective.gradient_steps
     if steps > images:
         yield f"train.gradient_step_per_epoch={steps} is more than the {images} images of an epoch"
+    if train.best_and_worst is not None and train.best_and_worst > sample.num_images_per_prompt:
+        yield f"train.best_and_worst={train.best_and_worst} is more than the {sample.num_images_per_prompt} images of a group"
     if train.decay_type and not objective.snapshots:
         yield f"train.decay_type={train.decay_type} has no effect: train.loss_type={train.loss_type!r} keeps no old policy"
     if not options.use_lora and objective.snapshots:
@@ -115,6 +117,8 @@ def check_model(options: RunOptions) -> None:
             f"sample.negative_prompt={sample.negative_prompt!r} is set, but the guidance of {model} is embedded, not true "
             "CFG: leave it at None"
         )
+    if not policy_class(model).has_block_cache and sample.tail_cache:
+        problems.append(f"sample.tail_cache={sample.tail_cache:g}: the transformer of {model} has no cache; set it to 0")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
@@ -160,19 +164,24 @@ def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     Raises:
         DataError: It is otherwise.
     """
-    model, edits_images = options.pretrained.model, policy_class(options.pretrained.model).edits_images
+    model, policy = options.pretrained.model, policy_class(options.pretrained.model)
     for split, items in splits.items():
-        has_images = items[0].image is not None  # a kind of prompt set has them everywhere or nowhere
+        fewest, most = (count(item.num_images for item in items) for count in (min, max))
         where = f"the {split} items of config.dataset={options.dataset} (config.prompt_fn={options.prompt_fn!r})"
-        if edits_images and not has_images:
+        if policy.needs_image and not fewest:
             raise DataError(
                 f"config.pretrained.model={model} edits images, but {where} have none: use 'geneval_image' or "
                 "'arrow_editing'"
             )
-        if has_images and not edits_images:
+        if most and not policy.edits_images:
             raise DataError(
                 f"config.pretrained.model={model} generates from text alone, but {where} have reference images: use "
                 "'geneval', or an editing model"
+            )
+        if most > 1 and not policy.several_images:
+            raise DataError(
+                f"config.pretrained.model={model} edits one image, but {where} have up to {most}: give one image in each "
+                "row, or choose a model that takes several, such as Qwen/Qwen-Image-Edit-2511"
             )
 
 
@@ -221,7 +230,9 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
             "longest prompt of the data set"
         )
     prompts = sorted({item.prompt for item in items})
-    tokens = _tokenizer(model, policy.tokenizer_folder)(prompts, verbose=False).input_ids if prompts else []
+    tokenizer = _tokenizer(model, policy.tokenizer_folder)
+    texts = [policy.in_template(tokenizer, prompt) for prompt in prompts]
+    tokens = tokenizer(texts, verbose=False).input_ids if texts else []
     longest = max(map(len, tokens), default=1)
     if length == 0:
         length = min(policy.text_limit, -(-longest // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)

@@ -132,7 +132,7 @@ def sample_epoch(
         merge_lora=merges_lora(options, policy.device),
         tail=Tail(sample.tail_steps, sample.tail_order, sample.tail_cache, sample.tail_weights),
     ):
-        batch_rows = torch.from_numpy(rows[batch.numbers]).to(rollout.item_ids.device)
+        batch_rows = torch.from_numpy(rows[batch.numbers]).to(rollout.clean_latents.device)
         result.parts.append(dataclasses.replace(rollout, conditioning=ItemRows(batch_rows)))
         result.keys.append(keys[rows[batch.numbers[0]]])
         result.samples.append(np.array(batch.numbers))

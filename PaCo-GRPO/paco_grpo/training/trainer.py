@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paco_grpo.advantages import compute_advantages
+from paco_grpo.advantages import best_and_worst, compute_advantages
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
@@ -121,7 +121,9 @@ class Trainer:
             rank=self.options.train.rank_grpo,
         )
         scored = time.perf_counter()
-        losses = self._update(rollouts, samples.item_ids, result.advantages, result.kept)
+        count, seed = self.options.train.best_and_worst, self.options.seed
+        kept = best_and_worst(result, samples.item_ids, count, seed, self.progress.epoch)
+        losses = self._update(rollouts, samples.item_ids, result.advantages, kept)
         updated = time.perf_counter()
         observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1
@@ -143,7 +145,7 @@ class Trainer:
 
     def _sample(self, samples: EpochSamples, queue: ScoringQueue, observer: SampleObserver) -> Rollouts | None:
         """None: sampling ended early because a reward has failed; waiting for the rewards then reports it."""
-        snapshot = self.run.objective.sampling_snapshot
+        snapshot = self.run.objective.sampling_snapshot(self.state.step)
         try:
             with lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
                 return sample_epoch(
@@ -201,9 +203,7 @@ class Trainer:
         self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray
     ) -> dict[str, float]:
         try:
-            losses = self.run.updater.run(
-                rollouts, item_ids, advantages, kept, self.progress.epoch, self._signaled
-            )
+            return self.run.updater.run(rollouts, item_ids, advantages, kept, self.progress.epoch, self._signaled)
         except Stopped:  # no weight has changed
             self._stop_if_asked()
             raise
@@ -215,9 +215,6 @@ class Trainer:
                 f"{error}: the optimizer's moments or config.train.learning_rate are the cause. Nothing of epoch "
                 f"{self.progress.epoch + 1} is saved. {self._how_to_resume()}"
             ) from error
-        for snapshot in self.run.objective.snapshots:
-            lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
-        return losses
 
     def _report_epoch(self, metrics: dict[str, float]) -> None:
         """Write and log the epoch's numbers, and look for signs of collapse."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,15 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint.state import TrainState
 from paco_grpo.distributed.processes import any_process, rounds, until_stopped
-from paco_grpo.objectives import Objective, Step
+from paco_grpo.objectives import Objective, Snapshot, Step
 from paco_grpo.options import RunOptions
+from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.types import Rollout, to_device
 
 logger = logging.getLogger(__name__)
 
-_ORDER, _STEPS = 15, 16  # first words of random streams
+_ORDER, _STEPS, _SHARED = 15, 16, 17  # first words of random streams
+_MAX = "_max"  # metrics of which the largest is reported, not the mean
 
 
 class NonFiniteError(RuntimeError):
@@ -36,7 +38,7 @@ class NonFiniteWeights(RuntimeError):
 
 
 class Meter:
-    """Sums of metrics on the device, read once per optimizer step."""
+    """Sums of metrics (maxima of ``*_max``) on the device, read once per optimizer step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -44,12 +46,16 @@ class Meter:
         self.batches: list[np.ndarray] = []  # global positions behind each loss
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], batch: np.ndarray, total: int) -> None:
-        """Add the loss of one backward; per-sample ``metrics`` (B,) are summed and divided by ``total``."""
+        """Add the loss of one backward; per-sample ``metrics`` (B,) are summed and divided by ``total``, or maximized."""
         self.losses.append(loss.detach())
         self.batches.append(batch)
-        values = {name: value.detach().mean().double() * len(batch) / total for name, value in metrics.items()}
-        for name, value in {"loss": loss.detach().double(), **values}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.sums["loss"] = self.sums.get("loss", 0.0) + loss.detach().double()
+        for name, values in metrics.items():
+            if name.endswith(_MAX):
+                largest = values.detach().max().double()
+                self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + values.detach().mean().double() * len(batch) / total
 
     def finite(self, device: torch.device) -> torch.Tensor:
         """Whether all losses so far are finite (0-dim bool)."""
@@ -132,10 +138,18 @@ class Updater:
                 meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, ask)
                 collected.append(self._optimizer_step(meter, epoch))
         self._check_weights()
-        totals: Counter[str] = Counter()
+        for snapshot in self.objective.snapshots:
+            if not snapshot.every_step:
+                self._follow(snapshot)
+        totals: dict[str, list[float]] = defaultdict(list)
         for sums in gather_object(collected):
-            totals.update(sums)
-        return {name: value / len(collected) for name, value in totals.items()}
+            for name, value in sums.items():
+                totals[name].append(value)
+        return {n: max(each) if n.endswith(_MAX) else sum(each) / len(collected) for n, each in totals.items()}
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        decay = snapshot.decay(self.state.step, self.options.train)
+        lora.blend_snapshot(self.state.policy, snapshot.name, decay)
 
     def _check_weights(self) -> None:
         """A finite gradient can still give weights that are not, from the optimizer's moments."""
@@ -165,9 +179,12 @@ class Updater:
         rollout = rollouts.rollout(numbers)
         train = self.options.train
         values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32)
-        clipped = to_device(values, rollout.item_ids.device).clamp(-train.adv_clip_max, train.adv_clip_max)
+        clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
         rng = np.random.default_rng([_STEPS, self.options.seed, epoch])
-        return [Step(rollout, index, clipped) for index in self.objective.steps(train, rollout, rng)]
+        shared = int(np.random.default_rng([_SHARED, self.options.seed, epoch]).integers(2**63))
+        return [
+            Step(rollout, index, clipped, epoch_seed=shared) for index in self.objective.steps(train, rollout, rng)
+        ]
 
     def _backward(
         self,
@@ -249,6 +266,9 @@ class Updater:
         state.step += 1
         if state.ema:
             state.ema.update(state.step)
+        for snapshot in self.objective.snapshots:
+            if snapshot.every_step:
+                self._follow(snapshot)
         return sums | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     # --- old log-probabilities in low precision -------------------------------------------------------------------------
@@ -267,20 +287,17 @@ class Updater:
         rollouts.parts = [Rollout.cat(parts) for parts in done]
 
     def _deviates(self, rollouts: Rollouts) -> bool:
-        """Whether the ratio of the first micro-batch, which should be 1, is off by a quarter of the clip range."""
+        """Whether the first micro-batch recomputes to what was recorded, within the objective's limit."""
         policy, options = self.state.policy, self.options
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
         numbers = rollouts.batches(rollouts.samples[0].tolist(), options.train.batch_size)[0]
-        rollout = rollouts.rollout(numbers)
-        again = recompute_old(policy, rollout, options.speed.compile)
-        log_ratios = [
-            new.log_prob - old.log_prob for new, old in zip(again.noise_steps, rollout.noise_steps, strict=True)
-        ]
-        deviation = (torch.stack(log_ratios, dim=1).exp() - 1).abs().mean().item()
-        limit = options.train.clip_range / 4
-        off = any_process(self.state.strategy.accelerator, deviation > limit or not math.isfinite(deviation))
-        logger.info("first ratio deviates from 1 by %.1e (a quarter of clip_range is %.1e)", deviation, limit)
+        steps = self._steps(rollouts, numbers, np.zeros(rollouts.positions.max() + 1), epoch=0)
+        with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
+            each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
+        deviation = torch.stack(each, dim=1).mean().item()
+        off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
+        logger.info("what training recomputes of the first samples is off by %.1e of the limit", deviation)
         if off:
             logger.warning(
                 "mixed_precision=%s, speed.compile=%s: old log-probabilities are recomputed before each update (one more "

@@ -15,10 +15,11 @@ from paco_grpo.advantages.aggregation import (
     get_aggregate_fn,
     harmonic_mean_aggregate_fn,
     log_tame_aggregate_fn,
+    product_aggregate_fn,
     resolve,
     weighted_advantage_sum_aggregate_fn,
 )
-from paco_grpo.advantages.groups import compute_advantages
+from paco_grpo.advantages.groups import best_and_worst, compute_advantages
 
 WEIGHTS = {"a": 0.2, "b": 1.5}
 
@@ -145,6 +146,20 @@ def test_means():
     for function in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn):
         with pytest.raises(ValueError, match="'b'"):
             function(**rewards)
+
+
+def test_product():
+    rewards = grouped()
+    rewards["a"]["p"][0] = 0.0
+    function = get_aggregate_fn("product_aggregate_fn", {"a": 1.0, "b": 4.0})
+    for key, values in function(**rewards).items():
+        np.testing.assert_allclose(values, rewards["a"][key] * rewards["b"][key] ** 4)
+    np.testing.assert_array_equal(product_aggregate_fn({"a": 0, "b": 1})(**rewards)["p"], rewards["b"]["p"])
+    with pytest.raises(ValueError, match="exponents.*-1"):
+        product_aggregate_fn({"a": 1, "b": -1})(**rewards)
+    rewards["b"]["q"][1] = -0.1
+    with pytest.raises(ValueError, match="'b'"):
+        function(**rewards)
 
 
 @pytest.mark.parametrize("threshold,tamed", [("mean", {"a"}), ("median", {"a"}), (10.0, set()), (0.0, {"a", "b"})])
@@ -288,3 +303,51 @@ def test_descriptions_of_nothing_are_errors(description, named):
 def test_bad_input(rewards, named):
     with pytest.raises(ValueError, match=named):
         compute_advantages(rewards, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
+
+
+def test_gdpo_normalizes_over_the_batch():
+    """Two rewards and one group: s = (−2, 0, 0, 2), A = (−√2, 0, 0, √2)."""
+    rewards = {"a": [0.0, 0, 1, 1], "b": [0.0, 1, 0, 1]}
+    for batch_std, expected in ((False, [-2, 0, 0, 2]), (True, [-np.sqrt(2), 0, 0, np.sqrt(2)])):
+        function = get_aggregate_fn(
+            "weighted_advantage_sum_aggregate_fn", {"a": 1.0, "b": 1.0}, arguments={"batch_std": batch_std}
+        )
+        result = compute_advantages(rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function)
+        np.testing.assert_allclose(result.advantages, expected, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(epochs())
+def test_gdpo_over_random_groups(epoch):
+    """The sums have mean 0 already, with left-out samples too, so dividing leaves their std at 1 (or 0)."""
+    rewards, items, prompts = epoch
+    function = weighted_advantage_sum_aggregate_fn(WEIGHTS, batch_std=True)
+    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, aggregate_fn=function)
+    if result.kept.any():
+        values = result.advantages[result.kept]
+        assert abs(values.mean()) < 1e-9 and min(abs(values.std() - 1), values.std()) < 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(epochs(), st.integers(2, 6), st.integers(0, 5))
+def test_best_and_worst(epoch, count, seed):
+    rewards, items, prompts = epoch
+    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS)
+    chosen = best_and_worst(result, items, count, seed, epoch=3)
+    assert not (chosen & ~result.kept).any() and best_and_worst(result, items, None, seed, 3) is result.kept
+    np.testing.assert_array_equal(chosen, best_and_worst(result, items, count, seed, epoch=3))
+    for item in set(items):
+        group = (items == item) & result.kept
+        values, of_them = np.sort(result.advantages[group]), np.sort(result.advantages[group & chosen])
+        if len(values) == 0 or values[0] == values[-1]:
+            assert not of_them.any() and not (group & chosen).any()
+            continue
+        number = min(count, len(values))
+        expected = [*values[: number // 2], *values[len(values) - (number - number // 2) :]]
+        np.testing.assert_array_equal(of_them, expected)
+
+
+def test_ties_are_broken_at_random_but_alike():
+    result = compute_advantages({"a": [0.0] * 6 + [1.0] * 6}, [0] * 12, ["x"] * 12, reward_weights={"a": 1})
+    chosen = {tuple(np.flatnonzero(best_and_worst(result, np.zeros(12, int), 2, seed, 0))) for seed in range(20)}
+    assert len(chosen) > 5 and all(low < 6 <= high for low, high in chosen)

@@ -51,7 +51,11 @@ def test_seconds_rates_and_counts(report):
     seconds = {name: found["median"] for name, found in result["seconds"].items()}
     assert len(result["epochs"]) == 2 == result["seconds"]["epoch"]["n"]
     assert seconds["epoch"] > seconds["sampling"] > seconds["denoising"] > 0
-    assert seconds["encode"] > 0 and seconds["decode"] > 0 and seconds["training"] > seconds["optimizer"] > 0
+    assert seconds["encode"] > 0 and seconds["decode"] > 0 and seconds["optimizer"] > 0
+    assert seconds["training"] > seconds["forward"] + seconds["gradient"] > seconds["gradient"] > 0
+    phases = report["page"].partition("Where the time")[2].partition("Operations")[0].splitlines()[4:]
+    shares = [float(line.split("|")[3].split()[0]) for line in phases if line]
+    assert len(shares) == 10 and 99 < sum(shares) < 101
     texts = {"text_encoder": 2, "text_encoder_2": 2}
     assert result["calls"] == {"transformer": 4 * 3 + 4, "backward": 4, "decoder": 4} | texts
     forwards = {(each["phase"], each["gradient"]): each["images"] for each in result["epochs"][0][0]["forwards"]}
@@ -85,19 +89,19 @@ def test_a_slow_reward_overlaps_sampling(measured):
 
 @pytest.mark.parametrize("family", ["flux_kontext", "qwen_image_edit"])
 def test_editors_run_and_are_counted(family, measured, monkeypatch):
-    tiny = dataclasses.replace(architectures.PRESETS["tiny"], family=family)
+    tiny = dataclasses.replace(architectures.PRESETS["tiny"], pipeline="FluxKontextPipeline")
     if family == "qwen_image_edit":
-        full = architectures.QWEN_EDIT
-        narrow = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 64,
-                  "axes_dims_rope": [4, 6, 6]}  # fmt: skip
-        text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}  # fmt: skip
-        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-                  "fullatt_block_indexes": [0]}  # fmt: skip
-        tiny = dataclasses.replace(
-            full, transformer=full.transformer | narrow, text=full.text | text, vision=full.vision | vision,
-            vae=full.vae | {"base_dim": 4, "num_res_blocks": 1},
+        tiny = architectures.QWEN_EDIT.with_modules(
+            transformer={"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 64,
+                         "axes_dims_rope": [4, 6, 6]},
+            text_encoder={
+                "text_config": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+                                "num_attention_heads": 2, "num_key_value_heads": 1,
+                                "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+                "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                                  "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+            },
+            vae={"base_dim": 4, "num_res_blocks": 1},
         )  # fmt: skip
     monkeypatch.setitem(workload.PRESETS, "tiny", tiny)
     work = "--resolution 64 --k 2 --m 1 --steps 3 --train-steps 1 --batch 2 --train-batch 2"

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flops import ImageFlops, direct_flops, image_flops, main, part_flops
-from measuring.footprint import Shape
+from flops import ImageFlops, Shape, direct_flops, image_flops, main, part_flops
 from paco_grpo.rehearsal.architectures import PRESETS
 from paco_grpo.rehearsal.models import pipeline_of
 
@@ -89,6 +88,9 @@ def test_the_reference_image_of_an_editor_counts_as_tokens():
     [
         ("flux-dev", {"transformer": 11.901, "text_encoder": 0.123, "text_encoder_2": 4.762, "vae": 0.084}),
         ("qwen-edit", {"transformer": 20.430, "text_encoder": 8.292, "vae": 0.127}),
+        ("flux2-klein-4b", {"transformer": 3.876, "text_encoder": 4.022, "vae": 0.084}),
+        ("flux2-klein-9b", {"transformer": 9.079, "text_encoder": 8.191, "vae": 0.084}),
+        ("flux2-dev", {"transformer": 32.223, "vae": 0.084}),
     ],
 )
 def test_the_real_models_have_their_number_of_parameters(preset, billions):
@@ -110,7 +112,7 @@ def test_a_fraction_of_a_model():
     small = PRESETS["flux-dev"].scaled(blocks=0.25, width=0.5)
     assert (small.transformer["num_layers"], small.transformer["num_single_layers"]) == (5, 10)
     assert small.transformer["num_attention_heads"] == 12
-    assert small.transformer["joint_attention_dim"] == small.text["d_model"] == 2048
+    assert small.transformer["joint_attention_dim"] == small.modules["text_encoder_2"].config["d_model"] == 2048
     with pytest.raises(ValueError, match="--blocks"):
         PRESETS["qwen-edit"].scaled(width=0.5)
 

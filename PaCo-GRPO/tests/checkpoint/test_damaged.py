@@ -193,7 +193,7 @@ def fill_disk(path, monkeypatch):
     """Every write to ``path`` fails as on a full disk."""
     if path.suffix == ".png":  # Pillow follows links, and looks at the suffix of what it finds
 
-        def save(*_):
+        def save(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(Image.Image, "save", save)

@@ -63,7 +63,7 @@ def test_a_run_that_fails_lets_go(tiny_flux_dir, tmp_path):
 
 
 def test_default_names_are_unique(tiny_flux_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
     options = tiny_options(tiny_flux_dir, tmp_path, run_name="")
     names = [build_run(options, "t2is").options.run_name for _ in range(3)]
     assert names == ["t2is-20260101-000000", "t2is-20260101-000000-2", "t2is-20260101-000000-3"]

@@ -3,6 +3,9 @@
 import pytest
 from named import load
 
+from paco_grpo.objectives import get_objective
+from paco_grpo.options import find_problems
+
 FLUX = "black-forest-labs/FLUX.1-dev"
 PUBLISHED = {
     "pretrained.model": FLUX, "train.resolution": 512, "test.resolution": 1024, "sample.num_steps": 10,
@@ -39,9 +42,25 @@ def one_image(reward: str, resolution: int, noise_level: float) -> dict:
     }  # fmt: skip
 
 
+SD3 = {
+    "pretrained.model": "stabilityai/stable-diffusion-3.5-medium", "sample.guidance_scale": 4.5, "max_sequence_length": 256,
+    "sample.negative_prompt": "", "train.resolution": 512, "test.resolution": 1024, "test.num_steps": 40,
+}  # fmt: skip
+AUTHORS = {
+    "nft": {"train.num_sigmas": 9, "train.sigma_one": True, "train.nft_beta": 0.1, "train.lora_rank": 32, "train.beta": 1e-4},
+    "awm": {"train.num_sigmas": None, "train.sigma_fraction": 0.9, "train.awm_weighting": "ghuber", "train.beta": 3e-3},
+    "dgpo": {"train.sigma_fraction": 0.7, "train.sigma_one": True, "train.lora_alpha": 128, "train.dgpo_reference": "base"},
+    "flow_dppo": {"sample.num_noise_steps": 3, "sample.noise_steps": (0, 1, 2, 3, 4), "train.dppo_divergence": 1e-5},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        *(
+            (f"t2is_{name}", changes | {"train.loss_type": name, "sample.global_std": True, "train.lora_targets": "attention"})
+            for name, changes in AUTHORS.items()
+        ),
         ("t2is", PUBLISHED),
         ("kontext_editing", KONTEXT),
         ("qwen_editing", QWEN),
@@ -49,6 +68,11 @@ def one_image(reward: str, resolution: int, noise_level: float) -> dict:
         ("ocr", one_image("ocr", 256, 0.8)),
         ("ocr_128", one_image("ocr", 128, 0.8)),
         ("ocr_512", one_image("ocr", 512, 0.8)),
+        ("sd3_t2is", SD3),
+        ("sd3_large_t2is", SD3 | {"pretrained.model": "stabilityai/stable-diffusion-3.5-large"}),
+        ("sd3_ocr", {"pretrained.model": SD3["pretrained.model"], "sample.guidance_scale": 1.0, "train.reward_fn": {"ocr": 1.0}}),
+        ("z_image_t2is", {"pretrained.model": "Tongyi-MAI/Z-Image", "sample.guidance_scale": 4.0, "sample.num_steps": 10}),
+        ("z_image_turbo_t2is", {"sample.guidance_scale": 0.0, "sample.num_steps": 6, "test.num_steps": 8}),
         ("pickscore", one_image("pickscore", 256, 0.7)),
     ],
 )
@@ -57,3 +81,11 @@ def test_named_configuration_is_the_published_table(name, expected):
     for option, value in expected.items():
         group, _, field = option.rpartition(".")
         assert getattr(getattr(options, group) if group else options, field) == value, option
+
+
+@pytest.mark.parametrize("base", ["t2is", "sd3_ocr"])
+@pytest.mark.parametrize("name", AUTHORS)
+def test_the_objectives_accept_their_settings(name, base):
+    options = load(f"{base}_{name}")
+    assert list(get_objective(name).check(options)) == [] and find_problems(options) == []
+    assert (options.sample.noise_level == 0) == (name != "flow_dppo")

@@ -1,5 +1,6 @@
 """Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and Parquet tables."""
 
+import dataclasses
 import io
 import json
 
@@ -164,3 +165,47 @@ def test_turned_photographs_are_upright(tmp_path):
     Image.new("RGB", (12, 8)).save(buffer, format="JPEG", exif=exif)
     write_parquet(tmp_path / "train.parquet", table([buffer.getvalue()]))
     assert load_prompts(tmp_path, "train", "arrow_editing")[0].image.size == (8, 12)
+
+
+def test_several_images_keep_their_order(tmp_path):
+    rows = {"prompt": "x", "images": ["images/b.png", "images/a.png"]}, {"prompt": "y", "images": ["images/a.png"]}
+    folder = write_jsonl(tmp_path, *rows)
+    (folder / "images" / "b.png").write_bytes(encoded("blue"))
+    items = load_prompts(folder, "train", "geneval_image")
+    cells = [[encoded("blue"), encoded("red")], [encoded("red")], [encoded("lime"), encoded("red"), encoded("blue")]]
+    structs = [[{"bytes": data, "path": None} for data in cell] for cell in cells]
+    for suffix, write, column in (("arrow", write_arrow, structs), ("parquet", write_parquet, cells)):
+        write(tmp_path / f"test.{suffix}", pa.table({"prompt": ["x", "y", "z"], "images": column}))
+        rows = load_prompts(tmp_path, "test", "arrow_editing")
+        (tmp_path / f"test.{suffix}").unlink()
+        assert [item.num_images for item in rows] == [2, 1, 3]
+        assert [image.getpixel((0, 0)) for image in rows[2].images] == [(0, 255, 0), (255, 0, 0), (0, 0, 255)]
+        items += rows[:2]
+    for first, second in zip(items[::2], items[1::2], strict=True):
+        assert [image.getpixel((0, 0)) for image in first.images] == [(0, 0, 255), (255, 0, 0)]
+        assert (second.num_images, second.images[0].getpixel((0, 0)), second.more_images) == (1, (255, 0, 0), ())
+        loaded = dataclasses.replace(first)
+        assert loaded.images == loaded.images and loaded.images[1] is loaded.more_images[0]  # read once
+
+
+@pytest.mark.parametrize("wrong", [[], "images/a.png", ["images/a.png", 3], ["images/a.png", "images/none.png"]])
+def test_wrong_lists_of_images_are_named(tmp_path, wrong):
+    for row in ({"images": wrong}, {"images": ["images/a.png"], "image": "images/a.png"}):
+        with pytest.raises(DataError, match="train_metadata.jsonl:1: field 'images'"):
+            load_prompts(write_jsonl(tmp_path, {"prompt": "x"} | row), "train", "geneval_image")
+
+
+@pytest.mark.parametrize(
+    ("images", "named"),
+    [
+        ([[encoded("red")], []], "row 1: field 'images' has no image"),
+        ([[encoded("red")], None], "row 1: field 'images' has no image"),
+        ([[encoded("red")], [encoded("red"), None]], "row 1: field 'images' has no bytes"),
+        ([[encoded("red"), b"x"], [b"y"]], "row 0: field 'images' is not an image"),
+        ([encoded("red")] * 2, "column 'images' must hold lists of bytes"),
+    ],
+)
+def test_wrong_columns_of_images_are_named(tmp_path, images, named):
+    write_parquet(tmp_path / "train.parquet", pa.table({"prompt": ["x", "y"], "images": images}))
+    with pytest.raises(DataError, match=rf"train.parquet: {named}"):
+        load_prompts(tmp_path, "train", "arrow_editing")

@@ -82,7 +82,9 @@ def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
 @pytest.mark.parametrize("place", ["", "adapter", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     options, checkpoint, evaluation = trained
-    metrics = load_script("evaluate").evaluate_adapter(options, str(checkpoint / place), tmp_path)
+    arguments = [*config_argument(options), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]
+    assert load_script("evaluate").main(arguments) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
     for one, two in zip(data(evaluation), data(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1

@@ -6,32 +6,23 @@ import numpy as np
 import pytest
 import torch
 from named import load as load_named
-from toy_policy import ToyPolicy
+from toy_policy import ToyPolicy, sample
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import old_decay
 from paco_grpo.options import TrainOptions
-from paco_grpo.sampling.denoise import rollout, step_noise
-from paco_grpo.types import Item
+from paco_grpo.sampling.denoise import step_noise
 
 NAMES = sorted(OBJECTIVES)
 ADVANTAGES = (1.5, -0.5, 5.0)
 
 
+# Trains on the noise steps, with an old policy in awm, without dgpo's mask (in test_forward.py).
+FORWARD = {"timesteps": (0, 2), "gradient_step_per_epoch": 2, "dgpo_clip_range": None, "dgpo_beta": 3.0}
+
+
 def train_options(**changes):
-    return TrainOptions(**{"clip_range": 0.05, "nft_beta": 0.7} | changes)
-
-
-def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
-    """A toy rollout; the weights then move a little, so that ratios differ from 1."""
-    conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
-    steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
-    result = rollout(policy, conditioning, range(3), [21, 22, 23], 8, 12, **steps)
-    policy.calls.clear()
-    if moved:
-        with torch.no_grad():
-            policy.transformer.current.add_(torch.tensor([0.02, -0.05]))
-    return result
+    return TrainOptions(**{"clip_range": 0.05, "nft_beta": 0.7} | FORWARD | changes)
 
 
 def evaluate(name, result, policy, train, advantages=ADVANTAGES):
@@ -39,7 +30,14 @@ def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     objective = get_objective(name)
     values = torch.tensor(advantages[: len(result)], dtype=result.clean_latents.dtype)
     indices = objective.steps(train, result, np.random.default_rng(0))
-    terms = [objective(Step(result, index, values), policy, train) for index in indices]
+    steps = [Step(result, index, values, epoch_seed=5) for index in indices]
+    if objective.first_pass:
+        with torch.no_grad():
+            first = torch.stack([objective.first_pass(step, policy, train) for step in steps], dim=1)
+        weights = objective.group_weights(first.numpy(), result.item_ids.numpy(), values.double().numpy(), train)
+        for step, column in zip(steps, torch.from_numpy(weights).to(values.dtype).T, strict=True):
+            step.group_weights = column
+    terms = [objective(step, policy, train) for step in steps]
     metrics = {key: torch.stack([t.metrics[key] for t in terms], dim=1) for key in terms[0].metrics}
     return torch.stack([t.loss for t in terms], dim=1), metrics
 
@@ -51,14 +49,46 @@ def numpy_loss(name, policy, result, train):
         p = parameters.detach().double().numpy()
         return p[0] * x + p[1] * sigma * result.conditioning.direction[b].double().numpy()
 
-    def nft(step, b, advantage):
+    def noised(step, b, seed):
         t, clean = float(result.sigmas[step.index]), result.clean_latents[b].double().numpy()
-        eps = (
-            step_noise([int(result.seeds[b])], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0]
-            .double()
-            .numpy()
+        eps = step_noise([seed], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0].double().numpy()
+        return t, clean, eps, (1 - t) * clean + t * eps
+
+    def error(parameters, step, b, seed):
+        t, clean, eps, x = noised(step, b, seed)
+        return np.mean((velocity(parameters, x, t, b) - (eps - clean)) ** 2)
+
+    def distance(parameters, step, b, seed):
+        t, _, _, x = noised(step, b, seed)
+        return np.mean((velocity(policy.transformer.current, x, t, b) - velocity(parameters, x, t, b)) ** 2)
+
+    def awm(step, b, advantage):
+        seed, t = int(result.seeds[b]), float(result.sigmas[step.index])
+
+        def likelihood(parameters):
+            return -t * 4 * ((error(parameters, step, b, seed) + 1e-10) ** 0.25 - 1e-10**0.25)
+
+        ratio = np.exp(likelihood(policy.transformer.current) - likelihood(policy.old_parameters))
+        scaled = advantage / train.adv_clip_max
+        clip = np.clip(ratio, 1 - train.awm_clip_range, 1 + train.awm_clip_range)
+        return (
+            max(-scaled * ratio, -scaled * clip)
+            + train.awm_slow_beta * distance(policy.slow_parameters, step, b, seed)
+            + train.beta * distance(policy.base, step, b, seed)
         )
-        x = (1 - t) * clean + t * eps
+
+    def dgpo(step, b, advantage):
+        current, seeds = policy.transformer.current, [(5 << 32) + int(item) for item in result.item_ids]
+        members = np.flatnonzero(result.item_ids.numpy() == int(result.item_ids[b]))
+        mean = np.mean([ADVANTAGES[i] for i in members])
+        total = train.dgpo_beta * np.mean(
+            [(ADVANTAGES[i] - mean) * (error(current, step, i, seeds[i]) - error(policy.base, step, i, seeds[i])) for i in members]
+        )
+        kl = distance(policy.base, step, b, seeds[b])
+        return (advantage - mean) / (1 + np.exp(-total)) * error(current, step, b, seeds[b]) + train.beta * kl
+
+    def nft(step, b, advantage):
+        t, clean, _, x = noised(step, b, int(result.seeds[b]))
         v, old = velocity(policy.transformer.current, x, t, b), velocity(policy.old_parameters, x, t, b)
         r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
         total = 0.0
@@ -89,11 +119,16 @@ def numpy_loss(name, policy, result, train):
             exponent = (exponent + np.mean((mean - step.mean[b].double().numpy()) ** 2) / (2 * d**2)) * d
             scale = 1 / -dt
         ratio = np.exp(exponent)
+        if name == "flow_dppo":
+            divergence = np.mean((mean - step.mean[b].double().numpy()) ** 2) / (2 * var)
+            moved = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
+            kl = np.mean((mean - mean_of(policy.base)) ** 2) / (2 * s**2 + 1e-7)
+            return (0 if moved and divergence >= train.dppo_divergence else -advantage * ratio) + train.beta * kl
         clipped = np.clip(ratio, 1 - train.clip_range, 1 + train.clip_range)
         kl = np.mean((mean - mean_of(policy.base)) ** 2) / (2 * s**2 + 1e-7)
         return scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl
 
-    term = nft if name == "nft" else ratio_loss
+    term = {"nft": nft, "awm": awm, "dgpo": dgpo}.get(name, ratio_loss)
     return np.array([[term(step, b, a) for step in result.noise_steps] for b, a in enumerate(ADVANTAGES)])
 
 
@@ -102,7 +137,8 @@ def numpy_loss(name, policy, result, train):
 @pytest.mark.parametrize("name", NAMES)
 def test_against_numpy(name, clip_range, beta):
     policy = ToyPolicy()
-    result, train = sample(policy), train_options(clip_range=clip_range, beta=beta)
+    limits = {"clip_range": clip_range, "awm_clip_range": clip_range, "dppo_divergence": clip_range / 100}
+    result, train = sample(policy), train_options(beta=beta, **limits)
     losses, metrics = evaluate(name, result, policy, train)
     np.testing.assert_allclose(losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=2e-4, atol=2e-4)
     assert all(value.shape == losses.shape and torch.isfinite(value).all() for value in metrics.values())
@@ -110,7 +146,7 @@ def test_against_numpy(name, clip_range, beta):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dgpo"])  # compared with its joint loss instead
 def test_gradient_matches_finite_differences(name, beta, monkeypatch):
     """In float64; the weights of nft's normalizers are constants of its gradient, so the differences hold them fixed."""
     policy = ToyPolicy(dtype=torch.float64)
@@ -143,7 +179,7 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
 def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     policy = ToyPolicy()
     result = sample(policy)
-    forwards = 2 * (2 if name == "nft" else 1)  # two steps; nft also evaluates the old policy
+    forwards = 2 * {"nft": 2, "awm": 3, "dgpo": 3}.get(name, 1)  # two steps; old and slow policies, first pass
     evaluate(name, result, policy, train_options(beta=0.0))
     assert policy.calls == [3] * forwards
     policy.calls.clear()
@@ -177,11 +213,11 @@ def test_ratio_metrics():
 def test_trained_steps():
     result, rng = sample(ToyPolicy()), np.random.default_rng(0)
     plain = sample(ToyPolicy(), noise_steps=())
-    for name in ("ppo", "guard_grpo"):
-        assert list(get_objective(name).steps(train_options(), result, rng)) == [0, 2]
+    for name in ("ppo", "guard_grpo", "flow_dppo"):
+        assert list(get_objective(name).steps(train_options(timesteps=None), result, rng)) == [0, 2]
         assert list(get_objective(name).steps(train_options(timesteps=(2,)), result, rng)) == [2]
     nft = get_objective("nft")
-    assert list(nft.steps(train_options(), result, rng)) == [0, 2]
+    assert list(nft.steps(train_options(timesteps=None), result, rng)) == [0, 2]
     assert list(nft.steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
     with pytest.raises(KeyError):
         plain.noise_step(1)
@@ -204,6 +240,13 @@ def test_a_sigma_outside_the_schedule():
         ("ppo", {"train.timesteps": (1,), "sample.num_noise_steps": 1}, "train.timesteps"),
         ("nft", {"train.timesteps": (10,)}, "train.timesteps"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
+        ("ppo", {"train.num_sigmas": 2}, "train.num_sigmas"),
+        ("flow_dppo", {"sample.cps": True, "sample.noise_steps": (1, 9)}, "sample.noise_steps"),
+        ("nft", {"train.num_sigmas": 2, "train.timesteps": (1,)}, "train.num_sigmas"),
+        ("nft", {"train.num_sigmas": 9}, "train.num_sigmas"),
+        ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
+        ("awm", {"train.decay_type": 1}, "train.decay_type"),
+        ("dgpo", {"sample.num_images_per_prompt": 1}, "train.loss_type"),
     ],
 )
 def test_an_objective_checks_its_options(name, changes, option):

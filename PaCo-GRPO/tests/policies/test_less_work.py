@@ -1,5 +1,7 @@
 """Work that is left out or done once: the same numbers, in fewer operations."""
 
+from collections import Counter
+
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paco_grpo.policies import lora
 from paco_grpo.policies.performance.flux import JointAttention
+from paco_grpo.policies.performance.onednn import through_onednn
 from paco_grpo.policies.performance.repeated import _cast_first, _cast_inputs
 from paco_grpo.sampling.denoise import current_transition, rollout
 
@@ -29,6 +32,18 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def adapted(name, folder, dtype):
     policy = load(name, folder, dtype=dtype)
     lora.add_lora(policy, rank=3, alpha=6)
@@ -44,7 +59,8 @@ def velocity(policy, conditioning):
 def lora_gradients(policy, value):
     policy.transformer.zero_grad()
     value.square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in lora.trainable_parameters(policy)])
+    gradients = [p.grad for p in lora.trainable_parameters(policy)]  # none where the last block's text would go
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
 def as_in_diffusers(policy, last_block=True):
@@ -152,3 +168,58 @@ def test_a_rollout_computes_constant_parts_once(tiny_folder, name, dtype):
     policy.constant_parts = tuple
     assert torch.equal(rollout(*arguments, num_steps=4).clean_latents, once.clean_latents)
     assert len(calls) == 5 * len(parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lora_layer_has_the_bits_of_peft(tiny_folder, name, dtype):
+    policy, conditioning = adapted(name, tiny_folder(name), dtype)
+    lora.add_snapshot(policy, "old")
+    layers = [module for module in policy.transformer.modules() if hasattr(module, "lora_variant")]
+    assert all(set(layer.lora_variant) == {"default", "old"} and layer.scaling["default"] == 2 for layer in layers)
+    ours = velocity(policy, conditioning)
+    with Operations() as count, torch.no_grad():
+        velocity(policy, conditioning)
+    gradients = lora_gradients(policy, ours)
+    for layer in layers:
+        layer.lora_variant.clear()
+    with Operations() as in_peft, torch.no_grad():
+        velocity(policy, conditioning)
+    forwards = 2 if name == "qwen_image_edit" else 1  # true CFG
+    assert in_peft.names["aten.mul.Tensor"] == count.names["aten.mul.Tensor"] + forwards * len(layers)
+    theirs = velocity(policy, conditioning)
+    for own, wanted in ((ours, theirs), (gradients, lora_gradients(policy, theirs))):
+        if dtype == torch.bfloat16:
+            assert torch.equal(own, wanted)
+        else:  # added in place
+            assert torch.allclose(own, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_forwards_are_those_of_onednn(tiny_folder, name, monkeypatch):
+    policy, conditioning = adapted(name, tiny_folder(name), torch.float32)
+    before = [module.__dict__.get("forward") for module in policy.transformer.modules()]
+    with torch.no_grad(), lora.merged(policy), through_onednn(policy), Operations() as count:
+        ours = velocity(policy, conditioning)
+    assert count.names["mkldnn._linear_pointwise.default"] > 10 and not count.names["aten.gelu.default"]
+    assert not count.names["aten.addmm.default"] and not count.names["aten.mm.default"]
+    assert before == [module.__dict__.get("forward") for module in policy.transformer.modules()]
+    for module in policy.transformer.modules():
+        module.__dict__.pop("forward", None)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with torch.no_grad(), lora.merged(policy), through_onednn(policy), Operations() as count:
+        theirs = velocity(policy, conditioning)
+    assert not count.names["mkldnn._linear_pointwise.default"] and count.names["aten.gelu.default"]
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_layers_of_onednn_have_the_gradients_of_pytorch(tiny_folder, name):
+    policy, conditioning = adapted(name, tiny_folder(name), torch.float32)
+    with Operations() as count:
+        ours = lora_gradients(policy, velocity(policy, conditioning))
+    assert count.names["mkldnn._linear_pointwise.default"] > 20
+    for module in policy.transformer.modules():
+        module.__dict__.pop("forward", None)
+    theirs = lora_gradients(policy, velocity(policy, conditioning))
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())

@@ -49,7 +49,9 @@ def test_damaged_weights(tmp_path, tiny_flux_dir, size):
         load_policy(tmp_path / "model")
 
 
-@pytest.mark.parametrize(("name", "encoder"), [("flux", "text_encoder"), ("flux", "text_encoder_2"), ("qwen", "text_encoder")])
+@pytest.mark.parametrize(
+    ("name", "encoder"), [("flux", "text_encoder"), ("flux", "text_encoder_2"), ("qwen_image_edit", "text_encoder")]
+)
 def test_a_text_encoder_without_one_of_its_tensors(tmp_path, tiny_folder, name, encoder):
     shutil.copytree(tiny_folder(name), tmp_path / "model")
     file = tmp_path / "model" / encoder / "model.safetensors"

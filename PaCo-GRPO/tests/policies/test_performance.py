@@ -57,7 +57,7 @@ def one_epoch(policy, name):
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing):
-    """With dynamo alone (backend eager), which decides what is compiled again; the numbers are exactly the same."""
+    """With dynamo alone (backend eager), which decides what is compiled again."""
     folder = build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=2)
     policy = ready("flux", folder, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
     expected = one_epoch(policy, "flux")
@@ -69,7 +69,8 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing
     compile_blocks(policy, backend="eager")
     assert is_compiled(policy)
     assert [name for name, _ in policy.transformer.named_parameters()] == names
-    assert all(torch.equal(a, b) for a, b in zip(one_epoch(policy, "flux"), expected, strict=True))
+    for ours, theirs in zip(one_epoch(policy, "flux"), expected, strict=True):  # uncompiled layers are oneDNN's
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
     counters.clear()
     disturb(policy, seed=1)  # an optimizer step
     one_epoch(policy, "flux")

@@ -1,23 +1,27 @@
 """The fake GPU refuses and counts what a GPU would, and a rehearsal finds what breaks on one."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from named import load
+from named import NAMES, load
 from torch import nn
 from torch.nn import functional
 
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.performance.flux import JointAttention
-from paco_grpo.rehearsal import fake_gpu
+from paco_grpo.rehearsal import fake_gpu, plan
 from paco_grpo.rehearsal.architectures import PRESETS
-from paco_grpo.rehearsal.epoch import rehearse
+from paco_grpo.rehearsal.epoch import _tested_images, rehearse, reward_bytes
 from paco_grpo.rehearsal.fake_gpu import DEVICE, FakeGPU
 from paco_grpo.rehearsal.models import pipeline_of, policy_of
+from paco_grpo.types import Item
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.alone  # PyTorch's answers about CUDA are replaced for the process
@@ -177,9 +181,10 @@ def test_the_same_operations_as_on_real_tensors(tiny_flux_dir):
     from torch.utils.flop_counter import FlopCounterMode
 
     from paco_grpo.policies import load_policy
-    from paco_grpo.types import Item
 
     policy = load_policy(tiny_flux_dir, max_sequence_length=24)
+    for module in policy.transformer.modules():
+        module.__dict__.pop("forward", None)  # FlopCounterMode does not know oneDNN's layers
     conditioning = policy.encode([Item(i, text, 64, 64) for i, text in enumerate(("red", "blue"))])
 
     noise = policy.initial_latents([1, 2], 64, 64)
@@ -205,6 +210,40 @@ def test_the_same_operations_as_on_real_tensors(tiny_flux_dir):
     assert counts.flops == real.get_total_flops() + attention
 
 
+def test_the_peak_of_a_training_step_is_what_a_real_allocator_says(tiny_flux_dir):
+    """The profiler reports each allocation and release on the CPU; nothing of ours counts there."""
+    from paco_grpo.policies import load_policy
+    from paco_grpo.policies.lora import add_lora
+
+    policy = load_policy(tiny_flux_dir, max_sequence_length=24)
+    add_lora(policy, 4, 8)
+    conditioning = policy.encode([Item(i, text, 64, 64) for i, text in enumerate(("red", "blue", "green"))])
+    noise, sigma = policy.initial_latents([1, 2, 3], 64, 64), torch.full((3,), 0.5)
+
+    def step():
+        policy.velocity(noise, sigma, conditioning, 64, 64).square().mean().backward()
+        policy.transformer.zero_grad()
+
+    step()  # kernels that set something aside at their first call
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    now = measured = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            now += event.nbytes()
+            measured = max(measured, now)
+    with FakeGPU() as gpu:
+        policy.transformer.to(DEVICE)
+        policy.device = DEVICE
+        policy._image_ids.clear()
+        noise, sigma = noise.to(DEVICE), sigma.to(DEVICE)
+        conditioning = type(conditioning)(**{k: v.to(DEVICE) for k, v in vars(conditioning).items()})
+        before = gpu.meter.now
+        with gpu.recording():
+            computed = counted(gpu, step).peak - before
+    assert computed / 1.05 <= measured <= 1.15 * computed  # what kernels set aside for themselves; blocks of 512 bytes
+
+
 # --- rehearsals -------------------------------------------------------------------------------------------------------
 
 FAST = ("t2is", "kontext_editing_24gb", "toy_t2is", "qwen_editing")
@@ -212,13 +251,40 @@ FAST = ("t2is", "kontext_editing_24gb", "toy_t2is", "qwen_editing")
 
 @pytest.mark.parametrize("name", FAST)
 def test_configurations_run(name, monkeypatch):
-    """With one transformer block of each kind, so times and memory are not those of the whole model."""
+    """With few blocks, so times and memory are not those of the whole model."""
     monkeypatch.chdir(ROOT)
-    found = rehearse(load(name), name, 8, blocks=None if name.startswith("toy") else 1)
+    found = rehearse(load(name), name, 8, shallow=True)
     names = [work.name for work in found.work]
     assert {"encode", "denoise", "decode", "train", "optimizer"} <= set(names)
     assert all(work.each.kernels > 0 for work in found.work if work.name not in ("texts to GPU", "pictures to GPU"))
     assert found.peak > sum(found.resident.values()) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in FAST])
+def test_every_configuration_runs(name, monkeypatch):
+    test_configurations_run(name, monkeypatch)
+
+
+# Each generator and each way to make it fit; the others differ in objective, rewards or resolution.
+FULL_DEPTH = (
+    ("t2is", "t2is_80gb", "t2is_48gb", "t2is_24gb", "kontext_editing", "kontext_editing_80gb", "kontext_editing_48gb",
+     "kontext_editing_24gb", "ocr_128", "sd3_t2is", "sd3_t2is_24gb", "sd3_large_t2is_24gb", "z_image_t2is", "z_image_t2is_24gb"),
+    ("qwen_editing", "qwen_editing_80gb", "qwen_editing_48gb", "t2is_qwen", "qwen_editing_2511_48gb", "klein_t2is",
+     "klein_editing_9b", "flux2_t2is"),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_configurations_fit_at_full_depth():
+    """The command, in two processes: on the card of a configuration's name, else on 80 GB."""
+    command = [sys.executable, str(ROOT / "scripts" / "rehearse.py"), "--processes", "8", "--table"]
+    runs = [subprocess.Popen([*command, *names], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) for names in FULL_DEPTH]
+    found = [(run.communicate(), run.returncode) for run in runs]
+    for names, ((out, err), status) in zip(FULL_DEPTH, found, strict=True):
+        assert status == 0, out + err[-2000:]
+        assert all(f"| `{name}` |" in out for name in names)
 
 
 def tiny(folder, *more):
@@ -282,6 +348,24 @@ def test_float32_queries_beside_bfloat16_values_are_found(tiny_flux_dir, monkeyp
         rehearse(tiny(tiny_flux_dir, ("mixed_precision", "bf16")), "planted")
 
 
+def test_an_automatic_batch_leaves_room_for_the_epoch(tiny_flux_dir):
+    """Rewards, moments, average, records and the decoding of the batch before count."""
+    options = tiny(tiny_flux_dir, ("sample.batch_size", "0"))
+    memory = sum(reward_bytes(options).values()) + plan.RESERVE + 24 * 2**20
+    found = rehearse(options, "auto", memory=int(memory))
+    assert found.totals["sample"] + plan.RESERVE <= memory
+    assert 1 < found.plan.sample_batch_size < 32
+
+
+def test_an_evaluation_of_all_items_counts_all(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    notes = []
+    assert [_tested_images(load("t2is", *more), notes) for more in ((), (("test.num_images", "9"),))] == [60, 9]
+    elsewhere = load("t2is", ("dataset", "elsewhere"), ("test.batch_size", "7"))
+    assert not notes and _tested_images(elsewhere, notes) == 7
+    assert "elsewhere is not here" in notes[0]
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -297,4 +381,4 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, capsys):
     assert "fits: peak" in text and "<- best" in text
     assert main([*common, "--gpu", "none"]) == 2
     assert main([*common, "--memory_gb", "8"]) == 1  # the CLIP rewards alone take 7.3 GiB
-    assert "the CLIP rewards on the CPU" in capsys.readouterr().out
+    assert "it fits with --config.speed.offload_vae=true --config.train.reward_fn_kwargs." in capsys.readouterr().out

@@ -9,10 +9,19 @@ import json
 import numpy as np
 import pytest
 from fakes import fake_judge
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from paco_grpo.rewards.errors import RewardError
-from paco_grpo.rewards.judge import ConsistencyForEditing, ConsistencyScore, GridLayout
+from paco_grpo.rewards.judge import (
+    BetweenImages,
+    ConsistencyForEditing,
+    ConsistencyScore,
+    GridLayout,
+    WinRate,
+    neighbors,
+)
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
 from paco_judge.client import JudgeUnavailable
@@ -95,6 +104,115 @@ def test_a_missing_pair_makes_the_image_missing(question):
     assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
 
 
+@pytest.mark.parametrize(("count", "others"), [(1, 14), (2, 14), (5, 4), (6, 5), (6, 4), (16, 14), (24, 14), (7, 14)])
+def test_neighbors_are_as_many_as_asked(count, others):
+    couples = neighbors(count, others)
+    each = np.bincount(np.array(couples, dtype=int).ravel(), minlength=count)
+    assert len(set(couples)) == len(couples) and (each == min(count - 1, others)).all()
+
+
+def test_between_images_compares_within_groups_only():
+    """1 − the mean over an image's comparisons, in float64; each with one pair of different sub-figures."""
+    levels = {0: (10, 60, 200), 1: (0, 255)}  # item → gray of its images, whose sub-figures are alike
+    full = Item(2, PROMPT, metadata={"open": False})
+    items = [Item(i, PROMPT) for i, grays in levels.items() for _ in grays] + [full] * 2 + [Item(3, PROMPT)]
+    images = [grid((g,) * 4) for grays in levels.values() for g in grays] + [grid((9,) * 4)] * 3
+    with judge_that(closeness) as judge:
+        scores = BetweenImages(judge.url)(images, items)
+    wanted = [
+        1 - np.mean([closeness([(a,), (b,), ""]) for j, b in enumerate(grays) if i != j])
+        for grays in levels.values() for i, a in enumerate(grays)
+    ]  # fmt: skip
+    np.testing.assert_allclose(scores, [*wanted, 1, 1, 1], atol=1e-6)
+    assert len(judge.requests) == 3 + 1  # nothing is asked about a full prompt, or about an image alone
+    with judge_that(lambda parts: 0.9 if parts[0] == parts[1] else 0.1) as judge:  # never sub-figures of one place
+        scores = BetweenImages(judge.url)([grid((0, 80, 160, 240))] * 3, [Item(0, PROMPT)] * 3)
+    np.testing.assert_allclose(scores, 0.9, atol=1e-6)
+
+
+def test_between_images_is_the_mean_of_the_answers_received():
+    def p_yes(parts):
+        grays = {parts[0][0], parts[1][0]}
+        return None if 50 in grays or grays == {0, 100} else 0.5 if 200 in grays else 0.2
+
+    images = [grid((g,) * 4) for g in (0, 50, 100, 200)]
+    with judge_that(p_yes) as judge:
+        scores = BetweenImages(judge.url)(images, [Item(0, PROMPT)] * 4)
+    np.testing.assert_allclose(scores, [0.5, np.nan, 0.5, 0.5], atol=1e-6)
+    with pytest.raises(ValueError, match="others=1"):
+        BetweenImages(others=1)
+
+
+COUNTER = itertools.count()
+
+
+def win_rates(first_better, **options):
+    """Of images without an answer to (i, j) where ``first_better[i, j]`` is NaN; and the judge's requests."""
+
+    def p_yes(parts):
+        p = first_better[parts[-3][0], parts[-2][0]]
+        return None if np.isnan(p) else p
+
+    images = [Image.new("RGB", (4, 4), (i, i, i)) for i in range(len(first_better))]
+    item = Item(0, str(next(COUNTER)))  # answers are cached by question and address
+    with judge_that(p_yes) as judge:
+        return WinRate(judge.url, max_concurrency=4, **options)(images, [item] * len(images)), judge.requests
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(1, 6), st.sampled_from([None, 2, 4]))
+def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(data, count, opponents):
+    p = st.one_of(st.floats(0.01, 0.99), st.just(np.nan))
+    answers = np.array(data.draw(st.lists(p, min_size=count**2, max_size=count**2))).reshape(count, count)
+    scores, requests = win_rates(answers, opponents=opponents)
+    both = (answers + 1 - answers.T) / 2
+    distance = abs(np.subtract.outer(np.arange(count), np.arange(count)))
+    distance = np.minimum(distance, count - distance)
+    met = (distance > 0) & (distance <= (count if opponents is None else opponents // 2))
+    for i in range(count):
+        own = both[i, met[i] & ~np.isnan(both[i])]
+        np.testing.assert_allclose(scores[i], own.mean() if len(own) else np.nan, atol=1e-6)
+    assert len({json.dumps(request) for request in requests}) == met.sum()  # k·opponents questions
+    if count > 1 and not np.isnan(both[met]).any():
+        assert scores.sum() == pytest.approx(count / 2)
+
+
+def test_win_rate_without_doubt_is_the_rank_whatever_place_the_judge_prefers():
+    strength = np.array([3, 0, 2, 1])
+    certain = np.where(np.greater.outer(strength, strength), 0.8, 0.0)
+    scores, _ = win_rates(0.1 + certain)
+    np.testing.assert_allclose(scores, 0.1 + 0.8 * strength / 3, atol=1e-6)
+    biased, _ = win_rates(0.15 + certain)  # it says Yes more often, in both orders
+    np.testing.assert_allclose(biased, scores, atol=1e-6)
+    tie = np.array([[0, 1, 0.5], [0, 0, 1], [0.5, 0, 0]])
+    wanted = np.array([0.75, 0.5, 0.25])
+    np.testing.assert_allclose(win_rates(0.05 + 0.9 * tie)[0], 0.05 + 0.9 * wanted, atol=1e-6)
+
+
+def test_win_rate_compares_within_prompts_and_shows_the_references_first(tmp_path):
+    green = Image.new("RGB", (8, 8), "lime")
+    edit = Item(1, "make it blue", image=RED, more_images=(green,))
+    with judge_that(lambda parts: 0.9) as judge:
+        scores = WinRate(judge.url)(
+            [RED, BLUE, RED, BLUE, RED], [Item(0, "a cat"), Item(0, "a cat"), edit, edit, Item(2, "x")]
+        )
+    np.testing.assert_allclose(scores, [0.5] * 4 + [np.nan], atol=1e-6)
+    red, blue = (255, 0, 0), (0, 0, 255)
+    plain, edited = (
+        load_question(name).text(prompt=text) for name, text in (("better", "a cat"), ("better_edit", edit.prompt))
+    )
+    wanted = [[*order, plain] for order in ((red, blue), (blue, red))]
+    wanted += [[red, (0, 255, 0), *order, edited] for order in ((red, blue), (blue, red))]
+    assert sorted(map(content, judge.requests), key=str) == sorted(wanted, key=str)
+    (tmp_path / "mine.txt").write_text("Is the first brighter? {prompt}")
+    with judge_that(lambda parts: 0.9) as judge:
+        WinRate(judge.url, question=str(tmp_path / "mine.txt"))([RED, BLUE], [edit] * 2)
+    assert {content(request)[-1] for request in judge.requests} == {"Is the first brighter? make it blue"}
+    for wrong in ({"opponents": 1}, {"opponents": 3}, {"question": ()}, {"question": "theme"}):
+        with pytest.raises(ValueError, match="opponents=|one or two|{theme}"):
+            WinRate(**wrong)
+
+
 def test_editing_is_the_geometric_mean_of_kept_and_followed():
     item = Item(3, "make it blue", image=lambda: RED.copy())
     followed, kept = editing_texts(load_editing_questions(), item.prompt).values()
@@ -141,6 +259,27 @@ def test_an_edit_with_one_question_has_its_score():
     assert [content(r)[-1] for r in judge.requests] == [
         load_question("editing_instruction").text(instruction="make it blue")
     ]
+
+
+def test_several_references_are_asked_about_one_by_one_and_the_instruction_with_all(tmp_path):
+    green, gray = Image.new("RGB", (8, 8), "lime"), Image.new("RGB", (8, 8), "gray")
+    item = Item(3, "put them side by side", image=RED, more_images=(lambda: green.copy(), gray))
+    kept = load_question("editing_consistency").text(instruction=item.prompt)
+    followed = load_question("editing_instruction_several").text(instruction=item.prompt)
+    references = [(255, 0, 0), (0, 255, 0), (128, 128, 128)]
+    p_kept = dict(zip(references, (0.9, 0.6, 0.3), strict=True))
+    with judge_that(lambda parts: 0.25 if parts[-1] == followed else p_kept[parts[0]]) as judge:
+        assert ConsistencyForEditing(judge.url)([BLUE], [item]) == pytest.approx([np.sqrt(0.6 * 0.25)])
+        alone = ConsistencyForEditing(judge.url, question="editing_instruction")([BLUE], [item])
+        assert alone == pytest.approx([0.25])
+    wanted = [[reference, (0, 0, 255), kept] for reference in references] + [[*references, (0, 0, 255), followed]]
+    asked = list(map(content, judge.requests))
+    assert sorted(asked, key=str) == sorted(wanted, key=str)  # the one asked again comes from the client's cache
+    (tmp_path / "mine.txt").write_text("Does the last image follow {instruction}?")  # a user's text is asked as it is
+    with judge_that(lambda parts: None if parts[0] == (0, 255, 0) and parts[1] == (0, 0, 255) else 0.5) as judge:
+        reward = ConsistencyForEditing(judge.url, question=("editing_consistency", str(tmp_path / "mine.txt")))
+        assert np.isnan(reward([BLUE], [item])).all()  # one reference without an answer
+    assert [*references, (0, 0, 255), f"Does the last image follow {item.prompt}?"] in map(content, judge.requests)
 
 
 def test_host_and_port_in_place_of_the_address(caplog):

@@ -96,6 +96,21 @@ def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
         subfig_clipI(*tiny_open_clip)(IMAGES[:1], [Item(4, "a cat")])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, dtype):
+    for make in (lambda **k: pickscore(clip_folder, clip_folder, **k), lambda **k: subfig_clipT(*tiny_open_clip, **k)):
+        full, half = make(), make(dtype=dtype)
+        assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
+        models = [getattr(reward, "clip", reward)._model for reward in (full, half)]
+        sizes = [sum(p.nbytes for p in model.parameters()) for model in models]
+        assert sizes[1] <= 0.51 * sizes[0]
+
+
+def test_an_unknown_precision_is_refused(clip_folder):
+    with pytest.raises(ValueError, match="'fp8' is not float32"):
+        pickscore(clip_folder, clip_folder, dtype="fp8")
+
+
 def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_clip, monkeypatch):
     shared = open_clip_model(*tiny_open_clip, "cpu")
     assert subfig_clipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))

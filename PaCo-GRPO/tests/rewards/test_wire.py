@@ -30,7 +30,16 @@ def test_images_and_items_arrive_and_an_item_is_sent_once():
             before.item_id, before.prompt, before.height, before.width, before.metadata
         )  # fmt: skip
         assert (item.image is None) == (before.item_id == 4)
-    assert np.array_equal(arrived[1].image, picture(9))
+    assert np.array_equal(arrived[1].image, picture(9)) and arrived[1].more_images == () and arrived[0].images == ()
+
+
+def test_several_reference_images_arrive_in_order():
+    items = [Item(2, "edit", image=picture(9), more_images=(picture(8), lambda: picture(7))), Item(3, "edit", image=picture(6))]
+    images, arrived = decode_request(encode_request([picture(0), picture(1)], items))
+    for item, seeds in zip(arrived, ((9, 8, 7), (6,)), strict=True):
+        for image, seed in zip(item.images, seeds, strict=True):
+            assert np.array_equal(image, picture(seed))
+    assert np.array_equal(images[1], picture(1))
 
 
 @given(st.lists(st.one_of(st.just(math.nan), st.floats(allow_nan=False, allow_infinity=False)), max_size=5))

@@ -41,7 +41,8 @@ def plain_model(folder):
 
 def plain_inputs(processor, images, question):
     content = [{"type": "image"}] * len(images) + [{"type": "text", "text": question}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    turns = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(turns, add_generation_prompt=True, enable_thinking=False)
     return processor(images=list(images), text=[text], return_tensors="pt")
 
 

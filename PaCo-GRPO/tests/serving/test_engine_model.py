@@ -60,14 +60,20 @@ def test_weights_without_a_tensor_or_with_one_of_another_shape_are_not_served(ju
     assert "\n" not in str(error.value) and (change is remove or " instead of 64x128" in str(error.value))
 
 
-def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
-    rows = pair_requests(tiny, 7, max_tokens=1)
+def scores_of_a_plain_forward(judge, plain, rows):
+    """Log-probabilities in one padded batch, compared with those of transformers."""
     batch = judge.prepare([row[2] for row in rows])
     assert len({len(row) for row in batch}) > 1, "the batch is padded"
     together = judge.first_token_logprobs(batch)
     for index, (images, question, _) in enumerate(rows):
         expected = plain_logprobs(plain, judge.processor, images, question)
         torch.testing.assert_close(together[index], expected, atol=2e-4, rtol=0)
+    return together
+
+
+def test_a_padded_batch_gives_the_scores_of_a_plain_forward(judge, plain, tiny):
+    rows = pair_requests(tiny, 7, max_tokens=1)
+    together = scores_of_a_plain_forward(judge, plain, rows)
     alone = judge.first_token_logprobs(judge.prepare([rows[3][2]]))
     torch.testing.assert_close(alone[0], together[3], atol=2e-4, rtol=0)
 
@@ -125,6 +131,19 @@ async def test_longer_answers_are_those_of_generate(judge, plain, tiny):
         assert [token.id for token in tokens] == expected.tolist()
         assert reason == ("stop" if tokens[-1].id in judge.eos_ids else "length")
     assert all(len(tokens) == 1 for tokens, _ in answers[4:])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+async def test_newer_families_score_and_answer_as_transformers_does(family, tiny, tmp_path):
+    """Deepstack features and linear attention, in padded batches."""
+    folder = tiny.save_new_judge(tmp_path / family, family)
+    judge, plain = JudgeModel.load(str(folder), max_model_len=1024), plain_model(folder)
+    rows = pair_requests(tiny, 4, max_tokens=5)
+    scores_of_a_plain_forward(judge, plain, rows)
+    for (images, question, _), answer in zip(rows, await run(judge, [row[2] for row in rows]), strict=True):
+        inputs = plain_inputs(judge.processor, images, question)
+        expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert ids(answer) == expected.tolist()
 
 
 def test_another_kind_of_model_is_refused(tmp_path):

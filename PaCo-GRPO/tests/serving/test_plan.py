@@ -131,8 +131,9 @@ VLLM, TRANSFORMERS = Engine("vllm", "py", "1", ""), Engine("transformers", "py",
 ADAPTERS = (Weights("/a/x", "x"), Weights("/a/y", "y"))
 
 
-def command(engine=VLLM, gpus=(), copies=1, settings=SETTINGS, **model) -> list[str]:
-    model = Model("/m/judge", "judge", QWEN | {"max_position_embeddings": 4096}, **model)
+def command(engine=VLLM, gpus=(), copies=1, settings=SETTINGS, kind="qwen2_5_vl_text", **model) -> list[str]:
+    config = QWEN | {"max_position_embeddings": 4096, "model_type": kind}
+    model = Model("/m/judge", "judge", config, **model)
     server = Server("judge", "judge", model.path, "127.0.0.1", 20001, engine.name, names=model.names, gpus=gpus)
     return engine_command(engine, settings, model, server, copies)
 
@@ -142,6 +143,15 @@ def test_vllms_own_data_parallelism():
     assert option(words, "--tensor-parallel-size") == "4" and option(words, "--data-parallel-size") == "2"
     assert option(words, "--max-model-len") == "4096"
     assert "--data-parallel-size" not in command(gpus=("0",))
+
+
+def test_qwen3_5_does_not_think_and_is_bfloat16_on_a_cpu():
+    """vLLM's CPU build has its linear attention in nothing else."""
+    words = command(kind="qwen3_5_text")
+    assert option(words, "--default-chat-template-kwargs") == '{"enable_thinking": false}'
+    assert option(words, "--dtype") == "bfloat16" and option(command(), "--dtype") == "float32"
+    assert "--dtype" not in command(kind="qwen3_5_text", gpus=("0",))
+    assert "--default-chat-template-kwargs" not in command()
 
 
 @pytest.mark.parametrize(("engine", "name"), [(VLLM, "--lora-modules"), (TRANSFORMERS, "--lora")])

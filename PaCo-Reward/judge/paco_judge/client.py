@@ -45,16 +45,18 @@ class JudgeModelMissing(JudgeError):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images and a question about them; the order of the images matters. ``image_b`` None: one image alone."""
+    """Two images and a question about them; the order of the images matters. ``image_b`` None: one image alone.
+    ``more_images`` are shown after them."""
 
     image_a: Image.Image
     image_b: Image.Image | None
     question: str
+    more_images: tuple[Image.Image, ...] = ()
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
         """The images in the order in which they are shown."""
-        return (self.image_a,) if self.image_b is None else (self.image_a, self.image_b)
+        return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
 class _Request(NamedTuple):
@@ -222,11 +224,11 @@ class JudgeClient:
 
 def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
     """The request as JSON. The image URLs are long and need no escaping: they are inserted afterwards."""
-    slots = [_URL_SLOT] * len(image_urls) + [None] * (2 - len(image_urls))
+    first, second, *more = [_URL_SLOT] * len(image_urls) + [None] * (2 - len(image_urls))
     text = json.dumps(
         {
             "model": request.model,
-            "messages": build_messages(*slots, request.question, request.form),
+            "messages": build_messages(first, second, request.question, request.form, more),
             "max_tokens": 1,
             "temperature": 0,
             "logprobs": True,

@@ -13,10 +13,11 @@ from typing import Any
 from paco_judge.verdict import ANSWER_TOKENS
 
 EDITING = ("editing_consistency", "editing_instruction")
+BETTER = ("better", "better_edit")
 EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them
 IMAGE_FORMATS = ("png", "jpeg")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
-_KNOWN = ("theme", "criterion", "criterion_sentence", "instruction", "rows", "rows_s", "cols", "cols_s")
+_KNOWN = ("theme", "criterion", "criterion_sentence", "instruction", "prompt", "rows", "rows_s", "cols", "cols_s")
 
 
 @cache
@@ -34,7 +35,7 @@ class Question:
 
     @property
     def fields(self) -> set[str]:
-        """What the template is about: a subset of theme, criterion, instruction, rows, cols."""
+        """What the template is about: a subset of theme, criterion, instruction, prompt, rows, cols."""
         return {field.partition("_")[0] for field in _FIELD.findall(self.template)}
 
     def text(self, **values: str | int) -> str:
@@ -72,7 +73,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
 
     Args:
         question: Name or path.
-        about: Fields that the caller can fill in: of theme, criterion, instruction, rows, cols.
+        about: Fields that the caller can fill in: of theme, criterion, instruction, prompt, rows, cols.
 
     Raises:
         ValueError: Neither name nor readable text, or a field that is unknown or cannot be filled in here.
@@ -197,11 +198,17 @@ def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
 
 
 def build_messages(
-    image_a_url: str, image_b_url: str | None, question: str, form: RequestForm = DEFAULT_FORM
+    image_a_url: str,
+    image_b_url: str | None,
+    question: str,
+    form: RequestForm = DEFAULT_FORM,
+    more_urls: Sequence[str] = (),
 ) -> list[dict]:
-    """OpenAI chat messages of one pair: image 1, image 2 (None: one image alone), text. URLs may be data URLs."""
+    """OpenAI chat messages of one pair: image 1, image 2 (None: one image alone), further ones, text. URLs may be data
+    URLs."""
     content: list[dict[str, Any]] = []
-    for number, url in enumerate([image_a_url] if image_b_url is None else [image_a_url, image_b_url], start=1):
+    urls = [url for url in (image_a_url, image_b_url, *more_urls) if url is not None]
+    for number, url in enumerate(urls, start=1):
         content += [{"type": "text", "text": form.label(number)}] * bool(form.image_labels)
         content.append({"type": "image_url", "image_url": {"url": url}})
     return [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]

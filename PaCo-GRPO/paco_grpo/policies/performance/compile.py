@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import torch
+from torch import nn
 
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.performance import AccelerationError
@@ -30,12 +31,18 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
         AccelerationError: The transformer does not name its repeated blocks, or there is no compiler.
     """
     transformer = unwrap(policy.transformer)
-    if not getattr(transformer, "_repeated_blocks", None):
+    names = policy.repeated_blocks or getattr(transformer, "_repeated_blocks", None) or ()
+    blocks = [module for module in transformer.modules() if type(module).__name__ in names]
+    if not blocks:
         raise AccelerationError(f"{type(transformer).__name__} does not name repeated blocks (_repeated_blocks)")
     if backend == "inductor":
         require_compiler()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    transformer.compile_repeated_blocks(dynamic=True, backend=backend)
+    for block in blocks:
+        for layer in block.modules():
+            if type(layer) is nn.Linear:
+                layer.__dict__.pop("forward", None)  # of performance/onednn.py: compiled layers are oneDNN's anyway
+        block.compile(dynamic=True, backend=backend)
 
 
 def is_compiled(policy: Policy) -> bool:

@@ -41,8 +41,9 @@ class JointAttention:
         image_rotary_emb: Rotation | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Image and text tokens (B, M, C) and (B, L, C) apart, or (B, L + M, C) without ``encoder_hidden_states``."""
-        q, k, v = (self._heads(attn, project(hidden_states)) for project in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = attn.norm_q(q), attn.norm_k(k)
+        attended = self._attended(hidden_states) if encoder_hidden_states is None else hidden_states
+        q = attn.norm_q(self._heads(attn, attn.to_q(hidden_states)))
+        k, v = attn.norm_k(self._heads(attn, attn.to_k(attended))), self._heads(attn, attn.to_v(attended))
         if encoder_hidden_states is None:
             return self._attend(_rotate(q, image_rotary_emb), _rotate(k, image_rotary_emb), v, attention_mask)
         projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
@@ -57,6 +58,10 @@ class JointAttention:
         out = self._attend(q, k, torch.cat([text_v, v], dim=1), attention_mask)
         text, image = out.split([length, out.shape[1] - length], dim=1)
         return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(text.contiguous())
+
+    def _attended(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The tokens whose keys and values a block of one stream attends to."""
+        return hidden_states
 
     @staticmethod
     def _heads(attn: FluxAttention, x: torch.Tensor) -> torch.Tensor:
@@ -107,20 +112,10 @@ class _LastBlock(JointAttention):
         length, self._text = self._text.shape[1], None
         return self._all[:, length:].contiguous(), gate  # linear layers compute others in two steps
 
-    def __call__(
-        self,
-        attn: FluxAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotation | None = None,
-    ) -> torch.Tensor:
-        """As ``JointAttention``, with ``hidden_states`` (B, M, C) the image tokens alone."""
+    def _attended(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``hidden_states`` (B, M, C) are the image tokens alone."""
         everything, self._all = (hidden_states if self._all is None else self._all), None
-        q = attn.norm_q(self._heads(attn, attn.to_q(hidden_states)))
-        k = attn.norm_k(self._heads(attn, attn.to_k(everything)))
-        v = self._heads(attn, attn.to_v(everything))
-        return self._attend(_rotate(q, image_rotary_emb), _rotate(k, image_rotary_emb), v, attention_mask)
+        return everything
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import AdaLayerNormZeroSingle
+from diffusers.models.transformers.transformer_flux2 import Flux2FeedForward
 from torch import nn
 
 
@@ -18,9 +19,21 @@ def computed_once(modules: Iterable[nn.Module]) -> Iterator[None]:
     adapters must not change. For forwards without gradient."""
     with ExitStack() as stack:
         for module in modules:
-            stack.callback(_restore, module, module.__dict__.get("forward"))
-            module.forward = _Once(module.forward)
+            stack.enter_context(replaced_forward(module, _Once(module.forward)))
         yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """``module`` computes ``forward`` inside the block."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # the class's own again, unless the instance had one
+        if before is not None:
+            module.forward = before
 
 
 class _Once:
@@ -33,19 +46,13 @@ class _Once:
         return self._result
 
 
-def _restore(module: nn.Module, forward: Callable | None) -> None:
-    del module.forward  # the class's own again, unless the instance had one
-    if forward is not None:
-        module.forward = forward
-
-
 def cast_inputs_once(transformer: nn.Module) -> None:
     """Under autocast, cast the input of an attention or a feed-forward once, not in each linear layer and adapter in it.
 
     With gradient nothing changes: there each layer's own cast sums the gradients of the input in float32.
     """
     for module in transformer.modules():
-        if hasattr(module, "processor") or isinstance(module, FeedForward):
+        if hasattr(module, "processor") or isinstance(module, FeedForward | Flux2FeedForward):
             module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         elif isinstance(module, AdaLayerNormZeroSingle):  # its output enters an attention and a linear layer
             module.register_forward_hook(_cast_first)

@@ -35,7 +35,7 @@ from paco_grpo.asgi import (
     unknown_route,
     until_caller_leaves,
 )
-from paco_grpo.rewards.registry import Reward, build_rewards, short_name
+from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         rewards = build_rewards({options.reward: 1.0}, {options.reward: options.kwargs}, options.device)
         reward = rewards[short_name(options.reward)]
+        if reward.compares_images:
+            raise RewardError(
+                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use it in "
+                "the run itself, without server="
+            )
         reward.check()
     except RuntimeError as error:  # RewardError, and a judge that does not answer
         print(f"error: {error}", file=sys.stderr)

@@ -35,18 +35,26 @@ class WireItem:
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     image: Image.Image | None = None
+    more_images: tuple[Image.Image, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """All reference images, in order."""
+        return () if self.image is None else (self.image, *self.more_images)
 
 
 def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> bytes:
-    """One request; an item that occurs several times (k images of a prompt) is sent once, with its reference image."""
+    """One request; an item that occurs several times (k images of a prompt) is sent once, with its reference images."""
     positions: dict[int, int] = {}
     entries = []
     for item in items:
         if item.item_id not in positions:
             positions[item.item_id] = len(entries)
-            reference = item.image
+            images_of = [_encode(image) for image in item.images]
             entry = {name: getattr(item, name) for name in ("item_id", "prompt", "height", "width")}
-            entry |= {"metadata": dict(item.metadata), "image": None if reference is None else _encode(reference)}
+            entry |= {"metadata": dict(item.metadata), "image": images_of[0] if images_of else None}
+            if images_of[1:]:  # a service of an earlier version takes one
+                entry["more_images"] = images_of[1:]
             entries.append(entry)
     sent = [{"item": positions[item.item_id], "png": _encode(image)} for image, item in zip(images, items, strict=True)]
     return json.dumps({"items": entries, "images": sent}).encode()
@@ -61,7 +69,7 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[WireItem]]:
     try:
         message = _load(body)
         entries, sent = _list(message, "items"), _list(message, "images")
-        opened = [_open(entry["image"]) for entry in entries if entry.get("image") is not None]
+        opened = [_open(text) for entry in entries for text in _sent(entry)]
         opened += [_open(entry["png"]) for entry in sent]
         check_total(opened)  # before anything is decoded
         decoded = map(decode, opened)
@@ -85,9 +93,20 @@ def _index(value: Any, count: int) -> int:
     return value
 
 
+def _sent(entry: Mapping[str, Any]) -> list[Any]:
+    """The encoded reference images of an item, in order."""
+    if entry.get("image") is None:
+        return []
+    more = entry.get("more_images", [])
+    if not isinstance(more, list):
+        raise TypeError("'more_images' is not a list")
+    return [entry["image"], *more]
+
+
 def _item(entry: Mapping[str, Any], decoded: Iterator[Image.Image]) -> WireItem:
-    """An item; its reference image, if it has one, is the next of ``decoded``."""
-    item = WireItem(**entry | {"image": None if entry.get("image") is None else next(decoded)})
+    """An item; its reference images are the next of ``decoded``."""
+    first, *more = [next(decoded) for _ in _sent(entry)] or [None]
+    item = WireItem(**entry | {"image": first, "more_images": tuple(more)})
     sizes = (item.height, item.width)
     if type(item.item_id) is not int or any(type(size) not in (int, type(None)) for size in sizes):
         raise TypeError("an item needs a whole number 'item_id', and 'height' and 'width' or null")

@@ -1,4 +1,4 @@
-"""The `paco-reward` command: train, export, score, accuracy, build-dataset."""
+"""The `paco-reward` command: train, export, score, demo, accuracy, build-dataset."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paco_reward import __version__, score_command
+from paco_reward import __version__, demo, score_command
 from paco_reward.errors import PacoRewardError, writing
 from paco_reward.pairing import command as build_command
 
@@ -51,10 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(command=_export)
 
     score_command.add_parser(commands)
+    demo.add_parser(commands)
     accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labeled pairs")
     score_command.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
-    accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json")
+    accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json; several, with commas, are also reported each")
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
     accuracy.add_argument("--max_samples", type=int, help="only the first pairs")
     accuracy.set_defaults(command=_accuracy)
@@ -90,11 +91,15 @@ def _accuracy(args: argparse.Namespace) -> int:
     from paco_reward.datasets import labeled_pairs
     from paco_reward.metrics import measure
 
-    pairs, labels = labeled_pairs(args.dataset_dir, args.dataset, args.max_samples, form_of(args))
+    pairs, labels, kinds = [], [], []
+    for name in args.dataset.split(","):
+        own = labeled_pairs(args.dataset_dir, name, args.max_samples, form_of(args))
+        pairs, labels, kinds = [*pairs, *own[0]], [*labels, *own[1]], [*kinds, *[name] * len(own[0])]
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(score_command.load_judge(args), pairs, labels)
+    report |= measure(score_command.load_judge(args), pairs, labels, kinds)
     # JSON has no NaN: a number that could not be computed is null.
-    report = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
+    for numbers in (report, *report.get("kinds", {}).values()):
+        numbers |= {name: None for name, value in numbers.items() if isinstance(value, float) and math.isnan(value)}
     text = json.dumps(report, indent=2)
     print(text, flush=True)  # first: the file may not be writable
     if args.output:

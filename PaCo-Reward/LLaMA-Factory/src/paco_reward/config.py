@@ -79,9 +79,14 @@ def check_combinations(config: dict[str, Any]) -> None:
     if config.get("first_token_weight") is None:
         return
     packed = config.get("packing") and not config.get("neat_packing")
+    thinking = config.get("enable_thinking")
+    # LLaMA-Factory separates the pairs of a row in Qwen3.5's linear attention under flash attention alone.
+    mixed = config.get("packing") and config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2"
     for wrong, message in (
         (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
+        (thinking, "enable_thinking: false (our default), so that answers begin with Yes or No"),
         (packed, "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row"),
+        (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
         (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),
         (config.get("label_smoothing_factor"), "label_smoothing_factor: 0 (the default)"),
     ):

@@ -12,6 +12,7 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.weights import load_complete
 from paco_reward.errors import PacoRewardError
+from paco_reward.families import processor_folder, trained_limits, write_limits
 from paco_reward.preflight import check_model
 from paco_reward.scorer import JudgeScorer, load_adapter
 
@@ -23,7 +24,8 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False) -> Path:
     """Merge an adapter into its base and save weights, processor and chat template.
 
-    The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored).
+    The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored). The processor limits images
+    as in the training.
 
     Raises:
         PacoRewardError: Base or adapter is missing or incomplete, or the output folder is not empty without ``force``.
@@ -46,6 +48,8 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     _copy_processor(base, partial)
+    if limits := trained_limits(adapter):
+        write_limits(partial, limits)
     shutil.rmtree(output, ignore_errors=True)
     partial.rename(output)
     return output
@@ -53,12 +57,7 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
 
 def _copy_processor(base: str, output: Path) -> None:
     """Copy the base's tokenizer, image processor and chat template files unchanged."""
-    folder = Path(base)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(base, allow_patterns=[f"*{suffix}" for suffix in PROCESSOR_SUFFIXES]))
-    for file in folder.iterdir():
+    for file in processor_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
             shutil.copyfile(file, output / file.name)
 

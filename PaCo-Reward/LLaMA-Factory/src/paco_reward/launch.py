@@ -12,6 +12,7 @@ import torch
 from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config
 from paco_reward.errors import PacoRewardError
+from paco_reward.families import with_template
 from paco_reward.preflight import check_training
 from paco_reward.worker import ERROR_FILE, train
 
@@ -26,6 +27,7 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
     check_combinations(config)
     overlay.check_version()
     check_training(config, lambda line: print(line, flush=True))
+    print(f"template: {with_template(config)['template']}", flush=True)
     command = torchrun_command(config, config_path, overrides, environment)
     if command is None:
         train(config)

@@ -67,12 +67,19 @@ def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
     return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": int(scored.sum())}
 
 
-def measure(scorer: Scorer, pairs: list[Pair], labels: list[bool]) -> dict[str, Any]:
-    """``judge_report`` of a judge on labeled pairs; missing (pairs without score), mean_p_yes, seconds."""
+def measure(scorer: Scorer, pairs: list[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """``judge_report`` of a judge on labeled pairs; missing (pairs without score), mean_p_yes, seconds.
+
+    ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
+    """
     started = time.monotonic()
     scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in scorer.score(pairs)])
     missing = np.isnan(scores)
-    return judge_report(scores, labels) | {
+    each = {}
+    if len(set(kinds)) > 1:
+        chosen = {kind: np.array(kinds) == kind for kind in kinds}
+        each["kinds"] = {kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()}
+    return judge_report(scores, labels) | each | {
         "missing": int(missing.sum()),
         "mean_p_yes": float("nan") if missing.all() else float(np.nanmean(scores)),
         "seconds": round(time.monotonic() - started, 2),

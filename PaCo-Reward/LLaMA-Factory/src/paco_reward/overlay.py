@@ -1,14 +1,16 @@
-"""Our changes to LLaMA-Factory, at two seams. No other file of this package touches upstream internals.
+"""Our changes to LLaMA-Factory, at three seams. No other file of this package touches upstream internals.
 
 1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
 2. The SFT trainer gets the first-token-weighted loss, whose logits are those of the answers alone, and the judge's
-   metrics.
+   metrics. It keeps no activations of a frozen vision tower.
+3. The tokenizer's template is compared with the model's chat template, and the processor limits the images.
 
 ``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
 """
 
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from paco_reward.errors import PacoRewardError
+from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import SCHEMES, answer_positions_only, count_answers, find_answers, first_token_loss
 from paco_reward.metrics import JudgeMetrics
 
@@ -63,7 +66,33 @@ def install() -> None:
     arguments = _arguments_class(base)
     for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
         group[group.index(base)] = arguments
+    workflow.load_tokenizer = _loading(workflow.load_tokenizer)
+    workflow.get_template_and_fix_tokenizer = _checking(workflow.get_template_and_fix_tokenizer)
     workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
+
+
+def _loading(load_tokenizer: Callable) -> Callable:
+    """LLaMA-Factory's loading of tokenizer and processor; the processor limits images."""
+
+    def load(model_args: Any) -> dict[str, Any]:
+        loaded = load_tokenizer(model_args)
+        if hasattr(loaded["processor"], "image_processor"):
+            limit_images(loaded["processor"], model_args.image_max_pixels)
+        return loaded
+
+    return load
+
+
+def _checking(get_template: Callable) -> Callable:
+    """LLaMA-Factory's choice of a template, whose prompts must be those that servers render."""
+
+    def get(tokenizer: Any, data_args: Any) -> Any:
+        chat_template = tokenizer.chat_template  # LLaMA-Factory gives its own to a tokenizer without one
+        template = get_template(tokenizer, data_args)
+        check_prompt(template, tokenizer, chat_template)
+        return template
+
+    return get
 
 
 def train_arguments() -> list[type]:
@@ -180,6 +209,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
             super().__init__(finetuning_args, processor, *args, **kwargs)
             self.remove_callback(PrinterCallback)  # worker.ProgressLines replaces its raw dictionaries
+            _compute_frozen_towers_without_gradients(self.model)
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
@@ -218,6 +248,17 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             return self.accelerator.gather(count).sum().clamp(min=1)
 
     return FirstTokenTrainer
+
+
+def _compute_frozen_towers_without_gradients(model: Any) -> None:
+    """Keep no activations of a frozen vision tower.
+
+    For gradient checkpointing, transformers 5 makes the inputs of every tower require gradients, of vision towers as well.
+    Nothing in a frozen one needs them, but all its activations are kept, 14 GiB for two images of a megapixel at 7B.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("visual") and not any(parameter.requires_grad for parameter in module.parameters()):
+            module.forward = torch.no_grad()(module.forward)
 
 
 def _outputs_loss(

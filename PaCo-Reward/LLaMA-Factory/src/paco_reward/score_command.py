@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paco_judge.client import DEFAULT_MODEL, Pair
-from paco_judge.grid import pairs as index_pairs
 from paco_judge.images import data_url
-from paco_judge.questions import (
-    EDITING,
-    add_form_arguments,
-    build_messages,
-    editing_texts,
-    form_of,
-    load_editing_questions,
-    load_question,
-)
-from paco_judge.verdict import Verdict, editing_score
-from paco_reward.errors import PacoRewardError
+from paco_judge.questions import add_form_arguments, build_messages, form_of
+from paco_judge.verdict import Verdict
+from paco_reward import sheet
+from paco_reward.answers import Answers, Asked, Judge, questions_about
+from paco_reward.errors import PacoRewardError, writing
 from paco_reward.images import open_image
 from paco_reward.server import Server, api_key, ask_all
 
@@ -37,6 +31,8 @@ examples:
     paco-reward score a.png b.png --server http://127.0.0.1:8000
   edits of the first image
     paco-reward score photo.png edit1.png edit2.png --instruction "make the car blue" --model path/to/judge
+  the same as a page to look at
+    paco-reward score a.png b.png c.png --model path/to/judge --html scores.html
 """
 
 
@@ -58,11 +54,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "shipped template or text file, two for edits; default: theme, pair, or the two editing questions"
     parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
     parser.add_argument("--reasons", action="store_true", help="print the judge's whole answers too")
+    parser.add_argument("--html", metavar="FILE", help="also write images, scores and reasons as a page")
+    add_asking_options(parser)
+    parser.set_defaults(command=run)
+
+
+def add_asking_options(parser: argparse.ArgumentParser) -> None:
+    """Options of ``judge_named``."""
     parser.add_argument("--reason_tokens", type=int, default=512, help="longest answer (default %(default)s)")
     add_judge_options(parser)
     parser.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading a model")
     parser.add_argument("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
-    parser.set_defaults(command=run)
 
 
 def add_judge_options(parser: argparse.ArgumentParser) -> None:
@@ -93,64 +95,40 @@ def run(args: argparse.Namespace) -> int:
         raise PacoRewardError("a score compares images: name at least two")
     if args.instruction is not None and not args.instruction.strip():
         raise PacoRewardError("--instruction is empty; give the text that the edit was made with")
-    try:
-        texts = _texts(args)
-    except ValueError as error:
-        raise PacoRewardError(str(error)) from error
-    images = [open_image(source) for source in args.images]
-    score, explain = _remote(args) if args.server else _local(args)
-    if args.instruction is not None:
-        pairs = [Pair(images[0], edited, text) for edited in images[1:] for text in texts.values()]
-    else:
-        pairs = [Pair(images[i], images[j], texts[""]) for i, j in index_pairs(len(images))]
-    verdicts = score(pairs)
-    reasons = explain(pairs) if args.reasons else []
-    if args.instruction is None:
-        _print_pairs(args.images, verdicts, reasons)
-    else:
-        _print_edits(args.images, list(texts), verdicts, reasons)
-    missing = sum(not verdict.ok for verdict in verdicts)
-    if missing:
-        raise PacoRewardError(f"{missing} of {len(verdicts)} answers have no score, so there is no mean")
-    if args.instruction is None:
-        width = 2 * max(map(len, args.images)) + 2
-        print(f"{'mean':<{width}}  {sum(verdict.p_yes for verdict in verdicts) / len(verdicts):.4f}")
+    questions = questions_about(args.theme, args.instruction, args.question)
+    asked = Asked([open_image(source) for source in args.images], args.images, questions)
+    judge = judge_named(args)
+    verdicts = judge.score(asked.pairs)
+    answers = Answers(judge.name, asked, verdicts, judge.explain(asked.pairs) if args.reasons else ())
+    (_print_edits if asked.about_edits else _print_pairs)(answers)
+    if args.html:
+        with writing(Path(args.html)):
+            Path(args.html).write_text(sheet.page(answers), encoding="utf-8")
+    if answers.missing:
+        raise PacoRewardError(f"{answers.missing} of {len(verdicts)} answers have no score, so there is no mean")
+    if not asked.about_edits:
+        print(f"{'mean':<{2 * max(map(len, args.images)) + 2}}  {answers.mean:.4f}")
     return 0
 
 
-def _texts(args: argparse.Namespace) -> dict[str, str]:
-    """The questions on each pair, by what they are about (edits: dimensions). Raises ValueError."""
-    if args.instruction is not None:
-        return editing_texts(load_editing_questions(args.question or EDITING), args.instruction)
-    about, default = (("theme",), "theme") if args.theme else ((), "pair")
-    question, *others = args.question or [default]
-    if others:
-        raise ValueError("--question: only edits (--instruction) are asked about with two questions")
-    return {"": load_question(question, about).text(theme=args.theme)}
-
-
-def _print_pairs(names: Sequence[str], verdicts: Sequence[Verdict], reasons: Sequence[str]) -> None:
+def _print_pairs(answers: Answers) -> None:
+    names = answers.asked.names
     width = max(map(len, names))
-    for number, (i, j) in enumerate(index_pairs(len(names))):
-        print(f"{names[i]:<{width}}  {names[j]:<{width}}  {_shown(verdicts[number])}")
-        if reasons:
-            print(f"    {reasons[number]}")
+    for number, (i, j, _) in enumerate(answers.asked.cells):
+        print(f"{names[i]:<{width}}  {names[j]:<{width}}  {_shown(answers.verdicts[number])}")
+        if answers.reasons:
+            print(f"    {answers.reasons[number]}")
 
 
-def _print_edits(
-    names: Sequence[str], asked: Sequence[str], verdicts: Sequence[Verdict], reasons: Sequence[str]
-) -> None:
-    width, count = max(map(len, ["edit", *names[1:]])), len(asked)
-    columns = [*asked, "overall"] if count > 1 else asked
-    print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in columns))
+def _print_edits(answers: Answers) -> None:
+    names = answers.asked.names
+    width, count = max(map(len, ["edit", *names[1:]])), len(answers.asked.questions)
+    print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in answers.of_edit(1)))
     for number, name in enumerate(names[1:]):
-        own = slice(number * count, (number + 1) * count)
-        cells = [_shown(verdict) for verdict in verdicts[own]]
-        if count > 1:
-            overall = editing_score(*verdicts[own])
-            cells.append("no score" if overall is None else f"{overall:.4f}")
+        cells = map(_shown, answers.of_edit(number + 1).values())
         print(f"{name:<{width}}  " + "  ".join(f"{cell:>16}" for cell in cells))
-        for dimension, reason in zip(asked, reasons[own]):
+        reasons = answers.reasons[number * count : (number + 1) * count]
+        for dimension, reason in zip(answers.asked.questions, reasons):
             print(f"    {dimension}: {reason}")
 
 
@@ -158,18 +136,16 @@ def _shown(verdict: Verdict) -> str:
     return f"{verdict.p_yes:.4f}" if verdict.ok else f"no score: {verdict.error}"
 
 
-Score = Callable[[Sequence[Pair]], list[Verdict]]
-Explain = Callable[[Sequence[Pair]], list[str]]
+def judge_named(args: argparse.Namespace) -> Judge:
+    """The judge of ``add_asking_options``: loaded, or behind a server.
 
-
-def _local(args: argparse.Namespace) -> tuple[Score, Explain]:
-    """A judge in this process."""
-    judge = load_judge(args)
-    return partial(judge.score, top=TOP_LOGPROBS), partial(judge.reasons, max_new_tokens=args.reason_tokens)
-
-
-def _remote(args: argparse.Namespace) -> tuple[Score, Explain]:
-    """A judge behind a server."""
+    Raises:
+        PacoRewardError: It cannot be loaded, or options contradict each other.
+    """
+    if not args.server:
+        judge = load_judge(args)
+        name = f"{args.model} with {args.adapter}" if args.adapter else args.model
+        return Judge(name, partial(judge.score, top=TOP_LOGPROBS), partial(judge.reasons, max_new_tokens=args.reason_tokens))
     if args.adapter:
         raise PacoRewardError("--adapter needs a local model; serve the adapter and name it with --model")
     form = form_of(args)
@@ -184,4 +160,4 @@ def _remote(args: argparse.Namespace) -> tuple[Score, Explain]:
         refused = ask_all(server, questions, answers.__setitem__, "reasons", args.reason_tokens)
         return [answers.get(key) or f"no answer: {refused.get(key)}" for key in questions]
 
-    return server.score, explain
+    return Judge(f"{server.model} at {server.url}", server.score, explain)

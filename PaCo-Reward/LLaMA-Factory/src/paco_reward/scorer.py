@@ -20,6 +20,7 @@ from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages, them
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
 from paco_judge.weights import load_complete
 from paco_reward.errors import PacoRewardError
+from paco_reward.families import CHAT_OPTIONS, set_limits, trained_limits
 from paco_reward.images import open_image
 from paco_reward.overlay import option_ids
 from paco_reward.preflight import check_adapter, check_model
@@ -28,7 +29,7 @@ UNANSWERED = "neither Yes nor No is among the judge's top {} tokens"
 
 
 class JudgeScorer:
-    """Scores pairs with a Qwen2.5-VL judge. A pair's score does not depend on what it is batched with."""
+    """Scores pairs with a Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. A pair's score does not depend on what it is batched with."""
 
     def __init__(
         self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM
@@ -61,8 +62,8 @@ class JudgeScorer:
         """Load a judge.
 
         Args:
-            model: Folder or hub name of a Qwen2.5-VL model.
-            adapter: Folder or hub name of a peft adapter for it.
+            model: Folder or hub name of a vision-language model.
+            adapter: Folder or hub name of a peft adapter for it. Images are limited as in its training.
             device: Default: the first GPU, else the CPU.
             dtype: Default: as stored on a GPU, float32 on a CPU.
             batch_size, form: As in the constructor.
@@ -84,6 +85,8 @@ class JudgeScorer:
             raise PacoRewardError(f"{error}; download or export it again") from error
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
+            if limits := trained_limits(adapter):
+                set_limits(processor, limits)
         return cls(loaded, processor, batch_size, form)
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
@@ -113,7 +116,7 @@ class JudgeScorer:
         message = build_messages("", "", question, self.form)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         return self.processor.apply_chat_template(
-            [{"role": message["role"], "content": content}], tokenize=False, add_generation_prompt=True
+            [{"role": message["role"], "content": content}], tokenize=False, add_generation_prompt=True, **CHAT_OPTIONS
         )
 
     def inputs(self, pairs: Sequence[Pair]) -> Any:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from paco_reward import overlay
 from paco_reward.config import GLOBAL_BATCH, check_combinations, check_keys, load_config, with_accumulation
 from paco_reward.errors import PacoRewardError
+from paco_reward.families import with_template
 
 logger = logging.getLogger("paco_reward.worker")  # __name__ is __main__ under torchrun
 
@@ -62,6 +63,7 @@ class ProgressLines(TrainerCallback):
 
 def train(config: dict[str, Any]) -> None:
     """Train with a configuration in this process."""
+    config = with_template(config)
     check_combinations(config)
     overlay.install()
     check_keys(config, overlay.train_arguments())

@@ -43,7 +43,7 @@ def build(options: Namespace) -> dict[str, Any]:
     """
     check(options)
     try:
-        question = load_question(options.question, ("theme",))
+        questions = tuple(load_question(name, ("theme",)) for name in options.question)
         editing = load_editing_questions(options.editing_question)
     except ValueError as error:
         raise PacoRewardError(f"--question, --editing_question: {error}") from error
@@ -69,12 +69,12 @@ def build(options: Namespace) -> dict[str, Any]:
     check_images(images | {file: edit.place for edit in edits for file in (edit.source, edit.edited)})
     _claim_output(options, items)
 
-    asked = record((question,) * bool(items) + editing * bool(edits), asked_form(options))
+    asked = record(tuple(dict.fromkeys(questions)) * bool(items) + editing * bool(edits), asked_form(options))
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
     counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
-        rankings = _rankings(options, by_folder, server, ranked, counts, question)
+        rankings = _rankings(options, by_folder, server, ranked, counts, questions[0])
         if options.sets_only:
             return _finish(options, counts, datasets, asked)
         labeled = select.pairs_of_rankings(
@@ -85,7 +85,7 @@ def build(options: Namespace) -> dict[str, Any]:
             min_gap=options.min_gap,
             seed=options.seed,
             counts=counts,
-            question=question,
+            questions=questions,
         )
         decided = {item.group: item.split for item in items if item.split}
         datasets |= _datasets(options, options.name, labeled, counts, reason_server, decided, written)

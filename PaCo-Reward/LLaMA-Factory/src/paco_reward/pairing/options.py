@@ -41,8 +41,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
 
     group = parser.add_argument_group("questions, in training data and to the server")
-    text = "shipped template or text file for pairs of sub-figures (default %(default)s)"
-    group.add_argument("--question", default="theme", metavar="NAME|FILE", help=text)
+    text = (
+        "shipped template or text file for pairs of sub-figures (default theme); of several, each pair is asked one, chosen "
+        "by the seed (theme theme pair: a third without theme), and a server that ranks the first"
+    )
+    group.add_argument("--question", nargs="+", default=["theme"], metavar="NAME|FILE", help=text)
     text = "the same for edits: whether the rest is kept, and (if given) whether the instruction is followed"
     group.add_argument("--editing_question", nargs="+", default=list(EDITING), metavar="NAME|FILE", help=text)
     add_form_arguments(group)

@@ -81,9 +81,9 @@ def pairs_of_rankings(
     min_gap: float,
     seed: int,
     counts: Counter,
-    question: Question,
+    questions: Sequence[Question],
 ) -> list[LabeledPair]:
-    """The labeled pairs of all rankings, each pair of images once, in an order of the two chosen by the seed.
+    """The labeled pairs of all rankings, each pair of images once; the seed chooses the order of the two and the question.
 
     Where rankings disagree on a pair the majority decides; a tie leaves it out. ``counts`` receives
     ``rankings_unclear`` (no labels), ``rankings_used``, ``pairs_merged`` (further votes) and ``pairs_disputed`` (ties).
@@ -106,6 +106,7 @@ def pairs_of_rankings(
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
         item = items[folder]
+        question = questions[int.from_bytes(order_key(seed, "question", *sorted(shown))) % len(questions)]
         pairs.append(LabeledPair(*shown, question.text(theme=item.theme), yes > no, "theme", item.group))
     return pairs
 

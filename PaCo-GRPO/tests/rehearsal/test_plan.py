@@ -1,4 +1,4 @@
-"""scripts/plan_gpus.py against cases computed by hand, its own rules on random cases, and files of a run."""
+"""The judge's share of GPUs against cases computed by hand, its own rules on random cases, and files of a run."""
 
 import dataclasses
 import itertools
@@ -7,9 +7,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import load_script
+from tiny_run import ROOT, load_script
 
-plan = load_script("plan_gpus")
+from paco_grpo.rehearsal import plan
+
 # 96 images of 6 pairs; a GPU samples one in 2 s and trains on one in 1 s; a judge answers 12 pairs a second.
 WORK = plan.Workload(96, 4, 6, 2.0, 1.0, 5.0, 12.0)
 
@@ -32,12 +33,6 @@ def test_by_hand(generating, serving, sample, reward, wait, train, bottleneck):
     assert (split.sample, split.reward, split.wait, split.train) == pytest.approx((sample, reward, wait, train))
     assert split.epoch == pytest.approx(sample + wait + train + 5.0)
     assert split.bottleneck == bottleneck
-
-
-def test_pairs_of_layouts():
-    assert [plan.pairs_of_layout(name) for name in ("1x1", "1x2", "2x2", "2x3", "2X4")] == [0, 1, 6, 15, 28]
-    with pytest.raises(plan.PlanError, match="rows x columns"):
-        plan.pairs_of_layout("four")
 
 
 seconds = st.floats(0.01, 50)
@@ -72,6 +67,11 @@ def test_a_judge_of_several_gpus_and_no_judge_at_all():
         plan.splits(dataclasses.replace(WORK, pairs_per_second=0.0), 8)
 
 
+@pytest.fixture(scope="module")
+def rehearse():
+    return load_script("rehearse")
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     """Two processes, 96 images; the first epoch is slower than the others."""
@@ -85,79 +85,69 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def test_measured_files_are_read(run_folder, tmp_path, capsys):
-    measured = plan.read_run(run_folder)
-    assert (measured.sample_seconds, measured.train_seconds, measured.other_seconds) == (2.0, 1.0, 5.0)
-    assert (measured.images, measured.batch_size, measured.processes) == (96, 4, 2)
+def options_of(folder):
+    """The arguments of a run that is named, not rehearsed."""
+    return ["--config", f"{ROOT}/config/grpo.py:t2is", "--pairs", "6", "--run", str(folder)]
+
+
+def test_measured_files_are_read(run_folder, rehearse, tmp_path, capsys):
+    found = rehearse.read_run(run_folder)
+    work = plan.Workload(**found["work"], pairs=6, pairs_per_second=12.0)
+    assert (work, found["processes"]) == (WORK, 2)
     report = tmp_path / "judge_load.json"
     rows = [("a", 1, 3.0), ("a", 16, 24.0), ("a", 64, 20.0), ("b", 16, 90.0)]
     targets = [{"target": t, "concurrency": c, "pairs_per_second": p} for t, c, p in rows]
     report.write_text(json.dumps({"targets": targets}))
-    command = ["--gpus", "8", "--run", str(run_folder), "--judge-load", str(report), "--judge-gpus", "2"]
-    assert plan.main(command) == 2 and "choose one with --judge-target" in capsys.readouterr().err
-    assert plan.main([*command, "--judge-target", "a", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["workload"] == dataclasses.asdict(WORK)
-    assert report["best"] == dataclasses.asdict(plan.best(plan.splits(WORK, 8)))
-    assert plan.main([*command, "--judge-target", "a"]) == 0
-    assert capsys.readouterr().out.count("<- best") == 1
+    command = [*options_of(run_folder), "--gpus", "8", "--judge_load", str(report), "--judge_gpus", "2"]
+    assert rehearse.main(command) == 2 and "choose one with --judge_target" in capsys.readouterr().err
+    assert rehearse.main([*command, "--judge_target", "a"]) == 0
+    said = capsys.readouterr().out
+    assert "12 a second and GPU (measured)" in said and said.count("<- best") == 1
+    best = plan.best(plan.splits(WORK, 8))
+    assert f"{best.generating:>8} {best.serving:>5}" in next(x for x in said.splitlines() if "<- best" in x)
 
 
-def test_seconds_are_read_from_a_benchmark(tmp_path, capsys):
+def test_seconds_are_read_from_a_benchmark(rehearse, tmp_path):
     seconds = {"sampling": 96.0, "reward_wait": 3.0, "training": 48.0, "epoch": 152.0}
     made = {"plan": {"samples": 96, "num_processes": 2, "sample_batch_size": 4},
             "seconds": {name: {"median": value, "low": value, "high": value} for name, value in seconds.items()}}  # fmt: skip
     file = tmp_path / "epoch.json"
-    file.write_text(json.dumps({"results": [made | {"label": "as configured"}, made | {"label": "speed.compile=on"}]}))
-    with pytest.raises(plan.PlanError, match=r"as configured, speed.compile=on: choose one with --setting"):
-        plan.read_epoch(file)
-    measured = plan.read_epoch(file, "speed.compile=on")
-    assert (measured.sample_seconds, measured.train_seconds, measured.other_seconds) == (2.0, 1.0, 5.0)
-    command = ["--gpus", "8", "--epoch", str(file), "--setting", "as configured", "--judge-pairs-per-second", "12", "--json"]
-    assert plan.main(command) == 0
-    assert json.loads(capsys.readouterr().out)["workload"] == dataclasses.asdict(WORK)
-    assert plan.main([*command, "--run", str(tmp_path)]) == 2 and "give one" in capsys.readouterr().err
+    file.write_text(json.dumps({"results": [made]}))
+    assert plan.Workload(**rehearse.read_run(file)["work"], pairs=6, pairs_per_second=12.0) == WORK
     file.write_text("[]")
-    assert plan.main(command) == 2 and "no report of epoch.py" in capsys.readouterr().err
+    with pytest.raises(plan.PlanError, match=r"or a report of benchmarks/epoch\.py"):
+        rehearse.read_run(file)
 
 
-def test_check_compares_with_the_measured_epoch(run_folder, capsys):
-    command = ["--run", str(run_folder), "--check", "--judge-pairs-per-second", "12"]
-    assert plan.main(command) == 0
+def test_a_run_is_compared_with_what_its_own_seconds_predict(run_folder, rehearse, capsys):
+    assert rehearse.main([*options_of(run_folder), "--judge_pairs_per_second", "12"]) == 0
     said = capsys.readouterr().out
     # 12 batches of 8 s; 48 s of judging begin after 8 s and end before the sampling does: the last batch's 4 s remain
     assert "4.00s    20.00s" in said and "153.00s   169.00s" in said and "0.905" in said
 
 
-def test_a_real_run_takes_the_predicted_time(tiny_flux_dir, tmp_path):
+def test_a_real_run_takes_the_predicted_time(tiny_flux_dir, tmp_path, rehearse):
     """A reward of two images a second; sampling and training seconds are the run's own."""
     from tiny_run import tiny_options, train
 
     reward = {"train__reward_fn": '{"tiny_run:slow": 1.0}', "train__reward_fn_kwargs": '{"tiny_run:slow": {"seconds_per_image": 0.5}}'}  # fmt: skip
     train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=2, **reward))
-    measured = plan.read_run(tmp_path / "runs" / "run")
-    work = plan.Workload(
-        measured.images, measured.batch_size, 1, measured.sample_seconds, measured.train_seconds,
-        measured.other_seconds, pairs_per_second=2.0,
-    )  # fmt: skip
-    split = plan.predict(work, 1, 1)
+    measured = rehearse.read_run(tmp_path / "runs" / "run")
+    split = plan.predict(plan.Workload(**measured["work"], pairs=1, pairs_per_second=2.0), 1, 1)
     assert split.reward == pytest.approx(4.0)
-    assert split.epoch == pytest.approx(measured.epoch, rel=0.25)
-    assert split.wait == pytest.approx(measured.reward_wait, rel=0.25, abs=0.3)
+    assert split.epoch == pytest.approx(measured["times"]["epoch"], rel=0.25)
+    assert split.wait == pytest.approx(measured["times"]["reward_wait"], rel=0.25, abs=0.3)
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["--gpus", "8"], "how fast is the judge"),
-        (["--gpus", "8", "--judge-pairs-per-second", "9"], "--sample-seconds is missing"),
-        (["--judge-pairs-per-second", "9", "--sample-seconds", "1", "--train-seconds", "1"], "--gpus is missing"),
-        (["--gpus", "1", "--judge-pairs-per-second", "9", "--sample-seconds", "1", "--train-seconds", "1"], "too few"),
-        (["--gpus", "8", "--run", "nowhere", "--pairs", "0"], "--run nowhere"),
-        (["--check", "--pairs", "0", "--sample-seconds", "1", "--train-seconds", "1"], "give --run"),
+        (["--gpu", "none"], "--gpu 'none' is not known"),
+        (["--run", "nowhere"], "--run nowhere"),
+        (["--judge_load", "nowhere"], "--judge_load nowhere"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(command, said, capsys):
-    assert plan.main(command) == 2
+def test_what_is_missing_is_said_in_one_line(command, said, rehearse, capsys):
+    assert rehearse.main(["--config", f"{ROOT}/config/grpo.py:t2is", *command]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

@@ -1,0 +1,203 @@
+"""Benchmarks: which prompts, and which rewards measure the images; results over prompts, and two adapters compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paco_grpo.evaluation.pictures import contact_sheet
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.policies.lora import lora_parameters
+from paco_grpo.suggest import did_you_mean
+from paco_grpo.types import Item
+from paco_judge.images import read_image
+from paco_judge.outside import DamagedJson, parse_object
+
+LEVEL = 0.95  # of the confidence intervals
+_RESAMPLES = 10_000
+_SHEET_PAIRS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A prompt set and the rewards that measure its images.
+
+    Attributes:
+        folder: The set as ``dataset/fetch.py`` writes it.
+        prompt_fn: How the set is read.
+        rewards: Names of rewards; their arguments are the configuration's.
+        edits: Whether it asks for edits of images.
+    """
+
+    folder: str
+    prompt_fn: str
+    rewards: tuple[str, ...]
+    edits: bool
+
+
+BENCHMARKS = {
+    "t2is": Benchmark("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore"), edits=False),
+    "gedit": Benchmark("dataset/public-gedit", "geneval_image", ("consistency_for_editing",), edits=True),
+}
+
+
+def options_for(options: RunOptions, benchmark: str, edits_images: bool) -> RunOptions:
+    """``options`` whose test set and test rewards are those of ``benchmark``, a name or ``name=folder``.
+
+    Args:
+        edits_images: Whether the configuration's generator edits images.
+
+    Raises:
+        ConfigError: There is no such benchmark, its folder does not exist, or it is for another kind of generator.
+    """
+    name, _, folder = benchmark.partition("=")
+    if name not in BENCHMARKS:
+        known = ", ".join(BENCHMARKS)
+        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {known}")
+    found = BENCHMARKS[name]
+    if found.edits and not edits_images:
+        raise ConfigError(f"benchmark {name} asks for edits, but {options.pretrained.model} edits no images")
+    folder = folder or found.folder
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"benchmark {name}: {folder} does not exist; `python dataset/fetch.py {name}` makes {found.folder}, "
+            f"or name another folder: --benchmarks {name}=FOLDER"
+        )
+    given = {**options.train.reward_fn_kwargs, **options.test.reward_fn_kwargs}
+    test = dataclasses.replace(
+        options.test,
+        reward_fn=dict.fromkeys(found.rewards, 1.0),
+        reward_fn_kwargs={reward: given[reward] for reward in found.rewards if reward in given},
+        num_images=None,
+        save_eval_images=True,
+    )
+    return dataclasses.replace(options, dataset=folder, prompt_fn=found.prompt_fn, test=test)
+
+
+def begin(
+    folder: Path, options: RunOptions, items: Sequence[Item], policy: Policy, adapter: str | None, write: bool = True
+) -> None:
+    """Record in ``folder`` what its images depend on, so that only the same command continues there.
+
+    Processes that share the folder all call it; those with ``write`` False only check.
+
+    Raises:
+        ConfigError: The folder holds images of something else.
+    """
+    test = {name: value for name, value in dataclasses.asdict(options.test).items() if not name.startswith("reward")}
+    weights = hashlib.sha256()
+    for parameter in lora_parameters(policy) if adapter else ():
+        weights.update(parameter.detach().float().cpu().numpy().tobytes())
+    content = {
+        "model": str(options.pretrained.model),
+        "adapter": adapter,
+        "adapter_sha256": weights.hexdigest() if adapter else None,
+        "prompts_sha256": hashlib.sha256(json.dumps([[i.item_id, i.prompt] for i in items]).encode()).hexdigest(),
+        "guidance_scale": options.sample.guidance_scale,
+        "negative_prompt": options.sample.negative_prompt,
+        "max_sequence_length": options.max_sequence_length,
+        "seed": options.seed,
+        "test": test,
+    }
+    content = json.loads(json.dumps(content, default=str))
+    path = folder / "evaluation.json"
+    if path.is_file():
+        try:
+            found = parse_object(path.read_bytes())
+        except DamagedJson:
+            found = {}
+        changed = [name for name in content if name != "adapter" and found.get(name) != content[name]]
+        if changed:
+            raise ConfigError(f"{folder} holds images with another {', '.join(changed)}: choose another --output")
+    elif any(folder.glob("[0-9]*.png")):
+        raise ConfigError(f"{folder} holds images of another evaluation: choose another --output")
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean over prompts with its confidence interval (None with fewer than two prompts)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    prompts: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]")
+
+
+def interval(values: np.ndarray) -> Interval | None:
+    """Mean of ``values`` (n,), one for each prompt, with its bootstrap interval; NaN = missing, None if all are.
+
+    The interval holds the middle 95 % of the means of samples drawn from the prompts with replacement (Efron's percentile
+    interval), always the same ones.
+    """
+    values = values[~np.isnan(values)]
+    if len(values) < 2:
+        return Interval(float(values[0]), None, None, 1) if len(values) else None
+    draw = np.random.default_rng(0)
+    means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(values.mean()), float(low), float(high), len(values))
+
+
+def by_prompt(rows: Sequence[Mapping[str, Any]], reward: str) -> dict[int, float]:
+    """Mean score of each item's images; NaN where one of them has no score."""
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        value = row["rewards"][reward]
+        scores.setdefault(row["item_id"], []).append(math.nan if value is None else value)
+    return {item: float(np.mean(values)) for item, values in scores.items()}
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of an evaluation's ``eval_data.jsonl``."""
+    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def summarize_prompts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Interval | None]:
+    """Each reward's interval over prompts; a prompt with a missing score is left out."""
+    return {name: interval(np.array(list(by_prompt(rows, name).values()))) for name in rows[0]["rewards"]}
+
+
+def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> dict[str, Interval | None]:
+    """Each reward's interval of a − b, paired by prompt; a prompt that lacks a score on either side is left out.
+
+    Raises:
+        ValueError: The rows are not of the same items with the same seeds.
+    """
+    if [(row["item_id"], row["seed"]) for row in a] != [(row["item_id"], row["seed"]) for row in b]:
+        raise ValueError("the two evaluations are not of the same prompts and seeds")
+    found = {}
+    for name in a[0]["rewards"]:
+        left, right = by_prompt(a, name), by_prompt(b, name)
+        found[name] = interval(np.array([left[item] - right[item] for item in left]))
+    return found
+
+
+def side_by_side(a: Path, b: Path, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts."""
+    files = [row["file"] for row in rows[:_SHEET_PAIRS]]
+    left, right = ([read_image(folder / file) for file in files] for folder in (b, a))
+    contact_sheet(right, [row["prompt"] for row in rows[:_SHEET_PAIRS]], left).save(path)
+
+
+def markdown(columns: Mapping[str, Mapping[str, Interval | None]]) -> str:
+    """A row for each reward: mean and 95 % interval in each column, and the prompts that count."""
+    lines = [f"| reward | {' | '.join(columns)} | prompts |", "|---" * (len(columns) + 2) + "|"]
+    for name in next(iter(columns.values())):
+        found = [column[name] for column in columns.values()]
+        counts = ", ".join(sorted({str(each.prompts) if each else "0" for each in found}))
+        lines.append(f"| {name} | {' | '.join(str(each or '–') for each in found)} | {counts} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,130 @@
+"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and velocities at x_σ.
+
+They need clean latents alone, so images may be sampled without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from paco_grpo.objectives.base import Step, mean_square
+from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.policies import lora
+from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import step_noise
+from paco_grpo.types import Rollout
+
+# Keeps the fresh noise apart from the steps' own noise: it is seeded by (seed, step + this).
+FRESH = 1 << 20
+
+
+class Noised:
+    """x_σ = (1 − σ)·x_0 + σ·ε of a step's samples, with fresh ε.
+
+    All velocities are conditional: with true CFG, guidance is part of sampling and not of what is learned.
+
+    Attributes:
+        latents: x_σ (B, N, C) float32.
+        target: u = ε − x_0 (B, N, C) float32, what a perfect velocity would be on average.
+    """
+
+    def __init__(self, step: Step, policy: Policy, shared: bool = False) -> None:
+        """
+        Args:
+            step: The samples and σ.
+            policy: For velocities.
+            shared: One ε for all samples of an item. Otherwise each sample's own seed makes it, so that its loss does not
+                depend on its batch. Either way a resumed run has the same noise.
+        """
+        rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
+        own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
+        seeds = [(step.epoch_seed << 32) + item for item in items] if shared else own
+        noise = step_noise(seeds, FRESH + step.index, clean)
+        self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
+        self._policy = policy
+        self._arguments = (self.latents, step.sigma, rollout.conditioning, rollout.height, rollout.width)
+
+    def velocity(self, snapshot: str | None = None) -> torch.Tensor:
+        """v (B, N, C) of the trained weights, or, without gradient, of a snapshot."""
+        if snapshot is None:
+            return self._policy.velocity(*self._arguments, guided=False)
+        with torch.no_grad(), lora.snapshot(self._policy, snapshot):
+            return self._policy.velocity(*self._arguments, guided=False)
+
+    @cached_property
+    def reference(self) -> torch.Tensor:
+        """v (B, N, C) of the base model, without gradient."""
+        with torch.no_grad(), lora.reference(self._policy):
+            return self._policy.velocity(*self._arguments, guided=False)
+
+    def error(self, velocity: torch.Tensor) -> torch.Tensor:
+        """Matching error e (B,) = mean((v − u)²)."""
+        return mean_square(velocity - self.target)
+
+
+def sample_sigmas(num_steps: int, count: int, fraction: float, with_one: bool, rng: np.random.Generator) -> list[int]:
+    """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
+
+    Args:
+        num_steps: N.
+        count: T.
+        fraction: The parts end at step floor(N·fraction), which is not sampled.
+        with_one: They begin at step 0, σ = 1; otherwise at step 1.
+        rng: From run seed and epoch, so that all samples of an epoch share the steps.
+    """
+    first, end = _range(num_steps, fraction, with_one)
+    bounds = [first + i * (end - first) // count for i in range(count + 1)]
+    return [int(rng.integers(low, high)) for low, high in pairwise(bounds)]
+
+
+def _range(num_steps: int, fraction: float, with_one: bool) -> tuple[int, int]:
+    return (0 if with_one else 1), int(num_steps * fraction + 1e-9)
+
+
+def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
+    """``Objective.steps``: ``train.timesteps``, or ``train.num_sigmas`` sampled ones.
+
+    Args:
+        default: For ``num_sigmas=None``; None = the noise steps.
+    """
+
+    def steps(train: TrainOptions, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
+        if train.timesteps is not None:
+            return train.timesteps
+        count = train.num_sigmas or default
+        if count is None:
+            return [step.index for step in rollout.noise_steps]
+        return sample_sigmas(len(rollout.sigmas) - 1, count, train.sigma_fraction, train.sigma_one, rng)
+
+    return steps
+
+
+def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[str]:
+    """Problems of the options that ``forward_steps`` reads."""
+    sample, train = options.sample, options.train
+    for index in train.timesteps or ():
+        if not 0 <= index < sample.num_steps:
+            yield f"train.timesteps has step {index}, but sample.num_steps={sample.num_steps}"
+    if train.timesteps is not None:
+        if train.num_sigmas is not None:
+            yield "train.num_sigmas cannot be combined with train.timesteps: steps are sampled or listed"
+        return
+    count = train.num_sigmas or default
+    if count is None:
+        if not (sample.noise_steps and sample.noise_level):
+            yield (
+                "train.timesteps is None and sampling has no noise step: set it or train.num_sigmas, or there is no step "
+                "to train on"
+            )
+        return
+    first, end = _range(sample.num_steps, train.sigma_fraction, train.sigma_one)
+    if count > end - first:
+        yield (
+            f"train.num_sigmas={count} is more than the {max(0, end - first)} steps to sample from (sample.num_steps="
+            f"{sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, train.sigma_one={train.sigma_one})"
+        )

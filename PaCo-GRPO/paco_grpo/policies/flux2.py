@@ -1,0 +1,239 @@
+"""FLUX.2-dev and FLUX.2 Klein: text to image, and edits with any number of reference images."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+from diffusers import Flux2KleinPipeline, Flux2Pipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, format_input
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from PIL import Image
+from torch import nn
+from torch.nn.functional import pad
+
+from paco_grpo.policies.base import PolicyLoadError, unwrap
+from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
+from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy, image_digest
+from paco_grpo.policies.true_cfg import TrueCfgPolicy
+from paco_grpo.types import Item
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this area
+
+
+@dataclass
+class Flux2Conditioning(ReferenceConditioning):
+    """Features of the prompt; the text encoder does not see the references, and padding counts as text."""
+
+    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype, three layers of the text encoder side by side
+    # (1, L, D), the negative prompt is one for all; None without true CFG
+    negative_embeds: torch.Tensor | None = field(default=None, metadata={"shared": True})
+
+
+class Flux2Policy(FlatLatents, ReferenceImagePolicy):
+    """FLUX.2-dev and everything saved as a ``Flux2Pipeline``; its guidance is embedded, so there is no negative prompt.
+
+    A reference image is never enlarged or distorted: it is scaled down to the area of the generated image (the pipelines: to
+    a megapixel) if it is larger, and its edges are cut to whole tokens.
+    """
+
+    pipeline_class = Flux2Pipeline
+    family = "FLUX.2"
+    needs_image = False
+    several_images = True
+    # ``attn.to_out`` is the linear layer of single blocks, ``attn.to_out.0`` that of double blocks.
+    lora_targets = lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")) + (
+        "attn.to_qkv_mlp_proj", "attn.to_out",
+    )  # fmt: skip
+
+    def __init__(self, pipeline: Flux2Pipeline, **options) -> None:
+        super().__init__(pipeline, **options)
+        self._ids: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        """As in ``Policy``; with the pipeline's system message."""
+        (messages,) = format_input([prompt], SYSTEM_MESSAGE)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """Mistral, or Qwen3 (Klein)."""
+        return (self.pipeline.text_encoder,)
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
+        """Texts and reference images apart; each goes through its encoder once, alone."""
+        references = self._encode_references([self._read(item) for item in items])
+        with self.encoders_held():
+            texts = [self._encode_text(item.prompt) for item in items]
+        return Flux2Conditioning(prompt_embeds=torch.stack(texts).to(self.device), **references)
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """Projections of the text and of the guidance."""
+        transformer = unwrap(self.transformer)
+        guidance = transformer.time_guidance_embed.guidance_embedder
+        return transformer.context_embedder, *([] if guidance is None else [guidance])
+
+    def _encode_text(self, text: str) -> torch.Tensor:
+        """Features (L, D)."""
+
+        def compute() -> tuple[torch.Tensor]:
+            with self._offloaded_text.at_work():
+                embeds, _ = self.pipeline.encode_prompt(
+                    text, device=self.pipeline.text_encoder.device, max_sequence_length=self.max_sequence_length
+                )
+            return (embeds[0].to(self.dtype),)
+
+        return self._texts.get(text, compute)[0]
+
+    def velocity(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Flux2Conditioning,
+        height: int,
+        width: int,
+        guided: bool = True,
+    ) -> torch.Tensor:
+        """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
+        return self._forward(latents, sigma, conditioning, height, width, negative=False)
+
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Flux2Conditioning,
+        height: int,
+        width: int,
+        negative: bool,
+    ) -> torch.Tensor:
+        tokens, grids = conditioning.with_references(latents)
+        text = conditioning.negative_embeds.expand(len(latents), -1, -1) if negative else conditioning.prompt_embeds
+        text_ids, image_ids = self._ids_for(text.shape[1], self._grid(height, width), *grids)
+        guidance = torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None
+        with self.autocast(), self._cache_context("negative" if negative else "prompt"):
+            velocity = self.transformer(
+                hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
+                timestep=sigma,
+                guidance=guidance,
+                encoder_hidden_states=text,
+                txt_ids=text_ids,
+                img_ids=image_ids,
+                return_dict=False,
+            )[0]
+        return velocity[:, : latents.shape[1]].float()
+
+    def _ids_for(self, length: int, *grids: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (image, row, column, text token) of the text (L, 4), and of the generated image and its references."""
+        key = (length, *grids)
+        if key not in self._ids:  # made on the CPU, so kept on the device
+            text = pad(torch.arange(length)[:, None], (3, 0))
+            images = [
+                torch.cartesian_prod(
+                    torch.tensor([10 * i]), torch.arange(rows), torch.arange(columns), torch.tensor([0])
+                )
+                for i, (rows, columns) in enumerate(grids)
+            ]
+            self._ids[key] = text.to(self.device), torch.cat(images).to(self.device)
+        return self._ids[key]
+
+    # --- reference images ---------------------------------------------------------------------------------------------
+
+    def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
+        """Both sides down to the multiple, at least one, as the pipelines size reference images."""
+        return self._whole(math.sqrt(area / aspect)), self._whole(math.sqrt(area * aspect))
+
+    def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
+        """As in ``ReferenceImagePolicy``: scaled down at most, then both sides down to the multiple."""
+        width, height = self._scaled(image, item)
+        return self._whole(height), self._whole(width)
+
+    def _whole(self, side: float) -> int:
+        return max(int(side) // self.size_multiple, 1) * self.size_multiple
+
+    def _scaled(self, image: Image.Image, item: Item) -> tuple[int, int]:
+        """Width and height of ``image`` before its edges are cut."""
+        area = min(_MEGAPIXEL, (item.height or math.inf) * (item.width or math.inf))
+        scale = min(1.0, math.sqrt(area / (image.width * image.height)))
+        return int(image.width * scale), int(image.height * scale)
+
+    def _resized(self, image: Image.Image, item: Item) -> Reference:
+        size, scaled = self.reference_size(image, item), self._scaled(image, item)
+        if min(scaled) < self.size_multiple:
+            raise ValueError(
+                f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides, of an image "
+                f"scaled down to the generated area, must be at least {self.size_multiple} (config.train.resolution)"
+            )
+        self._log_resize(
+            "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
+        )
+        small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
+        cut = self.pipeline.image_processor._resize_and_crop(small, width=size[1], height=size[0])
+        return Reference(cut, image, (image_digest(cut), size))
+
+    # --- latents ------------------------------------------------------------------------------------------------------
+
+    def _mu(self, tokens: int, num_steps: int) -> float:
+        return compute_empirical_mu(tokens, num_steps)
+
+    def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        return self._transformer_config.in_channels, rows, columns  # 2x2 latents are the channels of a token
+
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """Latents are normalized with the running statistics of the VAE's batch norm."""
+        vae = self.pipeline.vae
+        mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+        latents = unpacked * torch.sqrt(variance + vae.config.batch_norm_eps) + mean
+        return vae.decode(self.pipeline._unpatchify_latents(latents), return_dict=False)[0]
+
+
+class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
+    """FLUX.2 Klein (4B, 9B) and everything saved as a ``Flux2KleinPipeline``.
+
+    True CFG is on if ``guidance_scale`` > 1; the pipeline's negative prompt is the empty text. Models distilled to four steps
+    take no guidance.
+    """
+
+    pipeline_class = Flux2KleinPipeline
+    family = "FLUX.2 Klein"
+    default_negative: ClassVar[str | None] = ""
+    _forward = Flux2Policy._forward  # else the abstract one of TrueCfgPolicy, which gives ``velocity``, comes first
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:
+        """As in ``Policy``; a distilled model is refused guidance before its weights are read."""
+        if guidance_scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
+            raise PolicyLoadError(
+                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to few steps without guidance: set "
+                "it to 1, or train the base model, such as black-forest-labs/FLUX.2-klein-base-4B"
+            )
+        return super().from_pretrained(path, guidance_scale=guidance_scale, **options)
+
+    @classmethod
+    def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        """As in ``Policy``; with an empty thought."""
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
+        """As for FLUX.2-dev, and the negative prompt."""
+        conditioning = super().encode(items)
+        if not self.guided:
+            return conditioning
+        return dataclasses.replace(
+            conditioning, negative_embeds=self._encode_text(self.negative_prompt)[None].to(self.device)
+        )
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """None with true CFG, where two texts take turns."""
+        return () if self.guided else super().constant_parts()

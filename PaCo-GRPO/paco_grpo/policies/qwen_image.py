@@ -1,0 +1,167 @@
+"""Qwen-Image text-to-image, and what its editors share: Qwen2.5-VL as text encoder, a video's VAE, true CFG."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import DiffusionPipeline, QwenImagePipeline
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from paco_grpo.policies.base import PolicyLoadError, unwrap
+from paco_grpo.policies.diffusers_policy import lora_targets_with
+from paco_grpo.policies.true_cfg import TrueCfgPolicy
+from paco_grpo.types import Conditioning, Item
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class QwenConditioning(Conditioning):
+    """Features of the prompt and, for true CFG, of the negative prompt.
+
+    Texts are padded to the longest of their call to ``encode``, with a mask if they differ. Selecting rows changes neither,
+    so rollout and training compute the same numbers.
+    """
+
+    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
+    prompt_mask: torch.Tensor | None  # (B, L) bool, True = token; None = all have L tokens
+    negative_embeds: torch.Tensor | None = None  # (B, L', D)
+    negative_mask: torch.Tensor | None = None  # (B, L') bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The images that the text encoder sees with a text."""
+
+    images: tuple[Image.Image, ...] = ()
+    key: Hashable = ()  # of their content
+
+
+class QwenImagePolicy(TrueCfgPolicy):
+    """Qwen-Image, Qwen-Image-2512 and everything saved as a ``QwenImagePipeline``.
+
+    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is rescaled to the norm of
+    the conditional one at every token, as in the pipeline.
+    """
+
+    pipeline_class = QwenImagePipeline
+    family = "Qwen-Image"
+    masks_text = True
+    text_limit = 1024
+    lora_targets = lora_targets_with("img_mlp", "txt_mlp")
+
+    def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
+        if pipeline.transformer.config.guidance_embeds:
+            raise PolicyLoadError(
+                "the transformer is guidance-distilled (guidance_embeds), which diffusers' QwenImageTransformer2DModel "
+                "cannot compute: use Qwen/Qwen-Image-2512 or Qwen/Qwen-Image-Edit-2511"
+            )
+        super().__init__(pipeline, **options)
+
+    @classmethod
+    def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        """2x2 latents are a token, and each temporal level of the VAE also halves the sides."""
+        return 2 * 2 ** len(vae["temperal_downsample"])  # the VAE of a video model; diffusers' spelling
+
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """Qwen2.5-VL."""
+        return (self.pipeline.text_encoder,)
+
+    def encode(self, items: Sequence[Item]) -> QwenConditioning:
+        """Each text goes through the text encoder once, alone."""
+        return QwenConditioning(**self._encode_texts(items, [Seen()] * len(items)))
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """The projection of the text; with true CFG two texts take turns."""
+        transformer = unwrap(self.transformer)
+        return () if self.guided else (transformer.txt_norm, transformer.txt_in)
+
+    @torch.no_grad()
+    def _encode_texts(self, items: Sequence[Item], seen: Sequence[Seen]) -> dict[str, torch.Tensor | None]:
+        """The fields of ``QwenConditioning``; each (text, images) goes through the text encoder once, alone."""
+        fields: dict[str, torch.Tensor | None] = {}
+        with self.encoders_held():
+            for name, of_items in self._texts_by_name(items):
+                rows = [
+                    self._texts.get((text, images.key), lambda t=text, i=images: (self._encode_text(t, i.images),))[0]
+                    for text, images in zip(of_items, seen, strict=True)
+                ]
+                embeds = pad_sequence(rows, batch_first=True).to(self.device)
+                lengths = torch.tensor([len(row) for row in rows])
+                padded = torch.arange(embeds.shape[1]) < lengths[:, None]
+                fields |= {f"{name}_embeds": embeds, f"{name}_mask": None if padded.all() else padded.to(self.device)}
+        return fields
+
+    def _encode_text(self, text: str, images: tuple[Image.Image, ...]) -> torch.Tensor:
+        """Features (L, D) of the text and the images, without those of the pipeline's fixed prefix."""
+        with self._offloaded_text.at_work():
+            embeds, _ = self.pipeline.encode_prompt(
+                prompt=self._shortened(text), device=self.pipeline.text_encoder.device, **self._images_argument(images)
+            )
+        return embeds[0].to(self.dtype)
+
+    def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
+        """How the pipeline's ``encode_prompt`` takes the images."""
+        return {}
+
+    def _shortened(self, text: str) -> str:
+        """``text`` cut to ``max_sequence_length`` tokens, as FLUX's pipeline does; Qwen's editors take any length."""
+        tokenizer = self.pipeline.tokenizer
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        if len(tokens) <= self.max_sequence_length:
+            return text
+        logger.warning(
+            "instruction cut to config.max_sequence_length=%d of its %d tokens: %.80s…",
+            self.max_sequence_length, len(tokens), text,
+        )  # fmt: skip
+        return tokenizer.decode(tokens[: self.max_sequence_length])
+
+    def _tokens(
+        self, latents: torch.Tensor, conditioning: QwenConditioning
+    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Image tokens (B, M, C), the generated ones first, and the rows and columns of each reference image."""
+        return latents, []
+
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: QwenConditioning,
+        height: int,
+        width: int,
+        negative: bool,
+    ) -> torch.Tensor:
+        tokens, grids = self._tokens(latents, conditioning)
+        name = "negative" if negative else "prompt"
+        with self.autocast(), self._cache_context(name):
+            velocity = self.transformer(
+                hidden_states=tokens.to(self.dtype),
+                timestep=sigma,  # the transformer multiplies by 1000
+                encoder_hidden_states=getattr(conditioning, f"{name}_embeds"),
+                encoder_hidden_states_mask=getattr(conditioning, f"{name}_mask"),
+                img_shapes=[[(1, *grid) for grid in (self._grid(height, width), *grids)]] * latents.shape[0],
+                return_dict=False,
+            )[0]
+        return velocity[:, : latents.shape[1]].float()
+
+    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """u·|c|/|u| with u = n + scale·(c − n), per token."""
+        combined = super()._combined(conditional, negative)
+        return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """Latents (B, C, 1, h, w) of a one-frame video, standardized per channel, to the frame's pixels."""
+        vae = self.pipeline.vae
+        mean, std = (
+            torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]

@@ -1,0 +1,103 @@
+"""Stable Diffusion 3.5 (medium, large): two CLIP encoders and T5, true CFG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import nn
+
+from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
+from paco_grpo.policies.true_cfg import TrueCfgPolicy
+from paco_grpo.types import Conditioning, Item
+
+
+@dataclass
+class SD3Conditioning(Conditioning):
+    """Features of the prompt and, for true CFG, of the negative prompt: CLIP's 77 tokens before T5's, and CLIP's pooled
+    vectors."""
+
+    prompt_embeds: torch.Tensor  # (B, 77 + L, D) in the policy's dtype
+    prompt_pooled: torch.Tensor  # (B, P)
+    negative_embeds: torch.Tensor | None = None  # (B, 77 + L, D)
+    negative_pooled: torch.Tensor | None = None  # (B, P)
+
+
+class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
+    """Stable Diffusion 3 and 3.5, and everything saved as a ``StableDiffusion3Pipeline``.
+
+    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt`` says otherwise. Nothing
+    masks padding, so ``max_sequence_length`` changes images.
+    """
+
+    pipeline_class = StableDiffusion3Pipeline
+    family = "Stable Diffusion 3"
+    tokenizer_folder = "tokenizer_3"  # T5's; CLIP always takes 77 tokens
+    default_negative = ""
+    linear_sigmas = False
+    has_block_cache = False
+    repeated_blocks = ("JointTransformerBlock",)
+    lora_targets = lora_targets_with("ff", "ff_context")
+
+    def __init__(self, pipeline: StableDiffusion3Pipeline, **options) -> None:
+        super().__init__(pipeline, **options)
+        if self._transformer_config.dual_attention_layers:  # 3.5 medium: a second attention, of the image alone
+            self.lora_targets = (
+                *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+                *self.lora_targets,
+            )
+
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """Both CLIPs and T5."""
+        return self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> SD3Conditioning:
+        """Each text goes through the encoders once, alone."""
+        fields = {}
+        with self.encoders_held():
+            for name, of_items in self._texts_by_name(items):
+                rows = [self._texts.get(text, lambda text=text: self._encode_text(text)) for text in of_items]
+                for part, column in zip(("embeds", "pooled"), zip(*rows, strict=True), strict=True):
+                    fields[f"{name}_{part}"] = torch.stack(column).to(self.device)
+        return SD3Conditioning(**fields)
+
+    def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._offloaded_text.at_work():
+            embeds, _, pooled, _ = self.pipeline.encode_prompt(
+                text,
+                None,
+                None,
+                device=self.pipeline.text_encoder.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_sequence_length,
+            )
+        return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
+
+    def constant_parts(self) -> Sequence[nn.Module]:
+        """The projections of the text; with true CFG two texts take turns."""
+        transformer = unwrap(self.transformer)
+        return () if self.guided else (transformer.context_embedder, transformer.time_text_embed.text_embedder)
+
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: SD3Conditioning,
+        height: int,
+        width: int,
+        negative: bool,
+    ) -> torch.Tensor:
+        name = "negative" if negative else "prompt"
+        with self.autocast():
+            velocity = self.transformer(
+                hidden_states=self._unpack(latents, height, width).to(self.dtype),
+                timestep=1000 * sigma,
+                encoder_hidden_states=getattr(conditioning, f"{name}_embeds"),
+                pooled_projections=getattr(conditioning, f"{name}_pooled"),
+                return_dict=False,
+            )[0]
+        return self._pack(velocity).float()

@@ -1,0 +1,81 @@
+"""True classifier-free guidance: a forward with the prompt, and one with a negative prompt."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from diffusers import DiffusionPipeline
+
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.types import Conditioning, Item
+
+logger = logging.getLogger(__name__)
+
+
+class TrueCfgPolicy(DiffusersPolicy):
+    """A policy whose ``velocity`` combines two forwards if ``guided``, which is decided when it is loaded.
+
+    Attributes:
+        default_negative: The pipeline's negative prompt where none is given; None = then there is no guidance.
+        least_scale: The pipeline guides if the scale is greater than this.
+        guided: Whether ``encode`` needs features of ``negative_prompt``.
+    """
+
+    has_true_cfg = True
+    default_negative: ClassVar[str | None] = None
+    least_scale: ClassVar[float] = 1.0
+    guided: bool
+
+    def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
+        super().__init__(pipeline, **options)
+        given, scaled = self.negative_prompt is not None, self.guidance_scale > self.least_scale
+        if given > scaled or (scaled and not given and self.default_negative is None):
+            logger.warning(
+                "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
+                "scale above %g and a negative prompt (a space is enough)",
+                self.guidance_scale, self.negative_prompt, self.least_scale,
+            )  # fmt: skip
+        if not given:
+            self.negative_prompt = self.default_negative
+        self.guided = scaled and self.negative_prompt is not None
+
+    def _texts_by_name(self, items: Sequence[Item]) -> Iterator[tuple[str, list[str]]]:
+        """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item)."""
+        yield "prompt", [item.prompt for item in items]
+        if self.guided:
+            yield "negative", [self.negative_prompt] * len(items)
+
+    def velocity(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Conditioning,
+        height: int,
+        width: int,
+        guided: bool = True,
+    ) -> torch.Tensor:
+        """As in ``Policy``."""
+        conditional = self._forward(latents, sigma, conditioning, height, width, negative=False)
+        if not (guided and self.guided):
+            return conditional
+        return self._combined(conditional, self._forward(latents, sigma, conditioning, height, width, negative=True))
+
+    @abstractmethod
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Conditioning,
+        height: int,
+        width: int,
+        negative: bool,
+    ) -> torch.Tensor:
+        """The velocity (B, N, C) float32 with the features of the prompt, or of the negative prompt."""
+
+    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """u + scale·(c − u)."""
+        return negative + self.guidance_scale * (conditional - negative)

@@ -1,0 +1,106 @@
+"""Z-Image and Z-Image-Turbo: a Qwen3 text encoder, captions of any length in one sequence with the image, true CFG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers import ZImagePipeline
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from paco_grpo.policies.diffusers_policy import FlatLatents
+from paco_grpo.policies.true_cfg import TrueCfgPolicy
+from paco_grpo.types import Conditioning, Item
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class ZImageConditioning(Conditioning):
+    """Features of the prompt and, for true CFG, of the negative prompt, padded to the longest of their ``encode``."""
+
+    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
+    prompt_length: torch.Tensor  # (B,) int64 on the CPU: tokens of each
+    negative_embeds: torch.Tensor | None = None  # (B, L', D)
+    negative_length: torch.Tensor | None = None  # (B,) int64 on the CPU
+
+
+class ZImagePolicy(FlatLatents, TrueCfgPolicy):
+    """Z-Image, Z-Image-Turbo and everything saved as a ``ZImagePipeline``.
+
+    True CFG is on if ``guidance_scale`` > 0, as in the pipeline: c + scale·(c − u), against an empty prompt unless
+    ``negative_prompt`` says otherwise. Turbo is meant for scale 0.
+    """
+
+    pipeline_class = ZImagePipeline
+    family = "Z-Image"
+    masks_text = True  # where the padded captions of a batch differ in length
+    default_negative = ""
+    least_scale = 0.0
+    has_block_cache = False
+    lora_targets = (
+        *(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+    )
+
+    @classmethod
+    def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        """As in ``Policy``; with the start of an answer."""
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """Qwen3."""
+        return (self.pipeline.text_encoder,)
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> ZImageConditioning:
+        """Each text goes through the encoder once, alone."""
+        fields = {}
+        with self.encoders_held():
+            for name, of_items in self._texts_by_name(items):
+                rows = [self._texts.get(text, lambda text=text: (self._encode_text(text),))[0] for text in of_items]
+                fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
+                fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
+        return ZImageConditioning(**fields)
+
+    def _encode_text(self, text: str) -> torch.Tensor:
+        """Features (L, D) without padding; the pipeline writes into the list that it gets."""
+        with self._offloaded_text.at_work():
+            (embeds,), _ = self.pipeline.encode_prompt(
+                [text],
+                device=self.pipeline.text_encoder.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_sequence_length,
+            )
+        return embeds.to(self.dtype)
+
+    def _forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: ZImageConditioning,
+        height: int,
+        width: int,
+        negative: bool,
+    ) -> torch.Tensor:
+        name = "negative" if negative else "prompt"
+        embeds, lengths = getattr(conditioning, f"{name}_embeds"), getattr(conditioning, f"{name}_length").tolist()
+        frames = self._unpack(latents, height, width).to(self.dtype).unsqueeze(2)  # of a video of one frame
+        with self.autocast():
+            clean = self.transformer(
+                list(frames.unbind()),
+                1 - sigma,  # the transformer's time ends at the image, and it multiplies by 1000
+                [row[:length] for row, length in zip(embeds, lengths, strict=True)],
+                return_dict=False,
+            )[0]
+        return -self._pack(torch.stack(clean)[:, :, 0]).float()  # it predicts x_0 − noise
+
+    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """c + scale·(c − u): the same as the others' with scale + 1."""
+        return conditional + self.guidance_scale * (conditional - negative)

@@ -1,0 +1,123 @@
+"""scripts/evaluate.py on benchmarks and against another adapter: intervals, pairing, resuming, refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import fake_judge
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_clip import save_clip, save_open_clip
+from tiny_run import load_script, tiny_options, train, write_edits, write_prompts
+
+from paco_grpo.evaluation import benchmarks
+from paco_grpo.evaluation.benchmarks import compare, interval, markdown, summarize_prompts
+from paco_grpo.options import ConfigError, options_to_yaml
+
+
+def rows(scores: dict[int, list[float | None]]) -> list[dict]:
+    """Rows of an evaluation; scores by item, an image each."""
+    return [
+        {"item_id": item, "seed": 10 * item + n, "rewards": {"r": score}}
+        for item, values in scores.items()
+        for n, score in enumerate(values)
+    ]
+
+
+def test_interval_agrees_with_the_normal_one_where_that_holds():
+    values = np.random.default_rng(3).normal(0.4, 0.2, 500)
+    found = interval(np.append(values, np.nan))
+    half = 1.959964 * values.std(ddof=1) / np.sqrt(500)
+    assert found.mean == pytest.approx(values.mean()) and found.prompts == 500
+    assert [found.low, found.high] == pytest.approx([found.mean - half, found.mean + half], abs=0.05 * half)
+
+
+def test_interval_of_little():
+    assert interval(np.array([np.nan])) is None
+    one = interval(np.array([0.5, np.nan]))
+    assert (one.mean, one.low, one.prompts) == (0.5, None, 1)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(-1, 1))
+def test_a_constant_difference_has_no_width(scores, shift):
+    a, b = (rows({i: [score + d] for i, score in enumerate(scores)}) for d in (shift, 0.0))
+    found = compare(a, b)["r"]
+    assert [found.mean, found.low, found.high] == pytest.approx([shift] * 3, abs=1e-12)
+
+
+def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
+    a, b = rows({0: [1.0, 0.0], 1: [0.5, None], 2: [0.25, 0.75]}), rows({0: [0.0, 0.0], 1: [0.0, 0.0], 2: [None, 0.0]})
+    assert summarize_prompts(a)["r"].mean == pytest.approx(0.5) and summarize_prompts(a)["r"].prompts == 2
+    difference = compare(a, b)["r"]
+    assert (difference.mean, difference.prompts) == (0.5, 1)
+    assert "| r | 0.5000" in markdown({"a": summarize_prompts(a)})
+    with pytest.raises(ValueError, match="not of the same prompts"):
+        compare(a, rows({0: [1.0]}))
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux_dir, tmp_path_factory):
+    """A run's configuration file and checkpoint."""
+    options = tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)
+    train(options)
+    folder = Path(options.save_dir) / options.run_name
+    (folder / "saved.yaml").write_text(options_to_yaml(options))
+    return folder / "saved.yaml", folder / "checkpoints" / "epoch_0002"
+
+
+def test_two_adapters_on_t2is(trained, tmp_path, capsys, monkeypatch):
+    """Judge, OpenCLIP and PickScore; stopped after the first adapter, and continued."""
+    config, checkpoint = trained
+    prompts = write_prompts(tmp_path / "t2is", test=4)
+    architecture, weights = save_open_clip(tmp_path / "open_clip")
+    clip = save_clip(tmp_path / "clip")
+    evaluate = load_script("evaluate")
+    with fake_judge.FakeJudge() as judge:
+        kwargs = {
+            "consistency_score": {"base_url": judge.url},
+            "subfig_clipT": {"model": architecture, "pretrained": weights},
+            "pickscore": {"model": clip, "processor": clip},
+        }
+        command = [
+            "--config", str(config), "--adapter", str(checkpoint), "--against", "base", "--benchmarks", f"t2is={prompts}",
+            "--output", str(tmp_path / "out"), f"--config.test.reward_fn_kwargs={kwargs!r}",
+        ]  # fmt: skip
+        sample, stop = evaluate.sample, iter([False, True])
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "sample", lambda *given: sample(*given) if not next(stop) else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                evaluate.main(command)
+        asked = len(judge.requests)
+        made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png") if path.stem.isdigit()}
+        assert len(made) == 4 and asked
+        assert evaluate.main(command) == 0
+        assert all(path.stat().st_mtime_ns == made[path] for path in made)
+        posts = len(judge.requests)
+        assert evaluate.main(command) == 0  # nothing is left to do
+        assert len(judge.requests) == posts == 2 * asked
+        out = capsys.readouterr().out
+        assert "## t2is" in out and "| difference |" in out
+        assert evaluate.main([*command, "--config.test.num_steps=3"]) == 2  # another command is not mixed in
+        assert "another test: choose another --output" in capsys.readouterr().err
+    found = json.loads((tmp_path / "out" / "t2is" / "results.json").read_text())
+    assert set(found["results"]) == {str(checkpoint), "base", "difference"}
+    a, b = (benchmarks.read_rows(tmp_path / "out" / "t2is" / name) for name in "ab")
+    for name in ("consistency_score", "subfig_clipT", "pickscore"):
+        differences = [one["rewards"][name] - two["rewards"][name] for one, two in zip(a, b, strict=True)]
+        assert found["results"]["difference"][name]["mean"] == pytest.approx(np.mean(differences))
+    assert found["results"]["difference"]["consistency_score"]["mean"] == 0
+    assert "maintain consistency" in json.dumps(found["questions"]) and found["missing"]["pickscore"] == 0
+    with Image.open(tmp_path / "out" / "t2is" / "side_by_side.png") as sheet:
+        assert sheet.width > 300
+
+
+def test_what_cannot_be_measured_is_refused_before_loading(tiny_flux_dir, tmp_path):
+    options = tiny_options(tiny_flux_dir, tmp_path)
+    for name, named in (("t2iss", "Did you mean 't2is'"), ("gedit", "edits no images"), ("t2is", "dataset/fetch.py t2is")):
+        with pytest.raises(ConfigError, match=named):
+            benchmarks.options_for(options, name, edits_images=False)
+    edits = benchmarks.options_for(options, f"gedit={write_edits(tmp_path / 'gedit')}", edits_images=True)
+    assert list(edits.test.reward_fn) == ["consistency_for_editing"] and edits.prompt_fn == "geneval_image"

@@ -1,0 +1,264 @@
+"""nft, awm and dgpo: sampled σ, shared noise, identities between them, masks; Flow-DPPO's mask."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_policy import ToyPolicy, sample
+
+from paco_grpo.objectives import Snapshot, Step, get_objective
+from paco_grpo.objectives.awm import matching_weight, slow_decay
+from paco_grpo.objectives.dgpo import group_weights
+from paco_grpo.objectives.forward import Noised, sample_sigmas
+from paco_grpo.options import TrainOptions
+
+f64 = torch.float64
+
+
+def step_of(policy, advantages, index=2, cps=False, moved=False):
+    result = sample(policy, cps=cps, moved=moved)
+    return Step(result, index, torch.tensor(advantages, dtype=policy.dtype), epoch_seed=7)
+
+
+def gradient(policy, value):
+    policy.transformer.current.grad = None
+    value.backward()
+    return policy.transformer.current.grad.clone()
+
+
+def at(policy, parameters):
+    """The trained weights become those of ``parameters``."""
+    with torch.no_grad():
+        policy.transformer.current.copy_(parameters)
+
+
+# --- σ --------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_sampled_sigmas(data):
+    num_steps, with_one = data.draw(st.integers(2, 50)), data.draw(st.booleans())
+    fraction = data.draw(st.floats(0.1, 1.0))
+    first, end = (0 if with_one else 1), math.floor(num_steps * fraction + 1e-9)
+    count = data.draw(st.integers(1, max(1, end - first)))
+    if end - first < count:
+        return
+    seed = data.draw(st.integers(0, 10**6))
+    steps = sample_sigmas(num_steps, count, fraction, with_one, np.random.default_rng(seed))
+    assert steps == sorted(set(steps)) and len(steps) == count and first <= steps[0] and steps[-1] < end
+    assert steps == sample_sigmas(num_steps, count, fraction, with_one, np.random.default_rng(seed))
+    bounds = np.floor(np.linspace(first, end, count + 1) + 1e-9)
+    assert all(low <= step < high for low, step, high in zip(bounds, steps, bounds[1:], strict=False))
+
+
+def test_published_parts_of_the_schedule():
+    seen = [{*column} for column in zip(*(sample_sigmas(14, 6, 0.9, False, np.random.default_rng(i)) for i in range(99)), strict=True)]
+    assert seen == [{1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
+    assert sample_sigmas(10, 9, 0.99, True, np.random.default_rng(0)) == [*range(9)]  # all that DiffusionNFT trains on
+
+
+def test_noise_of_samples_and_of_groups():
+    policy = ToyPolicy()
+    step = step_of(policy, (1.0, 0.0, -1.0))  # items 0, 1, 0
+
+    def noise(step, shared):
+        return (Noised(step, policy, shared).target + step.rollout.clean_latents).double().round(decimals=4)
+
+    own, shared = noise(step, False), noise(step, True)
+    assert torch.equal(shared[0], shared[2]) and len(torch.unique(own.flatten(1), dim=0)) == 3
+    assert not torch.equal(shared[0], shared[1])
+    one = Step(step.rollout.select([2]), 2, step.advantages[2:], epoch_seed=7)
+    for kind, all_of in ((False, own), (True, shared)):
+        assert torch.equal(noise(one, kind)[0], all_of[2])
+    assert not torch.equal(noise(Step(step.rollout, 2, step.advantages, epoch_seed=8), True), shared)
+
+
+def test_names_of_snapshots():
+    with pytest.raises(ValueError, match="ema"):
+        Snapshot("ema", lambda step, train: 0.0)
+    names = lambda name, **changes: [s.name for s in get_objective(name).for_run(TrainOptions(**changes)).snapshots]
+    assert names("awm") == ["slow"] and names("awm", awm_slow_beta=0.0, num_inner_epochs=2) == ["old"]
+    assert names("dgpo") == ["slow"] and names("dgpo", dgpo_clip_range=None) == []
+    assert get_objective("dgpo").sampling_snapshot(199) is None and get_objective("dgpo").sampling_snapshot(200) == "slow"
+    assert get_objective("nft").sampling_snapshot(0) == "old" and slow_decay(100, None) == 0.1 and slow_decay(999, None) == 0.3
+
+
+# --- identities -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.tuples(*[st.floats(-4.9, 4.9)] * 3), st.floats(0.05, 2.0), st.floats(4.9, 20.0), st.sampled_from([0, 2, 3])
+)
+def test_nft_is_weighted_matching_at_the_old_policy(advantages, beta, clip, index):
+    """At θ = old and |A| ≤ c its gradient is that of A·σ·e/m, m = mean|v − u|, for any β and c."""
+    policy = ToyPolicy(dtype=f64)
+    step = step_of(policy, advantages, index)
+    at(policy, policy.old_parameters)
+    train = TrainOptions(nft_beta=beta, adv_clip_max=clip)
+    loss = get_objective("nft")(step, policy, train).loss.sum()
+    noised = Noised(step, policy)
+    velocity = noised.velocity()
+    mean = (velocity - noised.target).detach().abs().flatten(1).mean(1)
+    expected = (step.advantages * step.sigma * noised.error(velocity) / mean).sum()
+    torch.testing.assert_close(gradient(policy, loss), gradient(policy, expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "t", "t2", "huber", "ghuber"])
+def test_derivatives_of_awm_weightings(weighting):
+    error, sigma = torch.tensor([0.37], dtype=f64, requires_grad=True), torch.tensor([0.6], dtype=f64)
+    matching_weight(error, sigma, weighting).sum().backward()
+    expected = {
+        "uniform": 1, "t": 0.6, "t2": 0.36, "huber": 0.3 / math.sqrt(0.37 + 1e-10), "ghuber": 1.264736,
+    }[weighting]  # fmt: skip
+    assert error.grad.item() == pytest.approx(expected, rel=1e-6)
+    assert matching_weight(torch.zeros(1), sigma, weighting).item() == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.tuples(*[st.floats(-5, 5)] * 3), st.sampled_from(["uniform", "t", "t2", "huber", "ghuber"]))
+def test_awm_on_policy(advantages, weighting):
+    """The ratio is 1 in float32, and the gradient A/5·G'(e)·∇e, whatever the clip range."""
+    train = TrainOptions(awm_weighting=weighting, awm_slow_beta=0.0, awm_clip_range=1e-4)
+    step = step_of(policy := ToyPolicy(), advantages)
+    terms = get_objective("awm")(step, policy, train)
+    assert (terms.metrics["ratio_mean"] == 1).all() and not terms.metrics["clip_share"].any()
+    assert len(policy.calls) == 1
+    step = step_of(policy := ToyPolicy(dtype=f64), advantages)
+    found = gradient(policy, get_objective("awm")(step, policy, train).loss.sum())
+    noised = Noised(step, policy)
+    error = noised.error(noised.velocity())
+    free = error.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(matching_weight(free, step.sigma, weighting).sum(), free)
+    torch.testing.assert_close(found, gradient(policy, (step.advantages / 5 * slope * error).sum()), rtol=1e-8, atol=1e-10)
+
+
+def joint_dgpo(step, policy, train):
+    """The loss of a group as the paper writes it, from one graph over all samples."""
+    noised = Noised(step, policy, shared=True)
+    change = noised.error(noised.velocity()) - noised.error(noised.reference)
+    total = 0.0
+    for item in step.rollout.item_ids.unique():
+        group = step.rollout.item_ids == item
+        advantages = step.advantages[group] - step.advantages[group].mean()
+        s = train.dgpo_beta * (advantages * change[group]).mean()
+        total = total + int(group.sum()) / train.dgpo_beta * torch.nn.functional.softplus(s)
+    return total
+
+
+def dgpo_loss(step, policy, train):
+    objective = get_objective("dgpo")
+    with torch.no_grad():
+        first = objective.first_pass(step, policy, train)[:, None].numpy()
+    weights = group_weights(first, step.rollout.item_ids.numpy(), step.advantages.numpy(), train)
+    step.group_weights = torch.from_numpy(weights[:, 0])
+    return objective(step, policy, train)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.tuples(*[st.floats(-5, 5)] * 3), st.floats(0.1, 1000))
+def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
+    policy, train = ToyPolicy(dtype=f64), TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)
+    step = step_of(policy, advantages, moved=True)
+    found = gradient(policy, dgpo_loss(step, policy, train).loss.sum())
+    expected = gradient(policy, joint_dgpo(step, policy, train))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_dgpo_at_the_reference_is_half_of_awm():
+    policy, advantages = ToyPolicy(dtype=f64), (1.5, 0.0, -1.5)
+    step = step_of(policy, advantages)
+    at(policy, policy.base)
+    found = gradient(policy, dgpo_loss(step, policy, TrainOptions(dgpo_clip_range=None)).loss.sum())
+    noised = Noised(step, policy, shared=True)  # awm's gradient is A·∇e, tested above
+    expected = gradient(policy, (step.advantages * noised.error(noised.velocity())).sum() / 2)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_dgpo_of_a_pair_is_dpo():
+    """K = 2, A = ±1: −log sigmoid(−β/2·((e_w − e_w(ref)) − (e_l − e_l(ref)))), up to the factor K/β."""
+    policy, beta = ToyPolicy(dtype=f64), 40.0
+    step = step_of(policy, (1.0, 0.0, -1.0), moved=True)  # items 0, 1, 0
+    found = gradient(policy, dgpo_loss(step, policy, TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)).loss.sum())
+    noised = Noised(step, policy, shared=True)
+    change = noised.error(noised.velocity()) - noised.error(noised.reference)
+    dpo = -torch.nn.functional.logsigmoid(-beta / 2 * (change[0] - change[2]))
+    torch.testing.assert_close(found, gradient(policy, 2 / beta * dpo), rtol=1e-10, atol=1e-12)
+
+
+def test_dgpo_masks_what_moved_far_enough():
+    """Weights that lower e of all samples: the good one is masked beyond ε, the bad one must still move back."""
+    policy = ToyPolicy(dtype=f64)
+    step = step_of(policy, (1.0, 0.0, -1.0))
+    noised = Noised(step, policy, shared=True)
+    for _ in range(20):
+        at(policy, policy.transformer.current - 0.05 * gradient(policy, noised.error(noised.velocity()).sum()))
+    lower = noised.error(noised.velocity("slow")) - noised.error(noised.velocity())
+    assert (lower[[0, 2]] > 1e-3).all()
+    for limit, masked in ((1e-3, [1.0, 0.0]), (100.0, [0.0, 0.0])):
+        terms = dgpo_loss(step, policy, TrainOptions(dgpo_clip_range=limit))
+        assert terms.metrics["masked_share"][[0, 2]].tolist() == masked
+        for row, share in zip((0, 2), masked, strict=True):
+            (moves,) = torch.autograd.grad(terms.loss[row], policy.transformer.current, retain_graph=True)
+            assert moves.any() != bool(share)
+
+
+def test_group_weights_are_finite_and_centered():
+    changes, items = np.array([[1e6], [-1e6], [3.0], [4.0]]), np.array([0, 0, 1, 1])
+    weights = group_weights(changes, items, np.array([9.0, -5.0, 2.0, 2.0]), TrainOptions())
+    assert np.isfinite(weights).all() and weights[:2].sum() == pytest.approx(0) and weights[0, 0] == pytest.approx(5)
+    assert (weights[2:] == 0).all()  # all equal
+
+
+# --- Flow-DPPO ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cps", [False, True])
+def test_flow_dppo_before_the_first_update(cps):
+    """Nothing is masked, the ratio is exactly 1, and the gradient −A·∇log p of the Gaussian."""
+    train = TrainOptions(dppo_divergence=1e-12)
+    step = step_of(policy := ToyPolicy(), (1.5, -0.5, 5.0), cps=cps)
+    metrics = get_objective("flow_dppo")(step, policy, train).metrics
+    assert (metrics["ratio_mean"] == 1).all() and not metrics["divergence_max"].any() and not metrics["beyond_share"].any()
+    step = step_of(policy := ToyPolicy(dtype=f64), (1.5, -0.5, 5.0), cps=cps)
+    found = gradient(policy, get_objective("flow_dppo")(step, policy, train).loss.sum())
+    transition = step.transition(policy)
+    density = torch.distributions.Normal(transition.mean, transition.std.view(-1, 1, 1)).log_prob(step.noise.next_latents)
+    expected = gradient(policy, -(step.advantages * density.flatten(1).mean(1)).sum())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
+    """μ_old lies √(2τ)·d·(1 ± 1e-3) from μ; x' on one side of both or the other makes the ratio more or less than 1."""
+    policy, train = ToyPolicy(dtype=f64), TrainOptions()
+    step = step_of(policy, (sign, -sign, sign))
+    transition = step.transition(policy)
+    mean, std = transition.mean.detach(), float(transition.std[0])
+    change = math.sqrt(2 * train.dppo_divergence) * std * (1.001 if beyond else 0.999)
+    step.noise.mean = mean - change
+    for towards in (1, -1):  # x' towards μ: the ratio is above 1
+        step.noise.next_latents = mean - change / 2 + towards * std
+        terms = get_objective("flow_dppo")(step, policy, train)
+        ratio = terms.metrics["ratio_mean"].detach()
+        assert ((ratio > 1) == (towards > 0)).all()
+        masked = beyond & ((step.advantages > 0) == (towards > 0))
+        expected = torch.where(masked, 0.0, -step.advantages * ratio)
+        torch.testing.assert_close(terms.loss.detach(), expected)
+        assert torch.equal(terms.metrics["masked_positive"] + terms.metrics["masked_negative"], masked.float())
+        assert terms.metrics["beyond_share"].unique().tolist() == [float(beyond)]
+
+
+def test_flow_dppo_recomputes_beyond_a_tenth_of_tau():
+    policy, train = ToyPolicy(dtype=f64), TrainOptions()
+    step = step_of(policy, (1.0, 1.0, 1.0))
+    deviation = lambda: get_objective("flow_dppo").first_deviation(step, policy, train).mean().item()
+    assert deviation() == 0
+    transition = step.transition(policy)
+    step.noise.mean = transition.mean.detach() + math.sqrt(2 * train.dppo_divergence / 10) * float(transition.std[0])
+    assert deviation() == pytest.approx(1)

@@ -1,0 +1,255 @@
+"""What every generator must do: diffusers' images, signs and times of its transformer, ratios, gradients, batches.
+
+A new one is a row of FAMILIES in tiny_policies.py.
+"""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.cache_utils import CacheMixin
+from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture
+from torch.utils._pytree import tree_map
+
+from paco_grpo.policies import policy_class
+from paco_grpo.policies.lora import add_lora, save_diffusers
+from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout
+from paco_grpo.sampling.images import batches_by_key
+from paco_grpo.training.checks import _tokenizer, text_length
+
+STEPS = 3
+BY_NAME = pytest.mark.parametrize("name", FAMILIES)
+PROMPTS = ("make the star blue", "b", "a circle in place of the star")
+
+
+def batch_of(args, kwargs):
+    return len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+
+def sample(policy, chosen, seeds, **options):
+    """Latents of ``chosen`` in their order, and the batch size of each transformer forward."""
+    latents, forwards = [None] * len(chosen), []
+    hook = policy.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(batch_of(args, kwargs)), with_kwargs=True
+    )
+    options = {"noise_steps": (), "noise_level": 0.7} | options
+    for batch in batches_by_key([policy.batch_key(item) for item in chosen], 8):
+        group = [chosen[i] for i in batch]
+        height, width = group[0].height, group[0].width
+        ids = [item.item_id for item in group]
+        record = rollout(
+            policy, policy.encode(group), ids, [seeds[i] for i in batch], height, width, num_steps=STEPS, **options
+        )
+        for i, row in zip(batch, record.clean_latents, strict=True):
+            latents[i] = row
+    hook.remove()
+    return latents, forwards
+
+
+@torch.no_grad()
+def pixels(policy, latents, item):
+    """(3, H, W) in [0, 1], before they become bytes."""
+    unpacked = policy._unpack(latents[None], item.height, item.width)
+    return policy.pipeline.image_processor.postprocess(policy._pixels(unpacked), output_type="pt")[0]
+
+
+def load_pipeline(policy, folder):
+    pipe = policy.pipeline_class.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    exec(policy.pipeline_setup, {"pipe": pipe})  # noqa: S102 - as the model card says
+    return pipe
+
+
+def stock_image(pipe, policy, name, item, seed, monkeypatch, output_type="pt"):
+    """One call of diffusers' pipeline, one image at a time."""
+    return pipe(
+        prompt=item.prompt, height=item.height, width=item.width, num_inference_steps=STEPS, output_type=output_type,
+        generator=[torch.Generator().manual_seed(seed)], **(FAMILIES | VARIANTS)[name].stock(policy, item, monkeypatch),
+    ).images[0]  # fmt: skip
+
+
+def mixed_items(name):
+    """Two of one size and texts of different length, of which an editor gets other shapes and a grey image; another size."""
+    chosen = [*items(name, "make the star blue", "and now for something longer", size=(32, 64)), *items(name, "c")]
+    if chosen[0].num_images:
+        other = (64, 128) if name.startswith("flux2") else (30, 60)  # FLUX.2 enlarges nothing
+        chosen[1] = dataclasses.replace(chosen[1], image=picture(7, *other))
+        chosen.append(dataclasses.replace(chosen[0], image=picture(8, 96, 32).convert("L")))
+    return chosen
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, name, tmp_path):
+    """Without noise, with another guidance than in use; then with an adapter, its file in plain diffusers."""
+    true_cfg = "negative_prompt" in (FAMILIES | VARIANTS)[name].options
+    options = {"negative_prompt": "blurred", "guidance_scale": 3.0} if true_cfg else {"guidance_scale": 2.5}
+    policy = load(name, tiny_folder(name), max_sequence_length=40, **options)
+    chosen, seeds = mixed_items(name), [5, 2**31 + 7, 11, 12]
+    latents, forwards = sample(policy, chosen, seeds)
+    groups = [2, 1] + [1] * (len(chosen) - 3)  # one forward each per step, two with true CFG
+    assert sorted(forwards) == sorted(groups * STEPS * (2 if getattr(policy, "guided", False) else 1))
+    pipe = load_pipeline(policy, tiny_folder(name))
+    for item, seed, latent in zip(chosen, seeds, latents, strict=False):
+        ours, theirs = pixels(policy, latent, item), stock_image(pipe, policy, name, item, seed, monkeypatch)
+        assert ours.shape == theirs.shape == (3, item.height, item.width)
+        assert (ours - theirs).abs().max() <= 1e-5
+    silent, _ = sample(policy, chosen, seeds, noise_steps=(1,), noise_level=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(silent, latents, strict=True))
+
+    add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    (changed,), _ = sample(policy, chosen[:1], seeds[:1])
+    save_diffusers(policy, tmp_path)
+    pipe.load_lora_weights(str(tmp_path))
+    ours, theirs = pixels(policy, changed, chosen[0]), stock_image(pipe, policy, name, chosen[0], seeds[0], monkeypatch)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
+
+
+@BY_NAME
+def test_sign_and_time_of_the_transformer(tiny_folder, name):
+    """A transformer that answers 1 everywhere: Euler steps from σ = 1 to 0 then go by ∓1 in each latent."""
+    policy, times = load(name, tiny_folder(name)), []
+    policy.transformer.register_forward_hook(
+        lambda module, args, kwargs, output: (
+            times.append(kwargs["timestep"] if "timestep" in kwargs else args[1]) or tree_map(torch.ones_like, output)
+        ),
+        with_kwargs=True,
+    )
+    conditioning = policy.encode(items(name, "a", "b"))
+    noise = policy.initial_latents([1, 2], 32, 32)
+    result = rollout(policy, conditioning, [0, 1], [1, 2], 32, 32, num_steps=STEPS)
+    torch.testing.assert_close(result.clean_latents, noise - FAMILIES[name].sign)
+    sigma = torch.tensor([0.75, 0.25])
+    times.clear()
+    velocity = policy.velocity(noise, sigma, conditioning, 32, 32)
+    assert velocity.shape == noise.shape
+    torch.testing.assert_close(velocity, torch.full_like(noise, float(FAMILIES[name].sign)))
+    for time in times:
+        torch.testing.assert_close(time, FAMILIES[name].time(sigma))
+
+
+@BY_NAME
+def test_a_batch_is_its_single_samples(tiny_folder, name):
+    """Texts of different length, other noise: rows do not see each other."""
+    policy = load(name, tiny_folder(name))
+    chosen, sigma = items(name, *PROMPTS), torch.tensor([0.9, 0.5, 0.2])
+    latents = policy.initial_latents([1, 2, 3], 32, 32)
+    with torch.no_grad():
+        together = policy.velocity(latents, sigma, policy.encode(chosen), 32, 32)
+        for i in range(3):
+            alone = policy.velocity(latents[i : i + 1], sigma[i : i + 1], policy.encode(chosen[i : i + 1]), 32, 32)
+            torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux2_klein", "z_image"])
+def test_the_length_of_texts_counts_the_template(tiny_folder, name):
+    folder, (item,), seen = tiny_folder(name), items(name, "make the star blue"), []
+    tokenizer = _tokenizer(str(folder), "tokenizer")
+    counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
+    policy = load(name, folder, max_sequence_length=len(counted) + 1)
+    policy.pipeline.text_encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    policy.encode([item])
+    mask = seen[0]["attention_mask"][0].bool()
+    assert seen[0]["input_ids"][0, mask].tolist() == counted and mask.sum() == len(mask) - 1
+    options = SimpleNamespace(pretrained=SimpleNamespace(model=str(folder)), max_sequence_length=0)
+    assert text_length(options, [item]) >= len(counted) > len(item.prompt)
+
+
+@pytest.fixture
+def trained(tiny_folder, request):
+    """A policy with a LoRA that changes its velocity."""
+    policy = load(request.getfixturevalue("name"), tiny_folder(request.getfixturevalue("name")))
+    add_lora(policy, rank=3, alpha=6)
+    disturb(policy)
+    return policy
+
+
+@pytest.mark.parametrize("cps", [False, True])
+@BY_NAME
+def test_first_ratio_is_exactly_one(trained, name, cps):
+    policy, conditioning = trained, trained.encode(items(name, *PROMPTS))
+    result = rollout(
+        policy, conditioning, range(3), range(4, 7), 32, 32, num_steps=3, noise_steps=(0, 1), noise_level=0.7, cps=cps
+    )
+    wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in result.noise_steps]
+    again = recompute_old(policy, dataclasses.replace(result, noise_steps=wiped))
+    for step, new in zip(result.noise_steps, again.noise_steps, strict=True):
+        assert torch.equal(new.log_prob, step.log_prob) and torch.equal(new.mean, step.mean)
+    for rows in ([0, 1, 2], [2, 0], [1]):
+        part = result.select(rows)
+        for step in part.noise_steps:
+            transition = current_transition(policy, part, step)
+            assert transition.mean.requires_grad and not step.log_prob.requires_grad
+            ratio = (transition.log_prob(step.next_latents) - step.log_prob).exp()
+            if len(rows) == 3:
+                assert torch.equal(ratio, torch.ones(3))
+            # in a micro-batch of another size the last bit of a matrix product may differ
+            torch.testing.assert_close(ratio, torch.ones(len(rows)), rtol=0, atol=1e-5)
+
+
+@BY_NAME
+def test_every_adapter_weight_gets_a_gradient(trained, name):
+    """But those whose output the model discards; with true CFG in both forwards."""
+    latents, sigma = trained.initial_latents([1, 2], 32, 32), torch.tensor([0.9, 0.5])
+    trained.velocity(latents, sigma, trained.encode(items(name, *PROMPTS[:2])), 32, 32).square().mean().backward()
+    silent, layers = set(), set()
+    for parameter_name, parameter in trained.transformer.named_parameters():
+        if parameter.requires_grad:
+            layer = parameter_name.split(".lora_")[0]
+            layers.add(layer)
+            if parameter.grad is None or not parameter.grad.abs().max() > 0:
+                silent.add(layer)
+    assert silent == {layer for layer in layers if re.fullmatch(FAMILIES[name].discarded, layer)}
+    assert len(silent) < len(layers)
+
+
+@BY_NAME
+def test_what_it_can_is_what_its_model_can(tiny_folder, name):
+    policy = load(name, tiny_folder(name))
+    assert policy.has_block_cache == isinstance(policy.transformer, CacheMixin)
+    blocks = policy.repeated_blocks or policy.transformer._repeated_blocks
+    assert blocks and set(blocks) <= {type(module).__name__ for module in policy.transformer.modules()}
+    first, second = (policy.size_multiple_with(policy.pipeline.vae.config), policy.size_multiple)
+    assert first == second
+
+
+def test_without_a_negative_prompt_there_is_no_cfg(tiny_folder, monkeypatch):
+    name = "qwen_image_edit"
+    policy = load(name, tiny_folder(name), negative_prompt=None, image_positions="stock")
+    assert not policy.pipeline_setup  # the installed pipeline as it is
+    chosen = items(name, "make it blue")
+    (latent,), forwards = sample(policy, chosen, [3])
+    assert forwards == [1] * STEPS
+    pipe = load_pipeline(policy, tiny_folder(name))
+    assert (latent - stock_image(pipe, policy, name, chosen[0], 3, monkeypatch, "latent")).abs().max() < 1e-4
+    guided, _ = sample(load(name, tiny_folder(name), image_positions="stock"), chosen, [3])
+    assert (latent - guided[0]).abs().max() > 1e-3
+
+
+def test_true_cfg_keeps_the_norm_of_the_conditional_velocity(tiny_folder):
+    name = "qwen_image_edit"
+    policy = load(name, tiny_folder(name), guidance_scale=5.0)
+    conditioning = policy.encode(items(name, "one", "two and more"))
+    latents, sigma = policy.initial_latents([1, 2], 32, 32), torch.tensor([0.9, 0.4])
+
+    def unguided(conditioning):
+        return policy.velocity(latents, sigma, conditioning, 32, 32, guided=False).double().numpy()
+
+    conditional = unguided(conditioning)
+    negative = unguided(
+        dataclasses.replace(
+            conditioning, prompt_embeds=conditioning.negative_embeds, prompt_mask=conditioning.negative_mask
+        )
+    )
+    combined = negative + 5.0 * (conditional - negative)
+    expected = combined * np.linalg.norm(conditional, axis=-1, keepdims=True)
+    expected /= np.linalg.norm(combined, axis=-1, keepdims=True)
+    guided = policy.velocity(latents, sigma, conditioning, 32, 32).numpy()
+    np.testing.assert_allclose(guided, expected, atol=1e-5)
+    assert np.abs(guided - conditional).max() > 1e-2

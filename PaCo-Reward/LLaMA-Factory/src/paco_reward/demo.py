@@ -1,0 +1,139 @@
+"""`paco-reward demo`: a page where a person shows images to a judge and sees its scores and reasons."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from paco_judge.grid import split_image
+from paco_reward import sheet
+from paco_reward.answers import Answers, Asked, Judge, questions_about
+from paco_reward.errors import PacoRewardError
+from paco_reward.images import open_image
+from paco_reward.score_command import add_asking_options, judge_named
+
+if TYPE_CHECKING:
+    import gradio
+
+logger = logging.getLogger(__name__)
+
+MOST_IMAGES = 16  # 120 pairs
+LARGEST_FILE = "32mb"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PASSWORD = "PACO_DEMO_PASSWORD"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `demo` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="a page where you show images to a judge",
+        description="Opens a page on this machine: drop images or a grid, give a theme or an editing instruction, and see "
+        "the scores of all pairs, their mean, and the judge's reasons.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
+    parser.add_argument("--port", type=int, default=7860, help="default: %(default)s")
+    add_asking_options(parser)
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C."""
+    password = os.environ.get(PASSWORD) or None
+    if args.host not in LOOPBACK and password is None:
+        raise PacoRewardError(f"--host {args.host} opens the page to others: export {PASSWORD}, or use 127.0.0.1")
+    page = build(judge_named(args))
+    try:
+        page.queue(max_size=32).launch(
+            server_name=args.host,
+            server_port=args.port,
+            auth=("paco", password) if password else None,
+            max_file_size=LARGEST_FILE,
+            quiet=True,
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        raise PacoRewardError(f"port {args.port} of {args.host} is taken: choose another with --port ({error})") from error
+    login = f" (user paco, password from {PASSWORD})" if password else ""
+    print(f"The judge's page: http://{args.host}:{args.port}{login}. Ctrl-C ends it.", flush=True)
+    page.block_thread()
+    return 0
+
+
+def build(judge: Judge) -> gradio.Blocks:
+    """The page. It asks ``judge`` one question set at a time."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
+    import gradio
+
+    def ask(
+        files: Sequence[tuple[str, str | None]] | None,
+        rows: float,
+        columns: float,
+        theme: str,
+        instruction: str,
+        with_reasons: bool,
+    ) -> Iterator[str]:
+        try:
+            asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme, instruction)
+            answers = Answers(judge.name, asked, judge.score(asked.pairs))
+            yield sheet.fragment(answers)
+            if with_reasons:
+                yield sheet.fragment(Answers(judge.name, asked, answers.verdicts, judge.explain(asked.pairs)))
+        except PacoRewardError as error:
+            raise gradio.Error(str(error), duration=None) from error
+
+    system = ["system-ui", "sans-serif"]  # a font's name in quotes would be fetched from the network
+    theme = gradio.themes.Default(font=system, font_mono=["monospace"])
+    with gradio.Blocks(title="PaCo-Reward", theme=theme, analytics_enabled=False) as page:
+        gradio.Markdown(f"# Are these images consistent?\nJudge: `{judge.name}`")
+        with gradio.Row():
+            with gradio.Column(scale=2):
+                images = gradio.Gallery(label="Images (PNG, JPEG, WebP)", type="filepath", columns=4, height=320)
+                with gradio.Row():
+                    rows = gradio.Number(1, label="Grid rows", precision=0, minimum=1, maximum=8)
+                    columns = gradio.Number(1, label="Grid columns", precision=0, minimum=1, maximum=8)
+                theme_text = gradio.Textbox(label="Theme", placeholder="optional: one red fox in four seasons")
+                instruction = gradio.Textbox(
+                    label="Editing instruction", placeholder="if given, the other images are edits of the first"
+                )
+                reasons = gradio.Checkbox(label="Reasons too (slower)")
+                button = gradio.Button("Ask the judge", variant="primary")
+            with gradio.Column(scale=3):
+                result = gradio.HTML("<p>Drop two images or more, or one grid and its rows and columns.</p>")
+        inputs = [images, rows, columns, theme_text, instruction, reasons]
+        button.click(ask, inputs, result, api_name="ask", concurrency_limit=1)
+    return page
+
+
+def asked_about(
+    files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
+) -> Asked:
+    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and the questions.
+
+    Raises:
+        PacoRewardError: There is nothing to compare, too much, or an image cannot be read or cut.
+    """
+    images: list[Image.Image] = []
+    names: list[str] = []
+    for path, _ in files:
+        image = open_image(Path(path))
+        try:
+            panels = split_image(image, rows, columns)
+        except ValueError as error:
+            raise PacoRewardError(str(error)) from error
+        stem = Path(path).name
+        images += panels
+        names += [stem] if len(panels) == 1 else [f"{stem} {n + 1}" for n in range(len(panels))]
+    if not 2 <= len(images) <= MOST_IMAGES:
+        what = f"{len(images)} image{'s' * (len(images) != 1)}"
+        raise PacoRewardError(f"{what}: give 2 to {MOST_IMAGES}, or one grid with its rows and columns")
+    instruction, theme = instruction.strip(), theme.strip()
+    if instruction and theme:
+        raise PacoRewardError("give a theme or an editing instruction, not both")
+    return Asked(images, names, questions_about(theme or None, instruction or None))

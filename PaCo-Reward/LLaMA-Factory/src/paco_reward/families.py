@@ -1,0 +1,110 @@
+"""What depends on the family of the base model: LLaMA-Factory's template, and how large the judge sees images.
+
+LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, and servers have the processor
+alone. Here the processor gets that limit: training, the adapter's folder, exports and servers then resize once, alike.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paco_reward.errors import PacoRewardError
+
+# LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat template renders.
+TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}
+# With thinking off Qwen3.5's prompts end with an empty block of thoughts, and answers begin with Yes or No.
+CHAT_OPTIONS = {"enable_thinking": False}
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
+_NO_LIMIT = 1 << 60
+
+
+def with_template(config: dict[str, Any]) -> dict[str, Any]:
+    """The training configuration without thinking, and with the template of its model unless it names one.
+
+    Raises:
+        PacoRewardError: The model has no readable config.json, or is of an unknown type.
+    """
+    config = CHAT_OPTIONS | config
+    if config.get("template"):
+        return config
+    from transformers import PretrainedConfig
+
+    model = config.get("model_name_or_path")
+    try:
+        model_type = PretrainedConfig.get_config_dict(model)[0].get("model_type")
+    except (OSError, ValueError) as error:
+        raise PacoRewardError(f"the config.json of model {model} cannot be read: {error}") from error
+    if model_type not in TEMPLATES:
+        raise PacoRewardError(
+            f"model {model} is of type {model_type}, not {', '.join(TEMPLATES)}; set template: to its template in "
+            "LLaMA-Factory, or choose another model"
+        )
+    return config | {"template": TEMPLATES[model_type]}
+
+
+def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> None:
+    """Compare the prompt of a training template with the one that servers render, if the model has a chat template.
+
+    Raises:
+        PacoRewardError: They differ.
+    """
+    if not chat_template or not isinstance(chat_template, str):
+        return
+    question = {"role": "user", "content": "Are they consistent?"}
+    trained, _ = template.encode_oneturn(tokenizer, [question, {"role": "assistant", "content": "Yes."}])
+    served = tokenizer.apply_chat_template(
+        [question], chat_template=chat_template, tokenize=False, add_generation_prompt=True, **CHAT_OPTIONS
+    )
+    if tokenizer.decode(trained) != served:
+        raise PacoRewardError(
+            f"the training template's prompt {tokenizer.decode(trained)!r} is not the {served!r} of the model's chat "
+            "template; set another template:, or choose a model that answers without thinking (-Instruct)"
+        )
+
+
+def limit_images(processor: Any, most: int) -> None:
+    """Let the processor, not LLaMA-Factory, resize images, to at most ``most`` pixels and at most its own limit."""
+    size = processor.image_processor.size
+    set_limits(processor, {edge: min(size[edge], most) for edge in _EDGES})
+    processor.image_max_pixels, processor.image_min_pixels = _NO_LIMIT, 1
+
+
+def set_limits(processor: Any, limits: dict[str, int]) -> None:
+    """Give the processor the limits of ``trained_limits``."""
+    # A new object: processors without a size of their own share their class's.
+    processor.image_processor.size = type(processor.image_processor.size)(**limits)
+
+
+def trained_limits(adapter: str | Path) -> dict[str, int] | None:
+    """Fewest and most pixels of an image in the training of an adapter; None if it has no processor's files."""
+    folder = processor_folder(adapter, PROCESSOR_FILES)
+    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
+        settings = json.loads(file.read_bytes())
+        size = settings.get("image_processor", settings).get("size", {})
+        if all(edge in size for edge in _EDGES):
+            return {edge: size[edge] for edge in _EDGES}
+    return None
+
+
+def write_limits(folder: Path, limits: dict[str, int]) -> None:
+    """Change the limits in a model folder's files, if they differ."""
+    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
+        settings = json.loads(file.read_bytes())
+        images = settings.get("image_processor", settings)
+        if "patch_size" not in images:
+            continue
+        old_names = dict(zip(("min_pixels", "max_pixels"), limits.values(), strict=True))  # they win over size
+        changed = {"size": limits} | {name: value for name, value in old_names.items() if name in images}
+        if any(images.get(name) != value for name, value in changed.items()):
+            images |= changed
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def processor_folder(name: str | Path, patterns: tuple[str, ...]) -> Path:
+    """A local folder as it is; of a hub name, the files that match."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name), allow_patterns=list(patterns)))

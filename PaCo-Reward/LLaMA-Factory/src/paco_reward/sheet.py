@@ -1,0 +1,53 @@
+"""Images and a judge's answers about them as HTML: a matrix of pair scores, or a row for each edit."""
+
+from functools import cache
+
+import jinja2
+from PIL import Image
+
+from paco_judge.images import data_url
+from paco_reward.answers import Answers
+
+_SIDE = 192  # pixels of a picture in the page
+_NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enough for dark text
+
+
+def fragment(answers: Answers) -> str:
+    """HTML to put into a page; every text in it is escaped."""
+    asked = answers.asked
+    cells = zip(asked.cells, answers.verdicts, strict=True)
+    return _template().render(
+        answers=answers,
+        asked=asked,
+        pictures=[_picture(image) for image in asked.images],
+        small=[max(image.size) < _SIDE for image in asked.images],
+        scores={(i, j): verdict for (i, j, _), verdict in cells},
+        edits=[(n, answers.of_edit(n)) for n in range(1, len(asked.images))] if asked.about_edits else [],
+        reasons=list(zip(asked.cells, answers.reasons)),
+        color=_color,
+    )
+
+
+def page(answers: Answers) -> str:
+    """A whole page, with the pictures inside."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        "<title>PaCo-Reward scores</title></head>\n"
+        f'<body style="margin: 32px auto; max-width: 1100px; padding: 0 20px">\n{fragment(answers)}\n</body>\n</html>\n'
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("paco_reward", "")
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template("sheet.html")
+
+
+def _picture(image: Image.Image) -> str:
+    small = image.copy()
+    small.thumbnail((_SIDE, _SIDE))
+    return data_url(small)
+
+
+def _color(p_yes: float) -> str:
+    return "rgb({:.0f} {:.0f} {:.0f})".format(*(no + (yes - no) * p_yes for no, yes in zip(_NO, _YES, strict=True)))

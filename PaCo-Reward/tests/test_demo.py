@@ -1,0 +1,187 @@
+"""paco-reward demo in a real browser and over HTTP, and the same sheet as a file."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from paco_judge.verdict import Verdict
+from paco_reward import sheet
+from paco_reward.answers import Answers, Asked, questions_about
+from paco_reward.cli import main
+from paco_reward.demo import asked_about
+from paco_reward.errors import PacoRewardError
+from paco_reward.scorer import JudgeScorer
+
+PATIENCE_S = 180  # importing torch and gradio on a loaded machine
+
+
+def panel(color: str) -> Image.Image:
+    return Image.new("RGB", (64, 64), color)
+
+
+@pytest.fixture
+def grid(tmp_path, tiny) -> Path:
+    """A 2x2 grid of pictures."""
+    image = Image.new("RGB", (112, 112))
+    for number in range(4):
+        image.paste(tiny.picture(number).resize((56, 56)), (number % 2 * 56, number // 2 * 56))
+    image.save(tmp_path / "grid.png")
+    return tmp_path / "grid.png"
+
+
+@pytest.fixture(scope="module")
+def page(answering_judge):
+    """The command as a user starts it; its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "paco_reward.cli", "demo", "--model", str(answering_judge), "--port", str(port)]
+    demo = subprocess.Popen(
+        [*command, "--reason_tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        lines = []
+        while not (lines and lines[-1].startswith("The judge's page:")):
+            lines.append(demo.stdout.readline())
+            assert lines[-1], "".join(lines)
+        yield re.search(r"http://\S+?(?=[\s.]*(?: |$))", lines[-1])[0].rstrip(".")
+    finally:
+        demo.terminate()
+        demo.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def browser():
+    """Headless Chromium."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
+                     "--disable-component-update", "--no-first-run", "--window-size=1280,1000"):  # fmt: skip
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(PATIENCE_S)
+    yield driver
+    driver.quit()
+
+
+def expected_scores(judge: Path, grid: Path) -> list[float]:
+    scorer = JudgeScorer.from_pretrained(judge)
+    asked = asked_about([(str(grid), None)], 2, 2, "a paper boat", "")
+    return [verdict.p_yes for verdict in scorer.score(asked.pairs, top=20)]
+
+
+@pytest.mark.slow
+def test_a_person_drops_a_grid_and_sees_the_matrix(page, browser, grid, answering_judge):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(page)
+    wait = WebDriverWait(browser, PATIENCE_S)
+
+    def labeled(label: str, kind: str = "input"):
+        return browser.find_element(By.XPATH, f"//label[.//span[normalize-space()='{label}']]//{kind}")
+
+    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "input[type=file]"))
+    browser.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(grid))
+    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, ".gallery-container img, .grid-container img"))
+    for label in ("Grid rows", "Grid columns"):
+        labeled(label).clear()
+        labeled(label).send_keys("2")
+    labeled("Theme", "textarea").send_keys("a paper boat")
+    button = browser.find_element(By.XPATH, "//button[normalize-space()='Ask the judge']")
+    button.click()
+    wait.until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, ".sheet td.score")) == 6)
+    shown = [float(cell.text) for cell in browser.find_elements(By.CSS_SELECTOR, ".sheet td.score")]
+    assert shown == pytest.approx(expected_scores(answering_judge, grid), abs=1e-3)
+    heading = browser.find_element(By.CSS_SELECTOR, ".sheet h2").text
+    assert heading == f"{np.mean(expected_scores(answering_judge, grid)):.3f} mean P(Yes) of 6 pairs"
+    if folder := os.environ.get("PACO_SCREENSHOTS"):
+        browser.save_screenshot(f"{folder}/demo.png")
+    # A mistake is named on the page.
+    labeled("Editing instruction", "textarea").send_keys("make it blue")
+    button.click()
+    wait.until(lambda _: "give a theme or an editing instruction, not both" in browser.page_source)
+
+
+@pytest.mark.slow
+def test_the_page_over_http(page, grid, answering_judge):
+    from gradio_client import Client, handle_file
+
+    client = Client(page, verbose=False)
+    picture = [{"image": handle_file(str(grid)), "caption": None}]
+    shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
+    cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]
+    assert cells == pytest.approx(expected_scores(answering_judge, grid), abs=1e-3)
+    assert shown.count("<dt>") == 6 and "grid.png 1 – grid.png 2" in shown
+    loaded = re.findall(r'<(?:link rel="stylesheet"|script)[^>]*?(?:src|href)="(https?://[^"]+)"', httpx.get(page, timeout=PATIENCE_S).text)
+    assert not [url for url in loaded if not url.startswith(page) and "iframe-resizer" not in url], "nothing leaves the machine"
+
+
+def answers(questions: dict[str, str], verdicts: list[Verdict], count: int, reasons=()) -> Answers:
+    images = [panel(color) for color in ("red", "green", "blue")[:count]]
+    return Answers("<b>judge</b>", Asked(images, [f"<{n}>&.png" for n in range(count)], questions), verdicts, reasons)
+
+
+def test_the_sheet_escapes_what_it_shows():
+    shown = sheet.page(
+        answers(questions_about("<script>"), [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)], 3, ["<a>"] * 3)
+    )
+    for text in ("<script>", "<b>judge", "<0>&.png", "<i>no", "<a>"):
+        assert text not in shown
+    assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
+    assert "0.250" in shown and "1.000" in shown and "No mean: 1 of 3 pairs have no score" in shown
+
+
+def test_the_sheet_of_edits_has_a_row_each():
+    verdicts = [Verdict(0.64), Verdict(0.25), Verdict(0.5), Verdict(None, "gone")]
+    shown = sheet.fragment(answers(questions_about(instruction="make it blue"), verdicts, 3))
+    assert "0.400" in shown  # sqrt(0.64 * 0.25)
+    assert shown.count('class="missing"') == 2  # the answer and the overall score that needs it
+    assert "prompt following" in shown and "make it blue" in shown
+
+
+def test_score_writes_the_sheet(tmp_path, tiny, answering_judge, capsys):
+    paths = [str(tmp_path / f"{n}.png") for n in range(2)]
+    for number, path in enumerate(paths):
+        tiny.picture(number).save(path)
+    file = tmp_path / "scores.html"
+    assert main(["score", *paths, "--model", str(answering_judge), "--html", str(file)]) == 0
+    printed = capsys.readouterr().out.split()[-1]
+    assert f"{float(printed):.3f} <small>mean" in file.read_text(encoding="utf-8")
+    assert main(["score", *paths, "--model", str(answering_judge), "--html", str(tmp_path / "no" / "x.html")]) == 1
+    assert "x.html cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "columns", "theme", "instruction", "named"),
+    [
+        (1, 1, 1, "", "", "1 image: give 2 to 16"),
+        (0, 1, 1, "", "", "0 images"),
+        (1, 5, 5, "", "", "25 images"),
+        (2, 1, 1, "a boat", "make it blue", "not both"),
+        (1, 100, 1, "", "", "cannot be cut"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(tmp_path, count, rows, columns, theme, instruction, named):
+    panel("red").save(tmp_path / "a.png")
+    with pytest.raises(PacoRewardError, match=named):
+        asked_about([(str(tmp_path / "a.png"), None)] * count, rows, columns, theme, instruction)
+
+
+def test_others_need_a_password(monkeypatch, capsys):
+    monkeypatch.delenv("PACO_DEMO_PASSWORD", raising=False)
+    assert main(["demo", "--model", "x/y", "--host", "0.0.0.0"]) == 1
+    assert "PACO_DEMO_PASSWORD" in capsys.readouterr().err

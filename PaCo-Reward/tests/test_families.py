@@ -1,0 +1,172 @@
+"""Judges of the newer families, Qwen3-VL and Qwen3.5: from training to the servers' scores, on random weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_tools import adapter, train_config
+
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages
+from paco_reward import overlay, worker
+from paco_reward.cli import main
+from paco_reward.config import check_combinations, load_config
+from paco_reward.datasets import labeled_pairs
+from paco_reward.errors import PacoRewardError
+from paco_reward.families import trained_limits, with_template, write_limits
+from paco_reward.scorer import JudgeScorer
+
+REPO = Path(__file__).resolve().parents[2]
+FAMILIES = ("qwen3_vl", "qwen3_5")
+LIMIT = 128 * 128  # pixels, of images with 150 x 150
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def judge(request, tiny, tmp_path_factory):
+    """A random judge of each family."""
+    return tiny.save_new_judge(tmp_path_factory.mktemp("judges") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """Pairs of images that are larger than ``LIMIT``."""
+    folder = tmp_path_factory.mktemp("pairs")
+    tiny.save_pairs(folder, 4, "pairs", size=150)
+    return tiny.save_pairs(folder, 4, "held_out", seed=500, size=150)
+
+
+def config_of(judge, data, output, **changes):
+    """As a user writes it: without a template."""
+    config = train_config(judge, data, output, first_token_weight=0.1, lora_target="all", image_max_pixels=LIMIT)
+    config = {name: value for name, value in config.items() if name not in ("template", "freeze_vision_tower")}
+    return config | {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.05} | changes
+
+
+def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(judge, data, tmp_path):
+    """LLaMA-Factory's data pipeline against the processor of an export: prompts, first labels, pixels."""
+    overlay.install()
+    from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset
+    from llamafactory.hparams import get_train_args
+    from llamafactory.train.sft import workflow
+
+    model_args, data_args, training_args, *_ = get_train_args(with_template(config_of(judge, data, tmp_path)))
+    loaded = workflow.load_tokenizer(model_args)
+    template = workflow.get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
+    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)["train_dataset"]
+    loaded["processor"].save_pretrained(tmp_path / "adapter")
+    served = shutil.copytree(judge, tmp_path / "served")
+    write_limits(served, trained_limits(tmp_path / "adapter"))
+    scorer = JudgeScorer.from_pretrained(served)
+    pairs, labels = labeled_pairs(data, "pairs")
+    inputs = scorer.inputs(pairs)
+    assert int(inputs["image_grid_thw"].prod(-1).max()) * 16 * 16 <= LIMIT
+    for index, row in enumerate(rows):
+        first = next(position for position, label in enumerate(row["labels"]) if label != -100)
+        assert row["labels"][first] == (scorer.yes_id if labels[index] else scorer.no_id)
+        real = inputs["attention_mask"][index].bool()
+        assert row["input_ids"][:first] == inputs["input_ids"][index][real].tolist()
+    pixels = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)([dict(row) for row in rows])
+    torch.testing.assert_close(pixels["pixel_values"], inputs["pixel_values"])
+    assert torch.equal(pixels["image_grid_thw"], inputs["image_grid_thw"])
+
+
+@pytest.mark.slow
+def test_from_training_to_scores(judge, data, tmp_path, monkeypatch, capsys):
+    """``train`` with an evaluation, ``accuracy``, ``export``, ``score``, and the transformers engine: one P(Yes)."""
+    evaluated, statistics = [], overlay.answer_statistics
+
+    def recorded(*args, **kwargs):
+        evaluated.append(statistics(*args, **kwargs))
+        return evaluated[-1]
+
+    monkeypatch.setattr(overlay, "answer_statistics", recorded)
+    trained, merged = tmp_path / "trained", tmp_path / "merged"
+    worker.train(config_of(judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True))
+    weights = adapter(trained)
+    assert not any("visual" in name for name in weights) and any("mlp.down_proj" in name for name in weights)
+    assert ("qwen3_5" in judge.name) == any("linear_attn.in_proj_qkv" in name for name in weights)
+    assert all(np.abs(value).max() > 0 for name, value in weights.items() if "lora_B" in name)
+    training = torch.cat(evaluated)[:, 2].numpy()
+
+    base = ["--model", str(judge), "--adapter", str(trained)]
+    held_out = ["--dataset_dir", str(data), "--dataset", "held_out"]
+    assert main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged), *held_out]) == 0
+    capsys.readouterr()
+    reports = []
+    for model in (base, ["--model", str(merged)]):
+        assert main(["accuracy", *model, *held_out, "--output", str(tmp_path / "judge.json")]) == 0
+        report = json.loads(capsys.readouterr().out)
+        reports.append({name: report[name] for name in ("n", "missing", "accuracy", "auc", "ece")})
+    assert reports[0] == pytest.approx(reports[1], abs=1e-4) and reports[0]["n"] == 4
+    pairs, _ = labeled_pairs(data, "held_out")
+    for model in ((judge, trained), (merged,)):
+        scorer = JudgeScorer.from_pretrained(*model)
+        scores = [verdict.p_yes for verdict in scorer.score(pairs)]
+        assert training == pytest.approx(scores, abs=1e-3)
+    assert np.ptp(training) > 1e-2  # otherwise any numbers would agree
+    images = [str(data / "images" / f"held_out_1_{side}.png") for side in "ab"]
+    assert main(["score", *images, "--model", str(merged), "--reasons"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+    monkeypatch.syspath_prepend(REPO / "PaCo-GRPO")  # the server is run from its folder, not installed
+    from vllm_server.transformers_engine.model import JudgeModel
+    from vllm_server.transformers_engine.protocol import parse_request
+
+    requests = []
+    for pair in pairs:
+        messages = build_messages(*map(data_url, pair.images), pair.question)
+        body = {"model": "judge", "messages": messages, "max_tokens": 1, "logprobs": True}
+        requests.append(parse_request(json.dumps(body).encode(), ("judge",)))
+    engine = JudgeModel.load(str(merged), max_model_len=1024)
+    logprobs = engine.first_token_logprobs(engine.prepare(requests))
+    served = torch.sigmoid(logprobs[:, scorer.yes_id] - logprobs[:, scorer.no_id]).tolist()
+    assert training == pytest.approx(served, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_4b", "qwen3_vl_8b", "qwen3_5"])
+def test_configurations(name, tiny, tmp_path):
+    """They differ from Qwen2.5-VL's in model, names and thinking; the model decides the template."""
+    folder = REPO / "PaCo-Reward" / "config"
+    config, known = load_config(folder / f"paco_reward_{name}.yaml"), load_config(folder / "paco_reward_lora.yaml")
+    own = {"model_name_or_path", "template", "output_dir", "run_name", "enable_thinking"}
+    assert {key for key in config | known if config.get(key) != known.get(key)} <= own and "template" not in config
+    family = name.removesuffix("_4b").removesuffix("_8b")
+    model = tiny.save_new_judge(tmp_path / "judge", family)
+    found = with_template(config | {"model_name_or_path": str(model)})
+    assert found["template"] == {"qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}[family]
+    assert found["enable_thinking"] is False
+    check_combinations(found)
+    assert with_template({"model_name_or_path": str(model), "template": "mine"})["template"] == "mine"
+
+
+def test_unknown_types_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(PacoRewardError, match="is of type llava, not qwen2_5_vl, qwen3_vl, qwen3_5; set template:"):
+        with_template({"model_name_or_path": str(tmp_path)})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PacoRewardError, match=r"config\.json of model .* cannot be read"):
+        with_template({"model_name_or_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_thinking": True}, "enable_thinking: false"),
+        ({"packing": True, "neat_packing": True, "template": "qwen3_5"}, "do not mix in Qwen3.5"),
+    ],
+)
+def test_settings_that_would_spoil_the_first_token(changes, message):
+    with pytest.raises(PacoRewardError, match=message):
+        check_combinations({"first_token_weight": 0.1} | changes)
+
+
+def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
+    """As the -Thinking models: the server's prompt ends with an opened block of thoughts, the training's does not."""
+    model = shutil.copytree(judge, tmp_path / "thinking")
+    file = model / "chat_template.jinja"
+    file.write_text(file.read_text() + "<think>\n")
+    with pytest.raises(PacoRewardError, match=r"is not the '.*<think>.*choose a model that answers without thinking"):
+        worker.train(config_of(model, data, tmp_path / "out"))
