@@ -24,7 +24,7 @@ if [[ $depth == all ]]; then bash setup.sh --vllm; else bash setup.sh; fi
 
 # Two workers on one thread each use two cores better than two threads do; and the same settings on any machine.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-run=("$repo/.venv/bin/python" -m pytest -c "$repo/pyproject.toml" --rootdir "$repo" -q)
+run=("$repo/.venv/bin/python" -m pytest -c "$repo/pyproject.toml" --rootdir "$repo" -q --tb=short)  # short: CI cuts long reports before the reason
 case $depth in
     fast) together="not slow and not long and not alone"; alone="" ;;
     default) together="not long and not alone"; alone="alone and not long" ;;
