@@ -522,9 +522,8 @@ class StoredLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, kind: str, dtype: torch.dtype) -> None:
         super().__init__(1, 1, device="meta")
         self.in_features, self.out_features, self.dtype = layer.in_features, layer.out_features, dtype
-        self.weight = nn.Parameter(
-            torch.empty(quantize.stored_bytes(layer, kind), dtype=torch.uint8), requires_grad=False
-        )
+        stored = layer.weight.detach().new_empty(quantize.stored_bytes(layer, kind), dtype=torch.uint8)  # fake, as the layer's
+        self.weight = nn.Parameter(stored, requires_grad=False)
         self.bias = layer.bias
         self.quantized_kind = kind
 
