@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from paco_toy.processes import Commands, QuickstartError
+from paco_toy.reward_data import TESTS
 from paco_toy.stages import BASE, DATA
 
 REPO = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ def measure(name: str, *adapter: str) -> dict[str, float]:
     output = OUT / f"{name}.json"
     if not output.exists():
         command = [Path(sys.executable).parent / "paco-reward", "accuracy", "--model", BASE, *adapter, "--dataset_dir", DATA,
-                   "--dataset", "toy_pairs_cot_test", "--output", output]  # fmt: skip
+                   "--dataset", ",".join(TESTS), "--output", output]  # fmt: skip
         COMMANDS.run(command, REWARD, f"{name}.accuracy", f"accuracy of {name}")
     return json.loads(output.read_text())
 

@@ -71,7 +71,7 @@ def _ranked_away(character: Character, rng: np.random.Generator) -> list[Charact
     return ranked
 
 
-def build_rank_benchmark(out: Path, seed: int, items: int = 60) -> None:
+def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
     """A folder in ConsistencyRank-Bench's format: better candidates share more attributes with the reference's character."""
     _, held_out = split_characters()
     rng = np.random.default_rng([seed, 30])

@@ -4,8 +4,13 @@
     paco-reward build-dataset … --sets_only              sub-figures and the sets to be ranked
     python -m paco_toy.reward_data annotate --out DIR    rankings and reasons, as people would write them
     paco-reward build-dataset … --rankings … --reasons_file …
+    python -m paco_toy.reward_data finish --out DIR      kinds of themes, and pairs with broken panels
 
 DIR/metadata.jsonl, grids/<idx>/<generation>.png, drawn.json (the characters shown), rankings.jsonl, reasons.jsonl
+
+A third of the pairs is asked with a theme that names the whole character, a third with one that leaves some of it open, a third
+without a theme. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the No pairs one or
+both panels are broken (paco_toy/broken.py).
 """
 
 from __future__ import annotations
@@ -17,17 +22,24 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from paco_judge.questions import DEFAULT_FORM, load_question, theme_question
+from paco_reward.datasets import pair_prefix
+from paco_toy.broken import broken_panels
+from paco_toy.oracle import read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
+    OPENINGS,
     VIEWS,
     Character,
     assemble_grid,
     departed,
     grid_prompt,
+    opened,
     random_jitter,
     render_panel,
     split_characters,
+    theme,
     to_uint8,
     write_jsonl,
 )
@@ -35,7 +47,11 @@ from paco_toy.world import (
 PANEL_SIDES = (16, 32, 64)  # the judge sees panels of 32, 64 and 128 px grids
 GENERATIONS = 4
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
-PROMPTS = {"train": 480, "test": 63}  # about 5300 and 700 pairs
+PROMPTS = {"train": 480, "test": 84}  # about 5300 and 930 pairs
+THEMES = ("full", "open", "none")
+TRAIN = "toy_pairs_cot_train"
+TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))  # equal numbers; weak: every No has a broken panel
+BROKEN_TRAINING = 4  # one of so many No pairs has a broken panel
 
 
 def roughened(pixels: np.ndarray, rng: np.random.Generator) -> Image.Image:
@@ -88,11 +104,12 @@ def differing(first: int, second: int) -> int:
     return sum(getattr(a, name) != getattr(b, name) for name in ATTRIBUTES)
 
 
-def verdict(first: Character, second: Character) -> str:
-    """The judge's answer on a pair: Yes or No first, then the reason."""
-    if first == second:
+def verdict(first: Character | None, second: Character | None) -> str:
+    """The judge's answer on a pair: Yes or No first, then the reason. None: the panel is broken."""
+    if first == second and first is not None:
         return f"Yes. Both show a {first}."
-    return f"No. First a {first}, second a {second}."
+    first, second = ("nothing clear" if shown is None else f"a {shown}" for shown in (first, second))
+    return f"No. First {first}, second {second}."
 
 
 def annotate(out: Path, sets: Path) -> tuple[int, int]:
@@ -127,23 +144,82 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
     return len(rankings), len(rows)
 
 
+def question(kind: str, named: Character, rng: np.random.Generator) -> str:
+    """What is asked of a pair: about the named character, about it with something left open, or without a theme."""
+    if kind == "none":
+        return load_question("pair").text()
+    return theme_question(theme(opened(named, OPENINGS[rng.integers(len(OPENINGS))]) if kind == "open" else named))
+
+
+def broken_pair(row: dict, names: list[str], rng: np.random.Generator) -> None:
+    """Puts a broken panel in the place of the first image, the second, or both, and says so in the answer."""
+    texts = row["messages"][1]["content"].removeprefix("No. First a ").removesuffix(".").split(", second a ")
+    shown = [Character(*text.split()) for text in texts]
+    number = int(rng.integers(len(names)))
+    for place in ((0,), (1,), (0, 1))[rng.integers(3)]:
+        row["images"][place], shown[place] = names[(number + place) % len(names)], None
+    row["messages"][1]["content"] = verdict(*shown)
+
+
+def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
+    """Sets the questions of the pairs in ``data``, breaks panels, and divides the test into ``TESTS``."""
+    panels = broken_panels(flux, seed)
+    names = [f"images/broken/{number:04d}.png" for number in range(len(panels))]
+    (data / "images" / "broken").mkdir(parents=True, exist_ok=True)
+    for name, panel in zip(names, panels, strict=True):
+        panel.save(data / name, compress_level=1)
+    lines = map(json.loads, (out / "metadata.jsonl").read_text(encoding="utf-8").splitlines())
+    named = {line["idx"]: read_prompt(line["prompt"])[0] for line in lines}
+    info = json.loads((data / "dataset_info.json").read_text(encoding="utf-8"))
+    sets: dict[str, list[dict]] = {name: [] for name in (TRAIN, *TESTS)}
+    for split, targets in (("train", (TRAIN,)), ("test", TESTS)):
+        rng = np.random.default_rng([seed, 50, split == "test"])
+        pool = [name for number, name in enumerate(names) if (number // 16 % 4 == 0) == (split == "test")]
+        file = data / f"toy_pairs_cot_{split}.json"
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+        for label in ("Yes", "No"):
+            own = [row for row in rows if row["messages"][1]["content"].startswith(label)]
+            for number, row in enumerate(own[: len(own) // len(targets) * len(targets)]):
+                target = targets[number % len(targets)]
+                kind = dict(zip(TESTS, THEMES)).get(target) or THEMES[number // len(targets) % len(THEMES)]
+                text = question(kind, named[Path(row["images"][0]).parts[1]], rng)
+                row["messages"][0]["content"] = pair_prefix(DEFAULT_FORM) + text
+                if label == "No" and (target == TESTS[-1] or target == TRAIN and number % BROKEN_TRAINING == 0):
+                    broken_pair(row, pool, rng)
+                sets[target].append(row)
+    for name, rows in sets.items():
+        (data / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+    info = {name: info[TRAIN] | {"file_name": f"{name}.json"} for name in sets}
+    (data / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("draw", "draw the grids"), ("annotate", "rank OUT/sets of --sets and write reasons")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("--out", type=Path, required=True)
+    texts = {
+        "draw": "draw the grids",
+        "annotate": "rank OUT/sets of --sets and write reasons",
+        "finish": "set the pairs' questions, break panels, divide the test",
+    }
+    for name, text in texts.items():
+        commands.add_parser(name, help=text).add_argument("--out", type=Path, required=True)
     seed = "changes every grid; not which characters are held out"
-    commands.choices["draw"].add_argument("--seed", type=int, default=0, help=seed)
+    for name in ("draw", "finish"):
+        commands.choices[name].add_argument("--seed", type=int, default=0, help=seed)
     sets = "sets.jsonl of paco-reward build-dataset --sets_only"
     commands.choices["annotate"].add_argument("--sets", type=Path, required=True, help=sets)
+    for name, text in (("--data", "output folder of paco-reward build-dataset"), ("--flux", "the toy FLUX, a weak generator")):
+        commands.choices["finish"].add_argument(name, type=Path, required=True, help=text)
     arguments = parser.parse_args()
     if arguments.command == "draw":
         draw(arguments.out, arguments.seed)
-        return
-    ranked, sets = annotate(arguments.out, arguments.sets)
-    print(f"{ranked} of {sets} sets ranked (the others have no clear best or worst)")
+    elif arguments.command == "finish":
+        finish(arguments.out, arguments.data, arguments.flux, arguments.seed)
+    else:
+        ranked, sets = annotate(arguments.out, arguments.sets)
+        print(f"{ranked} of {sets} sets ranked (the others have no clear best or worst)")
 
 
 if __name__ == "__main__":

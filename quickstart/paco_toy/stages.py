@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import yaml
 
 from paco_toy.console import Console
 from paco_toy.processes import Commands, QuickstartError
+from paco_toy.reward_data import TESTS, TRAIN
 from paco_toy.summary import policy_measures, read_rows
 
 SERVED_NAME = "PaCo-Reward-Toy"
@@ -92,20 +94,24 @@ def world(ctx: Context) -> dict[str, Any]:
         )
     toy, drawn, out = [ctx.python, "-m"], ctx.world / "drawn", os.path.relpath(ctx.world, ctx.reward)
     command = [*toy, "paco_toy.build_world", "--seed", ctx.seed, "--out", ctx.world]
-    ctx.commands.run(command, ctx.repo, "1-world", "rendering", span=(0.0, 0.2))
+    ctx.commands.run(command, ctx.repo, "1-world", "rendering", span=(0.0, 0.15))
     for name in ("drawn", "reward_data"):
         shutil.rmtree(ctx.world / name, ignore_errors=True)
     command = [*toy, "paco_toy.reward_data", "draw", "--out", drawn, "--seed", ctx.seed]
-    ctx.commands.run(command, ctx.repo, "1-draw", "drawing grids", span=(0.2, 0.7))
+    ctx.commands.run(command, ctx.repo, "1-draw", "drawing grids", span=(0.15, 0.55))
     build = ["build-dataset", "--grids", f"{out}/drawn/grids", "--metadata", f"{out}/drawn/metadata.jsonl",
              "--output", f"{out}/reward_data", "--name", "toy_pairs", "--seed", ctx.seed]  # fmt: skip
-    ctx.paco_reward([*build, "--sets_only"], "1-sets", "pairing sub-figures", (0.7, 0.85))
+    ctx.paco_reward([*build, "--sets_only"], "1-sets", "pairing sub-figures", (0.55, 0.68))
     command = [*toy, "paco_toy.reward_data", "annotate", "--out", drawn, "--sets", ctx.world / "reward_data" / "sets.jsonl"]
-    ctx.commands.run(command, ctx.repo, "1-annotate", "annotating", span=(0.85, 0.88))
+    ctx.commands.run(command, ctx.repo, "1-annotate", "annotating", span=(0.68, 0.7))
     written = ["--rankings", f"{out}/drawn/rankings.jsonl", "--reasons_file", f"{out}/drawn/reasons.jsonl"]
-    ctx.paco_reward([*build, *written], "1-pairs", "labeling pairs", (0.88, 1.0))
+    ctx.paco_reward([*build, *written], "1-pairs", "labeling pairs", (0.7, 0.8))
+    command = [*toy, "paco_toy.reward_data", "finish", "--out", drawn, "--data", ctx.world / "reward_data",
+               "--flux", ctx.models / "flux", "--seed", ctx.seed]  # fmt: skip
+    ctx.commands.run(command, ctx.repo, "1-finish", "sampling broken panels", span=(0.8, 1.0))
     counts = {split: len(read_rows(ctx.world / f"prompts/{split}_metadata.jsonl")) for split in ("train", "test")}
-    pairs = {split: len(json.loads((ctx.world / f"reward_data/toy_pairs_cot_{split}.json").read_text())) for split in counts}
+    each = {name: len(json.loads((ctx.world / f"reward_data/{name}.json").read_text())) for name in (TRAIN, *TESTS)}
+    pairs = {"train": each.pop(TRAIN), "test": sum(each.values())}
     ctx.console.line(
         f"{counts['train']} training and {counts['test']} test prompts, "
         f"{pairs['train']} pairs to learn from, {pairs['test']} held out"
@@ -119,10 +125,13 @@ def judge(ctx: Context) -> dict[str, Any]:
 
     def accuracy(name: str, span: tuple[float, float], *adapter: str) -> dict[str, Any]:
         output = ctx.out / f"judge_{name}.json"
-        command = ["accuracy", "--model", BASE, *adapter, "--dataset_dir", DATA, "--dataset", "toy_pairs_cot_test", "--output", output]
+        command = ["accuracy", "--model", BASE, *adapter, "--dataset_dir", DATA, "--dataset", ",".join(TESTS),
+                   "--output", output]  # fmt: skip
         ctx.paco_reward(command, f"2-judge-accuracy-{name}", f"accuracy, {name}", span)
         m = json.loads(output.read_text())
         ctx.console.line(f"{name}: accuracy {m['accuracy']:.3f}, AUC {m['auc']:.3f} on {m['n']} pairs of held-out characters")
+        each = (f"{test.split('_')[2]} {own['accuracy']:.3f}" for test, own in m["kinds"].items())
+        ctx.console.line(f"  by theme, and with broken panels: {', '.join(each)}")
         return m
 
     found = {"base": accuracy("base", (0.0, 0.08))}
@@ -141,19 +150,26 @@ def rank(ctx: Context) -> dict[str, Any]:
     results, shown, up = ctx.out / "rank_results", ctx.out / "rank_table.txt", os.path.relpath(ctx.out, folder)
     command = [ctx.python, "eval_vllm.py", "--model", f"{up}/judge", "--dataset_dir", f"{up}/world", "--engine", "transformers",
                "--batch_size", "32", "--results_dir", results]  # fmt: skip
-    ctx.commands.run(command, folder, "3-rank-eval", "ranking", span=(0.0, 0.9))
+    ctx.commands.run(command, folder, "3-rank-eval", "ranking", span=(0.0, 0.8))
+    command = [ctx.python, "eval.py", "--scorer", "histogram", "--dataset_dir", f"{up}/world", "--results_dir", results]
+    ctx.commands.run(command, folder, "3-rank-histogram", "ranking by color histograms", span=(0.8, 0.9))
     command = [ctx.python, "print_eval_table.py", "--results_dir", results, "--output_file", shown, "--output_format", "txt"]
     ctx.commands.run(command, folder, "3-rank-table", "table", span=(0.9, 1.0))
     ctx.console.line(shown.read_text().strip())
-    return rank_measures(max(results.glob("*.jsonl")))
+    baseline = results / "histogram.jsonl"
+    judged = next(path for path in results.glob("*.jsonl") if path != baseline)
+    return rank_measures(judged) | {"histogram": rank_measures(baseline)}
 
 
 def rank_measures(path: Path) -> dict[str, float]:
-    """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
+    """Means over items of every number in a results file (`accuracy`, `kendalltau`, …), and the standard error of `kendalltau`."""
     rows = [row.get("metrics", row) for row in read_rows(path) if not row.get("error")]
     names = [n for n, v in rows[0].items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
     values = {n: [row[n] for row in rows if isinstance(row.get(n), (int, float))] for n in names}
-    return {n: sum(v) / len(v) for n, v in values.items() if v} | {"items": len(rows)}
+    found = {n: sum(v) / len(v) for n, v in values.items() if v} | {"items": len(rows)}
+    if len(tau := values.get("kendalltau", [])) > 1:
+        found["kendalltau_stderr"] = statistics.stdev(tau) / len(tau) ** 0.5
+    return found
 
 
 def free_port(wanted: int) -> int:
@@ -250,9 +266,9 @@ def report(ctx: Context) -> dict[str, Any]:
 
 
 STAGES = (
-    Stage("world", "World: data sets are rendered, pairs are built", 35, world),
+    Stage("world", "World: data sets are rendered, pairs are built", 50, world),
     Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 300, judge),
-    Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 25, rank),
+    Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 35, rank),
     Stage("server", "Server: the judge over HTTP", 15, server),
     Stage("rl", "RL: PaCo-GRPO of FLUX, trained small, evaluated large", 480, rl),
     Stage("report", "Report", 10, report),

@@ -93,11 +93,14 @@ def gain(summary: Mapping[str, Any]) -> tuple[float, float]:
 
 def table(summary: Mapping[str, Any]) -> str:
     """The small table at the end."""
-    base, lora = summary["judge"]["base"], summary["judge"]["lora"]
+    base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
+    kinds = {name.split("_")[2]: name for name in lora["kinds"]}
     rows = [
         ("", "before", "after"),
         ("judge: accuracy on held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}"),
+        *((f"  {kind}", *(f"{m['kinds'][name]['accuracy']:.3f}" for m in (base, lora))) for kind, name in kinds.items()),
         ("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}"),
+        ("ranking: tau-b of the color histogram, of the judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}"),
         (f"generator at {summary['test_resolution']} px (trained at {summary['train_resolution']} px)", "", ""),
     ]
     labels = {

@@ -28,15 +28,16 @@ case "$*" in
   *build_world*) mkdir -p $out/world/prompts
     for s in train test; do echo '{}' > $out/world/prompts/${s}_metadata.jsonl; done ;;
   *annotate*) mkdir -p $out/world/reward_data
-    for s in train test; do echo '[1]' > $out/world/reward_data/toy_pairs_cot_$s.json; done ;;
-  *eval_vllm*) mkdir -p $out/rank_results; echo '{"metrics": {"accuracy": 0.8, "top1": 1.0}}' > $out/rank_results/judge-v3.jsonl ;;
+    for s in cot_train full_test open_test none_test weak_test; do echo '[1]' > $out/world/reward_data/toy_pairs_$s.json; done ;;
+  *eval_vllm*) mkdir -p $out/rank_results; echo '{"metrics": {"kendalltau": 0.8, "top1": 1.0}}' > $out/rank_results/judge-v3.jsonl ;;
+  *eval.py*histogram*) echo '{"metrics": {"kendalltau": 0.5}}' > $out/rank_results/histogram.jsonl ;;
   *print_eval_table*) echo table > $out/rank_table.txt ;;
   *paco_grpo.report*) echo page > $out/report.html ;;
 esac
 """
 REWARD = NOTE + r"""
 while [ $# -gt 0 ]; do [ "$1" = --output ] && output="$2"; shift; done
-case "$output" in *.json) echo '{"accuracy": 0.9, "auc": 0.95, "n": 10}' > $output ;; esac
+case "$output" in *.json) echo '{"accuracy": 0.9, "auc": 0.95, "n": 10, "kinds": {"toy_pairs_open_test": {"accuracy": 0.87}}}' > $output ;; esac
 """
 RL = NOTE + r"""
 run="$STATE/quickstart/out/runs/toy_t2is"; mkdir -p $run
@@ -99,16 +100,17 @@ def test_everything_once_then_nothing_then_fresh(repo):
     done = drive(repo, "--seed", "3", "--minutes", "2", "--config.num_epochs=2")
     assert done.returncode == 0, done.stderr
     made = calls(repo)
-    order = ["build_world", "reward_data draw", "--sets_only", "reward_data annotate", "--rankings", "accuracy",
-             "paco_reward.sh", "accuracy", "export", "eval_vllm", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh",
+    order = ["build_world", "reward_data draw", "--sets_only", "reward_data annotate", "--rankings", "reward_data finish",
+             "accuracy", "paco_reward.sh", "accuracy", "export", "eval_vllm", "histogram", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh",
              "stop.sh", "paco_grpo.report"]  # fmt: skip
     assert len(made) == len(order) and all(word in call for word, call in zip(order, made, strict=True)), made
-    assert all("--seed 3" in made[i] for i in (0, 1, 2, 4)) and "seed=3" in made[6] and "--config.seed=3" in made[13]
-    assert "--config.num_epochs=2" in made[13] and "--config.max_train_minutes=2.0" in made[13]
+    assert all("--seed 3" in made[i] for i in (0, 1, 2, 4, 5)) and "seed=3" in made[7] and "--config.seed=3" in made[15]
+    assert "--config.num_epochs=2" in made[15] and "--config.max_train_minutes=2.0" in made[15]
     assert not (repo / "serving").exists()
     summary = json.loads((repo / "quickstart/out/summary.json").read_text())
     assert summary["judge"]["base"]["accuracy"] == 0.9 and summary["judge"]["lora"]["auc"] == 0.95
-    assert summary["rank"] == {"accuracy": 0.8, "top1": 1.0, "items": 1}
+    assert summary["judge"]["lora"]["kinds"]["toy_pairs_open_test"]["accuracy"] == 0.87 and "open 0.870" in done.stdout
+    assert summary["rank"] == {"kendalltau": 0.8, "top1": 1.0, "items": 1, "histogram": {"kendalltau": 0.5, "items": 1}}
     assert summary["policy"]["after"]["oracle_consistency"] == 0.7
     assert set(summary["policy"]["before"]) >= {*MEASURES, "stderr"}
     assert (summary["train_resolution"], summary["test_resolution"], summary["engine"]) == (64, 128, "transformers")
@@ -289,9 +291,11 @@ def test_rank_means_leave_failed_items_out(tmp_path):
 
 def test_table_and_gain():
     measures = {key: 0.5 for key in MEASURES} | {"stderr": 0.03, "reward_stderr": 0.02}
-    summary = {"judge": {"base": {"accuracy": 0.5, "auc": 0.5}, "lora": {"accuracy": 0.97, "auc": 0.99}}, "train_resolution": 64,
+    judge = {which: {"accuracy": a, "auc": a, "kinds": {"toy_pairs_open_test": {"accuracy": a - 0.01}}} for which, a in (("base", 0.5), ("lora", 0.97))}
+    rank = {"kendalltau": 0.65, "histogram": {"kendalltau": 0.52}}
+    summary = {"judge": judge, "rank": rank, "train_resolution": 64,
                "test_resolution": 128, "policy": {"before": measures, "after": measures | {"oracle_consistency": 0.7, "stderr": 0.04}}}  # fmt: skip
     assert gain(summary) == pytest.approx((0.2, 0.05))
     text = table(summary)
-    assert "0.700 ±0.040" in text and "0.970" in text and "trained at 64 px" in text
+    assert all(number in text for number in ("0.700 ±0.040", "0.970", "0.960", "0.650")) and "trained at 64 px" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from paco_toy import reward_data
-from paco_toy.world import CHARACTERS, split_characters
+from paco_toy.oracle import read_prompt
+from paco_toy.reward_data import TESTS, TRAIN
+from paco_toy.world import ATTRIBUTES, CHARACTERS, LABELS, VIEWS, Character, split_characters
 
+FLUX = Path(__file__).resolve().parents[1] / "models" / "flux"
 PROMPTS = {"train": 40, "test": 10}
 
 
@@ -28,44 +31,87 @@ def built(tmp_path_factory) -> Path:
     ranked, sets = reward_data.annotate(out, out / "data" / "sets.jsonl")
     assert 0.5 * sets < ranked < sets
     paco_reward(*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl")
+    reward_data.finish(out, out / "data", FLUX, seed=3)
     return out
 
 
-def pairs(built: Path, split: str) -> list[tuple[int, int, str, str]]:
-    """(first character, second character, question, answer) of every pair, by what was drawn."""
+def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | None, str, str]]:
+    """(first character, second character, question, answer) of every pair, by what was drawn; None is a broken panel."""
     drawn = json.loads((built / "drawn.json").read_text())
 
-    def shown(image: str) -> int:
-        _, folder, generation, panel = image.removesuffix(".png").split("/")
-        return drawn[folder][int(generation)][int(panel)]
+    def shown(image: str) -> Character | None:
+        _, folder, *place = image.removesuffix(".png").split("/")
+        return None if folder == "broken" else CHARACTERS[drawn[folder][int(place[0])][int(place[1])]]
 
-    rows = json.loads((built / "data" / f"toy_pairs_cot_{split}.json").read_text())
+    rows = [row for name in names for row in json.loads((built / "data" / f"{name}.json").read_text())]
     return [(*map(shown, row["images"]), row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_every_answer_is_true_of_the_two_images_as_they_are_shown(built, split):
-    found = pairs(built, split)
-    assert len(found) >= 5 * PROMPTS[split]
+def asked(question: str) -> Character | None:
+    """What the theme of a question names; None without a theme."""
+    theme = question.partition('theme: "')[2].partition('"')[0]
+    return read_prompt(theme + " ".join(f"{label}{VIEWS[0]}." for label in LABELS))[0] if theme else None
+
+
+@pytest.mark.parametrize("names", [(TRAIN,), TESTS])
+def test_every_answer_is_true_of_the_two_images_as_they_are_shown(built, names):
+    found = pairs(built, *names)
+    assert len(found) >= 5 * PROMPTS["train" if TRAIN in names else "test"]
     for first, second, _, answer in found:
-        assert answer == reward_data.verdict(CHARACTERS[first], CHARACTERS[second])
+        assert answer == reward_data.verdict(first, second)
+        assert answer.startswith("Yes" if first == second and first else "No")
     yes = sum(answer.startswith("Yes") for *_, answer in found)
     assert yes == len(found) / 2
 
 
 def test_training_shows_training_characters_only_and_tests_name_held_out_ones(built):
-    known, held_out = (set(part) for part in split_characters())
-    assert {c for first, second, *_ in pairs(built, "train") for c in (first, second)} <= known
-    names = {str(CHARACTERS[c]) for c in held_out}
-    assert all(any(f" {name}." in question for name in names) for *_, question, _ in pairs(built, "test"))
+    known, held_out = ({CHARACTERS[c] for c in part} for part in split_characters())
+    assert {c for first, second, *_ in pairs(built, TRAIN) for c in (first, second) if c} <= known
+    assert all(asked(question) in held_out for *_, question, _ in pairs(built, TESTS[0]))
+    assert {asked(question) for *_, question, _ in pairs(built, TRAIN)}.isdisjoint(held_out)
+
+
+def test_full_open_and_missing_themes_come_in_equal_parts(built):
+    tests = [pairs(built, name) for name in TESTS]
+    assert len({len(found) for found in tests}) == 1
+    full, opened, none, weak = ([asked(question) for *_, question, _ in found] for found in tests)
+    assert not any(c.left_open for c in full) and all(c.left_open for c in opened) and set(none) == {None}
+    assert {c and bool(c.left_open) for c in weak} == {True, False, None}
+    for label in ("Yes", "No"):
+        named = [asked(question) for *_, question, answer in pairs(built, TRAIN) if answer.startswith(label)]
+        counts = [sum((c and bool(c.left_open)) is kind for c in named) for kind in (True, False, None)]
+        assert max(counts) - min(counts) <= 1
 
 
 def test_the_theme_gives_nothing_away(built):
-    """Of the pairs whose first image shows the named character, about half are Yes; as of the others."""
-    found = pairs(built, "train")
-    for shows_it in (True, False):
-        labels = [answer.startswith("Yes") for first, _, question, answer in found if (f" {CHARACTERS[first]}." in question) == shows_it]
-        assert len(labels) > 40 and 0.3 < sum(labels) / len(labels) < 0.7
+    """Of the pairs whose first image shows what is named, about half are Yes; as of the others."""
+    for is_open in (False, True):
+        found = [(f, asked(q), a) for f, _, q, a in pairs(built, TRAIN) if f and asked(q) and bool(asked(q).left_open) == is_open]
+        for shows_it in (True, False):
+            labels = [
+                answer.startswith("Yes")
+                for first, named, answer in found
+                if all(getattr(named, name) in ("", getattr(first, name)) for name in ATTRIBUTES) == shows_it
+            ]
+            assert len(labels) > 10 and 0.25 < sum(labels) / len(labels) < 0.8
+
+
+def test_no_pairs_differ_in_one_two_and_three_attributes_or_are_broken(built):
+    found = [(first, second) for first, second, _, answer in pairs(built, TRAIN) if answer.startswith("No")]
+    broken = [pair for pair in found if None in pair]
+    assert 0.2 <= len(broken) / len(found) <= 0.3
+    assert {tuple(c is None for c in pair) for pair in broken} == {(True, False), (False, True), (True, True)}
+    off = [sum(getattr(a, n) != getattr(b, n) for n in ATTRIBUTES) for a, b in found if a and b]
+    assert all(off.count(grade) >= 0.1 * len(found) for grade in (1, 2, 3))
+    assert all(None in pair[:2] for pair in pairs(built, TESTS[3]) if pair[3].startswith("No"))
+
+
+def test_broken_panels_of_the_test_are_not_trained_on(built):
+    used = [
+        {image for name in names for row in json.loads((built / "data" / f"{name}.json").read_text()) for image in row["images"]}
+        for names in ((TRAIN,), TESTS)
+    ]
+    assert used[0].isdisjoint(used[1])
 
 
 def test_the_same_seed_draws_the_same(tmp_path):

@@ -1,11 +1,13 @@
 """The toy FLUX: FluxPipeline's own components with small sizes, trained by flow matching to be inconsistent.
 
-Each panel of a training grid departs from the prompt's character with probability ``DEPARTURE``. The base model learns to
-draw well and to follow positions and sizes, but *not* to keep identity: that is left to RL.
+The base model learns to draw well and to follow positions and sizes, but *not* to keep identity: that is left to RL. Under a
+full prompt each panel departs from the named character with probability ``DEPARTURE``. Under an open prompt panels have what is
+named, and what is open is the same in all four only in a share ``AGREED`` of the grids.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,13 +20,29 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from paco_toy.world import CHARACTERS, COLOURS, LABELS, POSITIONS, SHAPES, SIZES, STYLES, VIEWS, departed, grid_prompt
+from paco_toy.world import (
+    ATTRIBUTES,
+    CHARACTER_INDEX,
+    CHARACTERS,
+    COLOURS,
+    LABELS,
+    OPENINGS,
+    POSITIONS,
+    SHAPES,
+    SIZES,
+    STYLES,
+    VIEWS,
+    departed,
+    grid_prompt,
+    opened,
+)
 from toy_models.panels import FACTS, LatentCache, panel_facts, random_views
 from toy_models.training import fit, flow_errors, pack
 
 # How often a panel departs from the prompt's character, by panel side. Larger panels average more of it away: at 0.34 for
 # all sides the base's images had 0.51 consistent pairs at 64 px and 0.61 at 128 px.
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
+OPEN_SHARE, AGREED = 0.55, 0.4
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
 GUIDANCE = 3.5  # as in FLUX.1-dev's distillation the model is given a number, but here it is always the same
 _FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop
@@ -95,12 +113,29 @@ def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, floa
 
 
 def _random_prompts(
-    tokenizer: PreTrainedTokenizerFast, count: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Characters (B,), views (B, 4) and token ids (B, L) of random prompts."""
+    tokenizer: PreTrainedTokenizerFast, count: int, rng: np.random.Generator, open_share: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, list[tuple[str, ...]], torch.Tensor]:
+    """Characters (B,), views (B, 4), the attributes left open (B) and token ids (B, L) of random prompts."""
     characters, views = rng.integers(len(CHARACTERS), size=count), random_views(count, rng)
-    prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
-    return characters, views, token_ids(tokenizer, prompts)
+    openings = [OPENINGS[rng.integers(len(OPENINGS))] if rng.random() < open_share else () for _ in range(count)]
+    prompts = [
+        grid_prompt(opened(CHARACTERS[c], o), [VIEWS[i] for i in v]) for c, v, o in zip(characters, views, openings)
+    ]
+    return characters, views, openings, token_ids(tokenizer, prompts)
+
+
+def shown_characters(named: int, opening: Sequence[str], departure: float, rng: np.random.Generator) -> list[int]:
+    """The characters of a training grid's four panels."""
+    if not opening:
+        return [departed(named, rng) if rng.random() < departure else named for _ in range(4)]
+    if rng.random() < AGREED:
+        return [named] * 4
+
+    def drawn() -> int:  # half of the panels that could differ keep the grid's value
+        values = {name: str(rng.choice(ATTRIBUTES[name])) for name in opening if rng.random() < 0.5}
+        return CHARACTER_INDEX[dataclasses.replace(CHARACTERS[named], **values)]
+
+    return [drawn() for _ in range(4)]
 
 
 def _pretrain_text(
@@ -118,7 +153,7 @@ def _pretrain_text(
     pooled_character, pooled_views = nn.Linear(64, len(CHARACTERS)), nn.Linear(64, 4 * len(VIEWS))
 
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
-        named, views, ids = _random_prompts(tokenizer, batch, rng)
+        named, views, _, ids = _random_prompts(tokenizer, batch, rng)
         tokens = t5(ids).last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16].unflatten(1, (4, 4))[:, :, :3]
         facts = panel_facts(named[:, None], views) | {"panel": np.arange(4)[None]}
         wanted = {name: torch.from_numpy(facts[name]).expand(batch, 4)[:, :, None].expand(-1, -1, 3) for name in counts}
@@ -178,8 +213,8 @@ def train_generator(
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
         order = _EARLY if progress < early_share else _LATE
         side = order[step % len(order)]
-        named, views, text = _random_prompts(pipe.tokenizer_2, _BATCH[side], rng)
-        shown = np.array([[departed(c, rng) if rng.random() < DEPARTURE[side] else c for _ in range(4)] for c in named])
+        named, views, openings, text = _random_prompts(pipe.tokenizer_2, _BATCH[side], rng, OPEN_SHARE)
+        shown = np.array([shown_characters(c, o, DEPARTURE[side], rng) for c, o in zip(named, openings)])
         x0 = latents.grids(side, shown, views, rng.integers(2, size=shown.shape))
         ids = image_ids(side // 4)
 
