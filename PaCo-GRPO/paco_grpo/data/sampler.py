@@ -21,7 +21,7 @@ class EpochSamples:
     Attributes:
         item_ids: (m·k,) int64, index into the prompt set; groups are formed by it.
         seeds: (m·k,) int64 ≥ 0, noise seed of each sample.
-        group_seeds: (m·k,) int64 ≥ 0, equal within an item: the shared initial noise of ``same_latent``.
+        group_seeds: (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``.
     """
 
     item_ids: np.ndarray
@@ -43,21 +43,23 @@ class GroupSampler:
         prompts: m, at least 1.
         images_per_prompt: k, at least 1.
         seed: ``config.seed``.
+        latents: ``sample.latents_per_prompt``, a divisor of k.
     """
 
-    def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int) -> None:
+    def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1) -> None:
         self.num_items, self.prompts, self.images_per_prompt = num_items, prompts, images_per_prompt
+        self.latents = latents
         self.seed = seed
         self.epoch = 0
 
     def samples(self, epoch: int | None = None) -> EpochSamples:
         """The samples of ``epoch`` (default: the current one)."""
         epoch = self.epoch if epoch is None else epoch
-        item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)
-        item_ids = item_ids[self._generator(_ORDER, epoch).permutation(len(item_ids))]
+        order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
+        item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
         seeds = self._words(len(item_ids), _SAMPLE_SEED, epoch)
-        by_item = self._words(self.num_items, _GROUP_SEED, epoch)
-        return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[item_ids])
+        by_item = self._words(self.latents * self.num_items, _GROUP_SEED, epoch).reshape(self.latents, -1)
+        return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[order % self.latents, item_ids])
 
     def advance(self) -> None:
         """Move to the next epoch."""

@@ -64,7 +64,8 @@ class SampleOptions:
     cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
     guidance_scale: float = option(3.5, "embedded guidance (FLUX), or the scale of true CFG", at_least=0)
     negative_prompt: str | None = option(None, "turns on true CFG (with guidance_scale > 1); a space is enough")
-    same_latent: bool = option(False, "one initial noise per prompt, whose first steps are computed once")
+    same_latent: bool = option(False, "images of a prompt share their initial noise, whose first steps are computed once")
+    latents_per_prompt: int = option(1, "with same_latent: different initial noises per prompt, each for as many images", at_least=1)
     merge_lora: bool | None = option(
         None, "merge the LoRA into the base for steps without noise; None = in float32 on a CPU, where that only rounds"
     )

@@ -78,7 +78,7 @@ def rollout(
         noise_steps: Indices of the noisy steps; () = deterministic sampling (evaluation).
         noise_level: a; at 0 no step is noisy and none is recorded.
         cps: Flow-CPS instead of Flow-SDE.
-        group_index: (B,) int64 for ``same_latent``: samples with equal index (same item) share the initial noise, and
+        group_index: (B,) int64 for ``same_latent``: samples with equal index (of the same item) share the initial noise, and
             the steps before the first noise step are computed once per distinct index.
         initial_seeds: B seeds of the initial noise; default ``seeds``. With ``group_index``, each group uses the value
             of its first member: pass equal values within a group that is spread over batches or processes.

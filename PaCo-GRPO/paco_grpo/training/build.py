@@ -149,7 +149,7 @@ def _build(
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=strategy.prepare(_optimizer(options, list(parameters.values()))),
         strategy=strategy,
-        sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed),
+        sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt),
     )
     # Without LoRA there is no base model left to compare with.
     probe_items = items["test"][: options.health.probe_images] if options.use_lora else []

@@ -103,6 +103,10 @@ def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[s
         yield f"train.gradient_step_per_epoch={steps} is more than the {images} images of an epoch"
     if train.best_and_worst is not None and train.best_and_worst > sample.num_images_per_prompt:
         yield f"train.best_and_worst={train.best_and_worst} is more than the {sample.num_images_per_prompt} images of a group"
+    if sample.num_images_per_prompt % sample.latents_per_prompt:
+        yield f"sample.latents_per_prompt={sample.latents_per_prompt} does not divide the {sample.num_images_per_prompt} images of a group"
+    if sample.latents_per_prompt > 1 and not sample.same_latent:
+        yield f"sample.latents_per_prompt={sample.latents_per_prompt} has no effect without sample.same_latent"
     if train.decay_type and not objective.snapshots:
         yield f"train.decay_type={train.decay_type} has no effect: train.loss_type={train.loss_type!r} keeps no old policy"
     if not options.use_lora and objective.snapshots:

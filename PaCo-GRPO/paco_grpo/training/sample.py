@@ -105,7 +105,8 @@ def sample_epoch(
 
     def inputs(batch: Batch) -> dict[str, Any]:
         batch_rows = torch.from_numpy(rows[batch.numbers])
-        shared = {"group_index": batch_rows, "initial_seeds": group_seeds[batch.numbers].tolist()}
+        initial = group_seeds[batch.numbers]
+        shared = {"group_index": torch.from_numpy(np.unique(initial, return_inverse=True)[1]), "initial_seeds": initial.tolist()}
         return {
             "conditioning": conditioning.select(batch_rows),
             "item_ids": item_ids[batch.numbers],

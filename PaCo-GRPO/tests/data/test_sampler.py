@@ -24,6 +24,14 @@ def test_each_prompt_has_its_images(items, m, k, seed, epoch):
     assert (samples.seeds >= 0).all()
 
 
+@given(items=SMALL, m=SMALL, share=st.integers(1, 4), latents=st.integers(1, 4), seed=st.integers(0, 99))
+def test_each_initial_noise_is_for_as_many_images(items, m, share, latents, seed):
+    samples = GroupSampler(items, m, share * latents, seed, latents).samples(3)
+    for item in np.unique(samples.item_ids):
+        counts = np.unique(samples.group_seeds[samples.item_ids == item], return_counts=True)[1]
+        assert len(counts) == latents and (counts == counts[0]).all()
+
+
 @given(m=SMALL, k=SMALL, seed=st.integers(0, 99), epoch=st.integers(0, 9), processes=st.integers(1, 5))
 def test_processes_share_an_epoch_without_overlap(m, k, seed, epoch, processes):
     samples = GroupSampler(9, m, k, seed).samples(epoch)
