@@ -75,11 +75,11 @@ def finish(ctx: Context) -> None:
     found = summaries.build(ctx.results, ctx.seconds, ctx.peak_rss_mb, ctx.seed, ctx.repo)
     path = ctx.out / "summary.json"
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    gained, error = summaries.gain(found)
+    gained = found["policy"]["change"]["consistency"]
     seconds = clock(sum(ctx.seconds.values()))
     ctx.console.line("\n".join([
         "", summaries.table(found), "",
-        f"Oracle consistency {gained:+.3f} (standard error {error:.3f}); nothing was trained on the oracle.",
+        f"Consistency {gained['mean']:+.3f} (standard error {gained['stderr']:.3f}), read by an oracle that nothing was trained on.",
         f"{seconds} in all, peak memory {ctx.peak_rss_mb} MB, judge served by {found['engine']}.",
         f"Numbers: {path}", f"Report:  {ctx.out / 'report.html'}",
     ]), indent=0)  # fmt: skip

@@ -235,10 +235,11 @@ def rl(ctx: Context) -> dict[str, Any]:
         command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")
     progress = EpochProgress(ctx.run, ctx.minutes)
     ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(), progress=progress)
-    found: dict[str, Any] = policy_measures(ctx.run)
-    for when, m in found.items():
-        ctx.console.line(f"{when}: oracle consistency {m['oracle_consistency']:.3f} ±{m['stderr']:.3f}, judge {m['reward']:.3f} "
-                         f"({m['num_images']:.0f} images, epoch {m['epoch']})")  # fmt: skip
+    found = policy_measures(ctx.run)
+    for when in ("before", "after"):
+        m = found[when]
+        ctx.console.line(f"{when}: consistency {m['consistency']:.3f} (full prompts), agreement {m['agreement']:.3f} (open), "
+                         f"judge {m['reward']:.3f}")  # fmt: skip
     return found | resolutions(ctx.run)
 
 

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import math
 import platform
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_toy.console import columns
-from paco_toy.processes import QuickstartError
+import numpy as np
+from PIL import Image
 
-# summary key -> name of the evaluation's reward
+from paco_toy.console import columns
+from paco_toy.oracle import Reading, read_grids, read_prompt
+from paco_toy.processes import QuickstartError
+from paco_toy.world import ATTRIBUTES, Character
+
+# What an evaluation measures -> the label in the table. Consistency is that of full prompts: those of open ones have agreement.
 MEASURES = {
-    "oracle_consistency": "oracle_consistency", "reward": "consistency_score", "alignment": "oracle_alignment",
-    "view": "oracle_view", "valid": "oracle_valid", "distinct": "oracle_distinct",
-}  # fmt: skip
-STDERRS = {"oracle_consistency": "stderr", "reward": "reward_stderr"}
+    "consistency": "consistency, full prompts",
+    "agreement": "agreement, open prompts",
+    "choice": "evenness of their choice",
+    "reward": "the judge's score",
+    "alignment": "panels show what is named",
+    "view": "panels in the view asked for",
+    "valid": "valid panels",
+    "distinct": "panels differ in view",
+}
+_RESAMPLES = 400  # of the prompts, for the standard error of choice
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
@@ -33,25 +46,90 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def policy_measures(run: Path) -> dict[str, dict[str, float]]:
-    """``before`` and ``after``: the first and the last evaluation of a run, with ``stderr`` (of oracle_consistency) and ``epoch``.
+@dataclass(frozen=True)
+class Evaluation:
+    """The images of one evaluation folder, as the oracle reads them, and what the judge said of them.
+
+    Attributes:
+        named: What each image's prompt names, with what it leaves open.
+        reading: Of the B images.
+        scores: Measure -> float64 (B,), NaN where a measure does not apply to the prompt.
+    """
+
+    named: tuple[Character, ...]
+    reading: Reading
+    scores: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, folder: Path) -> Evaluation:
+        """Reads ``eval_data.jsonl`` and the images beside it."""
+        rows = read_rows(folder / "eval_data.jsonl")
+        named, views = zip(*(read_prompt(row["prompt"]) for row in rows), strict=True)
+        images = []
+        for row in rows:
+            with Image.open(folder / row["file"]) as image:
+                images.append(image.convert("RGB"))
+        reading = read_grids(images)
+        is_open = np.array([bool(character.left_open) for character in named])
+        scores = {
+            "consistency": np.where(is_open, np.nan, reading.consistency()),
+            "agreement": reading.agreement(named),
+            "reward": np.array([row["rewards"]["consistency_score"] for row in rows], dtype=np.float64),
+            "alignment": reading.alignment(named),
+            "view": reading.view_following(np.array(views)),
+            "valid": reading.valid.mean(axis=1),
+            "distinct": reading.distinctness(),
+        }
+        return cls(named, reading, scores)
+
+    def choice(self, rows: np.ndarray | slice = slice(None)) -> float:
+        """Mean over the attributes that the prompts of these images leave open; NaN if there is none."""
+        reading = Reading(*(getattr(self.reading, field.name)[rows] for field in dataclasses.fields(Reading)))
+        named = [self.named[i] for i in np.arange(len(self.named))[rows]]
+        values = [value for name in ATTRIBUTES if not math.isnan(value := reading.choice(named, name))]
+        return float(np.mean(values)) if values else math.nan
+
+    def means(self) -> dict[str, float]:
+        """Measure -> its mean over the images that it applies to; without measures that apply to none."""
+        means = {name: float(np.nanmean(values)) for name, values in self.scores.items() if not np.isnan(values).all()}
+        if not math.isnan(choice := self.choice()):
+            means["choice"] = choice
+        return {name: means[name] for name in MEASURES if name in means}
+
+
+def changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float]]:
+    """Measure -> ``mean`` and paired ``stderr`` of after − before, for two evaluations of the same prompts and noise.
+
+    The standard error of ``choice``, which is no mean over images, is that of resampled prompts.
+    """
+    found = {}
+    for name in after.means():
+        if name == "choice":
+            rng, count = np.random.default_rng(0), len(before.named)
+            drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
+            mean, stderr = after.choice() - before.choice(), np.nanstd([after.choice(rows) - before.choice(rows) for rows in drawn])
+        else:
+            difference = after.scores[name] - before.scores[name]
+            difference = difference[~np.isnan(difference)]
+            mean, stderr = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
+        found[name] = {"mean": float(mean), "stderr": float(stderr)}
+    return found
+
+
+def policy_measures(run: Path) -> dict[str, Any]:
+    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; ``epochs``, ``num_images``.
 
     Raises:
-        QuickstartError: The run has fewer than two evaluations, or one lacks a measure.
+        QuickstartError: The run has fewer than two evaluations.
     """
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "eval"]
-    if len(rows) < 2:
-        needed = "one before and one after training are needed"
-        raise QuickstartError(f"{run}/metrics.jsonl has {len(rows)} evaluations; {needed}")
-    result = {}
-    for when, row in (("before", rows[0]), ("after", rows[-1])):
-        missing = [name for name in MEASURES.values() if f"eval/{name}_mean" not in row]
-        if missing:
-            raise QuickstartError(f"the evaluation of epoch {row['epoch']} lacks {', '.join(missing)} (see {run})")
-        result[when] = {key: row[f"eval/{name}_mean"] for key, name in MEASURES.items()}
-        result[when] |= {error: row[f"eval/{MEASURES[key]}_stderr"] for key, error in STDERRS.items()}
-        result[when] |= {"epoch": row["epoch"], "num_images": row["eval/num_images"]}
-    return result
+    folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
+    if len(folders) < 2:
+        raise QuickstartError(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
+    before, after = Evaluation.of(folders[0]), Evaluation.of(folders[-1])
+    return {
+        "before": before.means(), "after": after.means(), "change": changes(before, after),
+        "epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": len(after.named),
+    }  # fmt: skip
 
 
 def versions(repo: Path) -> dict[str, str]:
@@ -74,7 +152,7 @@ def build(
     return {
         "judge": {which: judge[which] for which in ("base", "lora")},
         "rank": results["rank"],
-        "policy": {when: rl[when] for when in ("before", "after")},
+        "policy": {key: rl[key] for key in ("before", "after", "change", "epochs", "num_images")},
         "train_resolution": rl["train_resolution"],
         "test_resolution": rl["test_resolution"],
         "engine": results["server"]["engine"],
@@ -85,33 +163,21 @@ def build(
     }
 
 
-def gain(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """Gain of oracle consistency and its standard error (of two independent means, not paired)."""
-    before, after = summary["policy"]["before"], summary["policy"]["after"]
-    return after["oracle_consistency"] - before["oracle_consistency"], math.hypot(before["stderr"], after["stderr"])
-
-
 def table(summary: Mapping[str, Any]) -> str:
     """The small table at the end."""
     base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
     kinds = {name.split("_")[2]: name for name in lora["kinds"]}
     rows = [
-        ("", "before", "after"),
-        ("judge: accuracy on held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}"),
-        *((f"  {kind}", *(f"{m['kinds'][name]['accuracy']:.3f}" for m in (base, lora))) for kind, name in kinds.items()),
-        ("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}"),
-        ("ranking: tau-b of the color histogram, of the judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}"),
-        (f"generator at {summary['test_resolution']} px (trained at {summary['train_resolution']} px)", "", ""),
+        ("", "before", "after", "change"),
+        ("judge: accuracy, held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}", ""),
+        *((f"  {kind}", *(f"{m['kinds'][name]['accuracy']:.3f}" for m in (base, lora)), "") for kind, name in kinds.items()),
+        ("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}", ""),
+        ("tau-b of histogram, of judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}", ""),
+        (f"generator, {summary['test_resolution']} px, trained at {summary['train_resolution']} px", "", "", ""),
     ]
-    labels = {
-        "oracle_consistency": "consistency, by the oracle", "reward": "consistency, by the judge (the reward)",
-        "alignment": "panels show the named character", "view": "panels in the view asked for",
-        "valid": "valid panels", "distinct": "panels differ in view",
-    }  # fmt: skip
-    for key, label in labels.items():
-        cells = []
-        for measured in (summary["policy"]["before"], summary["policy"]["after"]):
-            error = f" ±{measured[STDERRS[key]]:.3f}" if key in STDERRS else ""
-            cells.append(f"{measured[key]:.3f}{error}")
+    policy = summary["policy"]
+    for key, change in policy["change"].items():
+        cells = (f"{policy['before'][key]:.3f}", f"{policy['after'][key]:.3f}", f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
+        label = MEASURES[key]
         rows.append((f"  {label}", *cells))
     return columns(rows)

@@ -11,12 +11,26 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from paco_toy import quickstart
 from paco_toy.processes import QuickstartError
 from paco_toy.stages import EpochProgress, free_port, rank_measures
-from paco_toy.summary import MEASURES, gain, policy_measures, table
+from paco_toy.summary import MEASURES, policy_measures, table
+from paco_toy.world import (
+    CHARACTERS,
+    VIEWS,
+    Character,
+    assemble_grid,
+    grid_prompt,
+    opened,
+    random_jitter,
+    render_panel,
+    to_uint8,
+    write_jsonl,
+)
 
 # Small shell scripts in the places of the real commands: they note that they were called and write what those write.
 NOTE = 'echo "$(basename "$0") $*" >> "$CALLS"\n'
@@ -43,16 +57,28 @@ RL = NOTE + r"""
 run="$STATE/quickstart/out/runs/toy_t2is"; mkdir -p $run
 [ -n "$FAIL" ] && { echo "error: judge went away" >&2; exit 3; }
 [ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
-cp "$STATE/metrics.jsonl" $run/; cp "$STATE/config.yaml" $run/
+cp -r "$STATE/eval" $run/; cp "$STATE/config.yaml" $run/
 """
 DRIVER = "import sys; from pathlib import Path; from paco_toy import quickstart as q; q.REPO = Path(sys.argv.pop(1)); sys.exit(q.main())"
 
 
-def eval_row(epoch: int, consistency: float) -> dict:
-    row = {"phase": "eval", "epoch": epoch, "step": epoch, "time": 1.0, "eval/num_images": 128}
-    for name in MEASURES.values():
-        row |= {f"eval/{name}_mean": consistency, f"eval/{name}_stderr": 0.03}
-    return row
+def evaluation(folder: Path, characters: list[list[int]], named: list[Character], score: float) -> None:
+    """An evaluation of drawn images."""
+    folder.mkdir(parents=True)
+    rng, rows = np.random.default_rng(0), []
+    for number, (panels, character) in enumerate(zip(characters, named, strict=True)):
+        drawn = [render_panel(CHARACTERS[c], VIEWS[v], 32, random_jitter(rng)) for v, c in enumerate(panels)]
+        Image.fromarray(to_uint8(assemble_grid(drawn))).save(folder / f"{number:05d}.png")
+        row = {"file": f"{number:05d}.png", "prompt": grid_prompt(character, list(VIEWS[:4])), "rewards": {"consistency_score": score}}
+        rows.append(row)
+    write_jsonl(folder / "eval_data.jsonl", rows)
+
+
+def two_evaluations(run: Path) -> None:
+    """Of two full prompts and two open ones."""
+    named = [CHARACTERS[0], CHARACTERS[0], opened(CHARACTERS[0], ("style", "colour")), opened(CHARACTERS[5], ("colour",))]
+    evaluation(run / "eval/epoch_0000", [[0, 0, 1, 1], [0, 1, 2, 3], [0, 5, 10, 15], [5, 5, 0, 0]], named, 0.4)
+    evaluation(run / "eval/epoch_0002", [[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 10, 10], [10, 10, 10, 10]], named, 0.6)
 
 
 @pytest.fixture
@@ -75,8 +101,7 @@ def repo(tmp_path):
     for name in ("judge", "flux"):
         (tmp_path / "quickstart/models" / name).mkdir(parents=True)
         (tmp_path / "quickstart/models" / name / "model.safetensors").write_bytes(b"w")
-    rows = [eval_row(0, 0.5), {"phase": "train", "epoch": 1, "train_time": 3.0}, eval_row(2, 0.7)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    two_evaluations(tmp_path)
     (tmp_path / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
     return tmp_path
 
@@ -111,13 +136,13 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert summary["judge"]["base"]["accuracy"] == 0.9 and summary["judge"]["lora"]["auc"] == 0.95
     assert summary["judge"]["lora"]["kinds"]["toy_pairs_open_test"]["accuracy"] == 0.87 and "open 0.870" in done.stdout
     assert summary["rank"] == {"kendalltau": 0.8, "top1": 1.0, "items": 1, "histogram": {"kendalltau": 0.5, "items": 1}}
-    assert summary["policy"]["after"]["oracle_consistency"] == 0.7
-    assert set(summary["policy"]["before"]) >= {*MEASURES, "stderr"}
+    assert summary["policy"]["after"]["reward"] == pytest.approx(0.6)
+    assert set(summary["policy"]["change"]) == set(MEASURES)
     assert (summary["train_resolution"], summary["test_resolution"], summary["engine"]) == (64, 128, "transformers")
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
     assert summary["seed"] == 3 and summary["peak_rss_mb"] > 5 and "torch" in summary["versions"]
     assert done.stdout.strip().splitlines()[-1].endswith("quickstart/out/report.html")
-    assert "consistency, by the oracle" in done.stdout
+    assert "consistency, full prompts" in done.stdout
 
     again = drive(repo, "--seed", "3", "--minutes", "2", "--config.num_epochs=2")
     assert again.returncode == 0 and calls(repo) == [] and again.stdout.count("finished before") == 6
@@ -272,14 +297,27 @@ def test_epoch_progress_by_epochs_or_by_time(tmp_path):
     assert EpochProgress(tmp_path, None)("saved x") is None
 
 
+def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
+    two_evaluations(tmp_path)
+    found = policy_measures(tmp_path)
+    assert found["before"]["consistency"] == pytest.approx(1 / 6) and found["after"]["consistency"] == pytest.approx(3 / 4)
+    agreement = {when: found[when]["agreement"] for when in ("before", "after")}
+    assert agreement == pytest.approx({"before": (0 + 2 / 6) / 2, "after": (2 / 6 + 1) / 2})
+    change = found["change"]["agreement"]
+    differences = np.array([2 / 6, 4 / 6])
+    assert change == pytest.approx({"mean": differences.mean(), "stderr": differences.std(ddof=1) / 2**0.5})
+    assert found["change"]["choice"]["stderr"] > 0 and found["change"]["reward"]["mean"] == pytest.approx(0.2)
+    assert (found["epochs"], found["num_images"]) == (2, 4)
+
+    full = tmp_path / "full"
+    for epoch in (0, 1):
+        evaluation(full / f"eval/epoch_{epoch:04d}", [[0] * 4] * 2, [CHARACTERS[0]] * 2, 0.5)
+    assert set(policy_measures(full)["change"]) == set(MEASURES) - {"agreement", "choice"}
+
+
 def test_measures_need_two_evaluations(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(eval_row(0, 0.5)) + "\n")
-    with pytest.raises(QuickstartError, match="metrics.jsonl has 1"):
-        policy_measures(tmp_path)
-    broken = eval_row(1, 0.5)
-    del broken["eval/oracle_view_mean"]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(eval_row(2, 0.5)) + "\n")
-    with pytest.raises(QuickstartError, match="oracle_view"):
+    evaluation(tmp_path / "eval/epoch_0000", [[0] * 4], [CHARACTERS[0]], 0.5)
+    with pytest.raises(QuickstartError, match="has 1 evaluations"):
         policy_measures(tmp_path)
 
 
@@ -289,13 +327,12 @@ def test_rank_means_leave_failed_items_out(tmp_path):
     assert rank_measures(tmp_path / "r.jsonl") == {"accuracy": 0.5, "kendalltau": 0.5, "items": 2}
 
 
-def test_table_and_gain():
-    measures = {key: 0.5 for key in MEASURES} | {"stderr": 0.03, "reward_stderr": 0.02}
+def test_table():
+    measures, change = dict.fromkeys(MEASURES, 0.5), {name: {"mean": 0.2, "stderr": 0.04} for name in MEASURES}
     judge = {which: {"accuracy": a, "auc": a, "kinds": {"toy_pairs_open_test": {"accuracy": a - 0.01}}} for which, a in (("base", 0.5), ("lora", 0.97))}
     rank = {"kendalltau": 0.65, "histogram": {"kendalltau": 0.52}}
-    summary = {"judge": judge, "rank": rank, "train_resolution": 64,
-               "test_resolution": 128, "policy": {"before": measures, "after": measures | {"oracle_consistency": 0.7, "stderr": 0.04}}}  # fmt: skip
-    assert gain(summary) == pytest.approx((0.2, 0.05))
+    summary = {"judge": judge, "rank": rank, "train_resolution": 64, "test_resolution": 128,
+               "policy": {"before": measures, "after": dict.fromkeys(MEASURES, 0.7), "change": change}}  # fmt: skip
     text = table(summary)
-    assert all(number in text for number in ("0.700 ±0.040", "0.970", "0.960", "0.650")) and "trained at 64 px" in text
+    assert all(number in text for number in ("+0.200 ±0.040", "0.970", "0.960", "0.650")) and "128 px, trained at 64 px" in text
     assert max(map(len, text.splitlines())) <= 80
