@@ -368,6 +368,16 @@ def toy_t2is() -> ConfigDict:
     return config
 
 
+def toy_t2is_open() -> ConfigDict:
+    """toy_t2is on prompts that leave part of the character open: panels that agree on it, images that differ in it."""
+    config = toy_t2is()
+    config.sample.latents_per_prompt = 4
+    config.train.reward_fn["between_images"] = 8.0
+    config.train.aggregate_fn = product_aggregate_fn
+    config.train.reward_fn_kwargs["between_images"] = {"model": "PaCo-Reward-Toy"}
+    return config
+
+
 def _toy_editing(config: ConfigDict) -> ConfigDict:
     """``config`` for the editing task of the toy world; trained on the oracle, because the toy judge cannot judge edits."""
     config = _toy(config)
@@ -455,6 +465,7 @@ CONFIGS = {
     "flux2_t2is": flux2_t2is,
     "flux2_editing": flux2_editing,
     "toy_t2is": toy_t2is,
+    "toy_t2is_open": toy_t2is_open,
     "toy_kontext": toy_kontext,
     "toy_qwen_edit": toy_qwen_edit,
 }

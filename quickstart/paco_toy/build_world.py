@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="changes everything except which characters are held out")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    build_prompts(arguments.out / "prompts", arguments.seed)
+    build_prompts(arguments.out / "prompts", arguments.seed, open_share=0.5)
     print("prompts written")
     build_rank_benchmark(arguments.out / "ConsistencyRank-Bench", arguments.seed)
     print("benchmark written")

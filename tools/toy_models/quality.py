@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit, draw_scene, random_edit
 from paco_toy.oracle import read_grids
-from paco_toy.world import CHARACTERS, VIEWS, grid_prompt, random_jitter
+from paco_toy.world import ATTRIBUTES, CHARACTERS, OPENINGS, VIEWS, Character, grid_prompt, opened, random_jitter
 from toy_models.panels import random_views
 
 logger = logging.getLogger(__name__)
@@ -23,30 +23,42 @@ STEPS = 10  # of denoising
 
 
 def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[int, ...] = (32, 64, 128)) -> dict:
-    """Oracle means for ``count`` prompts over all characters: {"64px": {"consistency": …, "valid": …, …}, …}."""
+    """Oracle means for ``count`` full and as many open prompts: {"64px": {"consistency": …, "open": {"agreement": …}}, …}."""
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     rng = np.random.default_rng([seed, 40])
-    characters = rng.permutation(np.arange(count) % len(CHARACTERS))
+    full = [CHARACTERS[c] for c in rng.permutation(np.arange(count) % len(CHARACTERS))]
     views = random_views(count, rng)
-    prompts = [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(characters, views)]
+    half_open = [opened(character, OPENINGS[number % len(OPENINGS)]) for number, character in enumerate(full)]
     quality = {}
     for size in sizes:
-        images = []
-        for start in range(0, count, 48):
-            batch = prompts[start : start + 48]
-            generators = [torch.Generator().manual_seed(seed * 100003 + start + i) for i in range(len(batch))]
-            images += pipe(
-                batch, height=size, width=size, num_inference_steps=STEPS, guidance_scale=3.5, generator=generators,
-                max_sequence_length=pipe.tokenizer_2.model_max_length,
-            ).images  # fmt: skip
-        reading = read_grids(images)
+        reading = read_grids(_draw_grids(pipe, full, views, seed, size))
         measures = {
-            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment([CHARACTERS[c] for c in characters]),
+            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment(full),
             "view": reading.view_following(views), "distinct": reading.distinctness(),
         }  # fmt: skip
-        quality[f"{size}px"] = _means(f"generator at {size}px", measures)
+        quality[f"{size}px"] = _means(f"full prompts at {size}px", measures)
+        reading = read_grids(_draw_grids(pipe, half_open, views, seed, size))
+        measures = {
+            "agreement": reading.agreement(half_open), "choice": np.array([reading.choice(half_open, name) for name in ATTRIBUTES]),
+            "consistency": reading.consistency(), "valid": reading.valid, "alignment": reading.alignment(half_open),
+            "view": reading.view_following(views),
+        }  # fmt: skip
+        quality[f"{size}px"]["open"] = _means(f"open prompts at {size}px", measures)
     return quality
+
+
+def _draw_grids(pipe: FluxPipeline, named: list[Character], views: np.ndarray, seed: int, size: int) -> list[Image.Image]:
+    prompts = [grid_prompt(character, [VIEWS[i] for i in v]) for character, v in zip(named, views, strict=True)]
+    images = []
+    for start in range(0, len(prompts), 48):
+        batch = prompts[start : start + 48]
+        generators = [torch.Generator().manual_seed(seed * 100003 + start + i) for i in range(len(batch))]
+        images += pipe(
+            batch, height=size, width=size, num_inference_steps=STEPS, guidance_scale=3.5, generator=generators,
+            max_sequence_length=pipe.tokenizer_2.model_max_length,
+        ).images  # fmt: skip
+    return images
 
 
 def _draw_edits(
