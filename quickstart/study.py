@@ -1,12 +1,15 @@
-"""The longer study, run by hand: the effect of RL over seeds, over resolutions, and under a control reward.
+"""The longer study, run by hand: what RL does to agreement, choice and consistency, over seeds and against controls.
 
     .venv/bin/python quickstart/study.py                     # all runs, two at a time (after quickstart/run.sh, whose judge it serves)
-    .venv/bin/python quickstart/study.py --only table        # the table and the figures again from finished runs
+    .venv/bin/python quickstart/study.py --only table        # the table and the figure again from finished runs
 
-Runs (each `train_flux.sh toy_t2is` with overrides, evaluated at 128 px on prompts and seeds that no setting was chosen on):
-    seed 0, 1, 2 at 64 px                  the claim: consistency rises at 128 px, trained at 64 px
-    32 px and 128 px, seed 0               the resolution study: the same minutes, other training resolutions
-    alignment, seed 0                      the control: the only reward is the oracle's prompt alignment, no judge
+Runs (each `train_flux.sh toy_t2is_open` with overrides and a fixed number of epochs, evaluated at 128 px; started again, an
+unfinished one continues and a finished one is left alone):
+    judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
+    plain        the judge's consistency alone: does the choice collapse?
+    alignment    the control: the oracle's share of panels that show what is named; no judge
+    oracle       the ceiling: consistency and variety, both by the oracle
+    32px         judge, trained at 32 px
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -28,28 +32,51 @@ import numpy as np
 
 from paco_toy.processes import failure
 from paco_toy.stages import SERVED_NAME
-from paco_toy.summary import read_rows
+from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
 GRPO = REPO / "PaCo-GRPO"
 OUT = REPO / "quickstart" / "out" / "study"
 ASSETS = REPO / "assets"
 LABEL, PORT = "paco-study", "8077"
-ALIGNMENT = "paco_toy.oracle:oracle_alignment"
-MEASURES = (
-    "oracle_consistency", "consistency_score", "oracle_alignment", "oracle_view", "oracle_distinct", "oracle_valid",
-)  # fmt: skip
+SERVED = {"base_url": f"http://127.0.0.1:{PORT}", "model": SERVED_NAME}
+ORACLE = "paco_toy.oracle:oracle_"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the runs of one name have in common.
+
+    Attributes:
+        rewards: Of training.
+    """
+
+    name: str
+    color: str
+    rewards: dict[str, float]
+    resolution: int = 64
+    seeds: Sequence[int] = field(default=(0, 1, 2))
+
+
+KINDS = (
+    Kind("judge", "#1f5fbf", {"consistency_score": 1.0, "between_images": 8.0}),
+    Kind("plain", "#b3541e", {"consistency_score": 1.0}),
+    Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
+    Kind("oracle", "#2f9e6e", {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}),
+    Kind("32px", "#8a4fbf", {"consistency_score": 1.0, "between_images": 8.0}, resolution=32, seeds=(0,)),
+)
 
 
 @dataclass(frozen=True)
 class StudyRun:
     """One training run of the study."""
 
-    name: str
-    color: str
-    seed: int = 0
-    resolution: int = 64
-    reward: str | None = None  # the only training reward, by import path; None: the configuration's, the judge
+    kind: Kind
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name}-seed{self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -59,34 +86,21 @@ class StudyRun:
     def is_done(self) -> bool:
         return (self.folder / "study.done").exists()
 
-    def rows(self, phase: str) -> list[dict]:
-        """The rows of metrics.jsonl of one phase, in order."""
-        return [row for row in read_rows(self.folder / "metrics.jsonl") if row["phase"] == phase]
+
+RUNS = tuple(StudyRun(kind, seed) for kind in KINDS for seed in kind.seeds)
 
 
-RUNS = (
-    StudyRun("64px-seed0", "#1f5fbf"),
-    StudyRun("64px-seed1", "#4f8fdf", seed=1),
-    StudyRun("64px-seed2", "#8fbcef", seed=2),
-    StudyRun("alignment-seed0", "#8a8a8a", reward=ALIGNMENT),
-    StudyRun("32px-seed0", "#2f9e6e", resolution=32),
-    StudyRun("128px-seed0", "#b3541e", resolution=128),
-)
-
-
-def _train(run: StudyRun, minutes: float, every: int) -> None:
+def _train(run: StudyRun, epochs: int, every: int) -> None:
     path = OUT / f"{run.name}.log"
     print(f"started {run.name}; log: {path}", flush=True)
-    kwargs = f"{{'consistency_score': {{'base_url': 'http://127.0.0.1:{PORT}', 'model': '{SERVED_NAME}'}}}}"
-    command = [
-        "bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={run.seed}",
-        f"--config.save_dir={os.path.relpath(OUT, GRPO)}", f"--config.run_name={run.name}", "--config.resume_from=latest",
-        f"--config.train.resolution={run.resolution}", f"--config.max_train_minutes={minutes}", "--config.num_epochs=100000",
-        f"--config.eval_freq={every}", f"--config.test.seed={1000 + run.seed}", "--config.num_threads=1",
-        f"--config.test.reward_fn_kwargs={kwargs}", f"--config.train.reward_fn_kwargs={'{}' if run.reward else kwargs}",
-    ]  # fmt: skip
-    if run.reward:
-        command.append("--config.train.reward_fn={'" + run.reward + "': 1.0}")
+    judged = {name: SERVED for name in run.kind.rewards if not name.startswith(ORACLE)}
+    options = {
+        "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
+        "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
+        "train.resolution": run.kind.resolution, "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
+        "test.seed": 1000 + run.seed, "test.num_images": 256, "test.reward_fn_kwargs": {"consistency_score": SERVED},
+    }  # fmt: skip
+    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is_open", *(f"--config.{k}={v}" for k, v in options.items())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
     with path.open("w") as log:
         done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -96,7 +110,7 @@ def _train(run: StudyRun, minutes: float, every: int) -> None:
     print(f"finished {run.name}", flush=True)
 
 
-def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, jobs: int) -> None:
+def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: int) -> None:
     """Runs ``jobs`` trainings at a time, one thread each, and one server; a finished run is not run again."""
     waiting = [run for run in runs if not run.is_done]
     if not waiting:
@@ -106,107 +120,65 @@ def train(runs: tuple[StudyRun, ...], judge: Path, minutes: float, every: int, j
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
     pool = ThreadPoolExecutor(jobs)
     try:
-        for future in as_completed([pool.submit(_train, run, minutes, every) for run in waiting]):
+        for future in as_completed([pool.submit(_train, run, epochs, every) for run in waiting]):
             future.result()
     finally:
         pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
 
 
-def at_equal_alignment(before: list[dict], after: list[dict]) -> tuple[float, float]:
-    """Mean consistency before and after among images with equally many panels that agree with the prompt.
-
-    Strata are the shares of agreeing panels short of all four (all four right is consistent by definition); they are weighted
-    by the smaller of the two counts.
-    """
-    strata = []
-    for level in (0.0, 0.25, 0.5, 0.75):
-        first, second = (
-            [r["oracle_consistency"] for r in rows if abs(r["oracle_alignment"] - level) < 1e-6] for rows in (before, after)
-        )
-        if first and second:
-            strata.append((min(len(first), len(second)), np.mean(first), np.mean(second)))
-    if not strata:
-        return float("nan"), float("nan")
-    weights, first, second = np.array(strata).T
-    return float(np.average(first, weights=weights)), float(np.average(second, weights=weights))
-
-
 def summarize(run: StudyRun) -> dict:
-    """First and last evaluation of a run, and the mean scores of the last five epochs' samples."""
-    evaluations, epochs = run.rows("eval"), run.rows("train")[-5:]
-    first, last = evaluations[0], evaluations[-1]
-    result: dict = {"run": run.name, "resolution": run.resolution}
-    result |= {"epochs": last["epoch"], "minutes": last["train_time"] / 60}
-    for name in MEASURES:
-        key = f"eval/{name}_mean"
-        if key in first:
-            result[name] = {"before": first[key], "after": last[key], "stderr": last[f"eval/{name}_stderr"]}
-    keys = {name: f"reward/{name}_mean" for name in MEASURES if f"reward/{name}_mean" in epochs[-1]}
-    result["last_samples"] = {name: float(np.mean([row[key] for row in epochs])) for name, key in keys.items()}
-    files = (run.folder / "eval" / f"epoch_{row['epoch']:04d}" / "eval_data.jsonl" for row in (first, last))
-    images = [[image["rewards"] for image in read_rows(file)] for file in files]
-    result["at_equal_alignment"] = dict(zip(("before", "after"), at_equal_alignment(*images)))
-    return result
+    """The measures of a finished run, and its minutes of training."""
+    minutes = read_rows(run.folder / "metrics.jsonl")[-1]["train_time"] / 60
+    return {"run": run.name, "kind": run.kind.name, "seed": run.seed, "minutes": minutes} | policy_measures(run.folder)
 
 
-def table(runs: tuple[StudyRun, ...]) -> str:
-    """Markdown table of all finished runs, also written to study.md; all numbers go to study.json."""
-    results = [summarize(run) for run in runs if run.is_done]
-    head = ("run", "epochs (min)", "oracle consistency", "gain", "judge", "alignment", "view", "distinct", "valid",
-            "consistency at equal alignment")  # fmt: skip
+def table(results: Sequence[dict]) -> str:
+    """Markdown: each run, and the mean of each kind with more than one seed."""
+    head = ("run", "epochs (min)", *MEASURES)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for r in results:
-        o = r["oracle_consistency"]
-        cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})"]
-        cells += [f"{o['before']:.3f} → {o['after']:.3f} ± {o['stderr']:.3f}", f"{o['after'] - o['before']:+.3f}"]
-        for name in (*MEASURES[1:], "at_equal_alignment"):
-            cells.append(f"{r[name]['before']:.2f} → {r[name]['after']:.2f}" if name in r else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
-    text = "\n".join(lines) + "\n"
-    (REPO / "quickstart" / "study.md").write_text(text)
-    return text
+    for kind in KINDS:
+        of_kind = [result for result in results if result["kind"] == kind.name]
+        for r in of_kind:
+            cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})"]
+            for name in MEASURES:
+                change = r["change"][name]
+                cells.append(f"{r['before'][name]:.2f} → {r['after'][name]:.2f} ({change['mean']:+.3f} ± {change['stderr']:.3f})")
+            lines.append(f"| {' | '.join(cells)} |")
+        if len(of_kind) > 1:
+            # Seeds are independent: the standard error of their mean follows from each one's own.
+            cells = [f"**{kind.name}, mean of {len(of_kind)}**", ""]
+            for name in MEASURES:
+                changes = [r["change"][name] for r in of_kind]
+                error = float(np.sqrt(np.sum([c["stderr"] ** 2 for c in changes]))) / len(changes)
+                cells.append(f"**{np.mean([c['mean'] for c in changes]):+.3f} ± {error:.3f}**")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-TITLES = {"oracle_consistency": "oracle consistency at 128 px", "consistency_score": "judge's score at 128 px"}
-AXES = {"epochs": "epochs", "minutes": "minutes of training (one thread)"}
-
-
-def _curves(axis, runs: list[StudyRun], measure: str, across: str) -> None:
+def figure(runs: Sequence[StudyRun]) -> None:
+    """assets/study.png: agreement, choice and full prompts' consistency against epochs, a line for each run."""
+    shown = {name: MEASURES[name] for name in ("agreement", "choice", "consistency")}
+    drawn, axes = plt.subplots(1, len(shown), figsize=(12, 3.8), sharex=True, layout="constrained")
     for run in runs:
-        rows = run.rows("eval")
-        x = [row["epoch"] if across == "epochs" else row["train_time"] / 60 for row in rows]
-        y = np.array([row[f"eval/{measure}_mean"] for row in rows])
-        error = np.array([row[f"eval/{measure}_stderr"] for row in rows])
-        axis.plot(x, y, color=run.color, label=run.name, linewidth=1.8)
-        axis.fill_between(x, y - error, y + error, color=run.color, alpha=0.15, linewidth=0)
-    axis.set_xlabel(AXES[across])
-    axis.grid(alpha=0.25)
-
-
-def figures(runs: tuple[StudyRun, ...]) -> None:
-    """assets/study.png (seeds and control) and assets/resolution_study.png (32, 64, 128 px)."""
-    done = [run for run in runs if run.is_done]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharex=True, layout="constrained")
-    for axis, (measure, title) in zip(axes, TITLES.items()):
-        _curves(axis, [run for run in done if run.resolution == 64], measure, "minutes")
-        axis.set_title(title)
+        folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
+        means = [Evaluation.of(folder).means() for folder in folders]
+        epochs = [int(folder.name.removeprefix("epoch_")) for folder in folders]
+        for axis, name in zip(axes, shown, strict=True):
+            first = run.seed == run.kind.seeds[0]
+            axis.plot(epochs, [m[name] for m in means], color=run.kind.color, linewidth=1.6, label=run.kind.name if first else None)
+    for axis, title in zip(axes, shown.values(), strict=True):
+        axis.set_title(f"{title}, 128 px", fontsize=10)
+        axis.set_xlabel("epochs")
+        axis.grid(alpha=0.25)
     axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(ASSETS / "study.png", dpi=110)
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.6), layout="constrained", sharey="row")
-    for row, (measure, title) in zip(axes, TITLES.items()):
-        for axis, across in zip(row, AXES):
-            _curves(axis, [run for run in done if run.seed == 0 and run.reward is None], measure, across)
-            axis.set_ylabel(title)
-    axes[0, 0].legend(frameon=False, fontsize=8, title="trained at")
-    figure.savefig(ASSETS / "resolution_study.png", dpi=110)
+    drawn.savefig(ASSETS / "study.png", dpi=110)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=14, help="training minutes of each run, without evaluations")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs of each run")
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")
@@ -217,9 +189,14 @@ def main() -> None:
     if arguments.only != "table":
         if not (arguments.judge / "config.json").exists():
             sys.exit(f"no judge in {arguments.judge}: run quickstart/run.sh first, or name one with --judge")
-        train(chosen, arguments.judge, arguments.minutes, arguments.every, arguments.jobs)
-    print(table(RUNS))
-    figures(RUNS)
+        train(chosen, arguments.judge, arguments.epochs, arguments.every, arguments.jobs)
+    done = [run for run in RUNS if run.is_done]
+    results = [summarize(run) for run in done]
+    text = table(results)
+    (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
+    (REPO / "quickstart" / "study.md").write_text(text)
+    print(text)
+    figure(done)
 
 
 if __name__ == "__main__":
