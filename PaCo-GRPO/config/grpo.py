@@ -371,9 +371,10 @@ def toy_t2is() -> ConfigDict:
 def toy_t2is_open() -> ConfigDict:
     """toy_t2is on prompts that leave part of the character open: panels that agree on it, images that differ in it."""
     config = toy_t2is()
+    config.dataset = "../quickstart/out/world/open_prompts"
     config.sample.latents_per_prompt = 4
     config.train.reward_fn["between_images"] = 8.0
-    config.train.aggregate_fn = product_aggregate_fn
+    config.train.aggregate_fn = "product_aggregate_fn"
     config.train.reward_fn_kwargs["between_images"] = {"model": "PaCo-Reward-Toy"}
     return config
 

@@ -1,6 +1,7 @@
 """Renders the toy data sets: `python -m paco_toy.build_world --seed 0 --out quickstart/out/world`.
 
 prompts/{train,test}_metadata.jsonl     grid prompts (a data set of the kind `geneval`); half of the test prompts name held-out characters
+open_prompts/                           the same, but half of the prompts leave one or two attributes of the character open
 ConsistencyRank-Bench/                  rankings against a reference image, in the benchmark's format
 
 The judge's training pairs are made by paco_toy.reward_data and `paco-reward build-dataset`.
@@ -100,7 +101,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="changes everything except which characters are held out")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    build_prompts(arguments.out / "prompts", arguments.seed, open_share=0.5)
+    build_prompts(arguments.out / "prompts", arguments.seed)
+    build_prompts(arguments.out / "open_prompts", arguments.seed, open_share=0.5)
     print("prompts written")
     build_rank_benchmark(arguments.out / "ConsistencyRank-Bench", arguments.seed)
     print("benchmark written")

@@ -227,13 +227,12 @@ class EpochProgress:
 
 def rl(ctx: Context) -> dict[str, Any]:
     """GRPO at the training resolution; evaluation at the test resolution before, during and after."""
-    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is_open", f"--config.seed={ctx.seed}",
+    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={ctx.seed}",
                f"--config.save_dir={os.path.relpath(ctx.run.parent, ctx.grpo)}", f"--config.run_name={RUN_NAME}",
                "--config.resume_from=latest", f"--config.max_train_minutes={ctx.minutes}"]  # fmt: skip
     port = ctx.results["server"]["port"]
     if port != PORT:  # evaluation inherits training's arguments
-        url = f"base_url=http://127.0.0.1:{port}"
-        command += [f"--config.train.reward_fn_kwargs.{name}.{url}" for name in ("consistency_score", "between_images")]
+        command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")
     progress = EpochProgress(ctx.run, ctx.minutes)
     ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(), progress=progress)
     found = policy_measures(ctx.run)
