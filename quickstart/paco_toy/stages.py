@@ -23,7 +23,7 @@ import yaml
 from paco_toy.console import Console
 from paco_toy.processes import Commands, QuickstartError
 from paco_toy.reward_data import TESTS, TRAIN
-from paco_toy.summary import policy_measures, read_rows
+from paco_toy.summary import MEASURES, policy_measures, read_rows
 
 SERVED_NAME = "PaCo-Reward-Toy"
 RUN_NAME = "toy_t2is"
@@ -237,9 +237,8 @@ def rl(ctx: Context) -> dict[str, Any]:
     ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(), progress=progress)
     found = policy_measures(ctx.run)
     for when in ("before", "after"):
-        m = found[when]
-        ctx.console.line(f"{when}: consistency {m['consistency']:.3f} (full prompts), agreement {m['agreement']:.3f} (open), "
-                         f"judge {m['reward']:.3f}")  # fmt: skip
+        shown = (f"{MEASURES[name]} {found[when][name]:.3f}" for name in ("consistency", "agreement", "reward") if name in found[when])
+        ctx.console.line(f"{when}: {', '.join(shown)}")
     return found | resolutions(ctx.run)
 
 
