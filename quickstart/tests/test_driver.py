@@ -101,7 +101,8 @@ def repo(tmp_path):
     for name in ("judge", "flux"):
         (tmp_path / "quickstart/models" / name).mkdir(parents=True)
         (tmp_path / "quickstart/models" / name / "model.safetensors").write_bytes(b"w")
-    two_evaluations(tmp_path)
+    for epoch, score in ((0, 0.4), (2, 0.6)):  # full prompts only, as in the quickstart
+        evaluation(tmp_path / f"eval/epoch_{epoch:04d}", [[0] * 4, [0, 1, 2, 3]], [CHARACTERS[0]] * 2, score)
     (tmp_path / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
     return tmp_path
 
@@ -137,7 +138,7 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert summary["judge"]["lora"]["kinds"]["toy_pairs_open_test"]["accuracy"] == 0.87 and "open 0.870" in done.stdout
     assert summary["rank"] == {"kendalltau": 0.8, "top1": 1.0, "items": 1, "histogram": {"kendalltau": 0.5, "items": 1}}
     assert summary["policy"]["after"]["reward"] == pytest.approx(0.6)
-    assert set(summary["policy"]["change"]) == set(MEASURES)
+    assert set(summary["policy"]["change"]) == set(MEASURES) - {"agreement", "choice"}
     assert (summary["train_resolution"], summary["test_resolution"], summary["engine"]) == (64, 128, "transformers")
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
     assert summary["seed"] == 3 and summary["peak_rss_mb"] > 5 and "torch" in summary["versions"]
