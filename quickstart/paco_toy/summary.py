@@ -62,8 +62,14 @@ class Evaluation:
 
     @classmethod
     def of(cls, folder: Path) -> Evaluation:
-        """Reads ``eval_data.jsonl`` and the images beside it."""
+        """Reads ``eval_data.jsonl`` and the images beside it.
+
+        Raises:
+            QuickstartError: The images were not saved.
+        """
         rows = read_rows(folder / "eval_data.jsonl")
+        if any(row["file"] is None for row in rows):
+            raise QuickstartError(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
         named, views = zip(*(read_prompt(row["prompt"]) for row in rows), strict=True)
         images = []
         for row in rows:
@@ -74,7 +80,7 @@ class Evaluation:
         scores = {
             "consistency": np.where(is_open, np.nan, reading.consistency()),
             "agreement": reading.agreement(named),
-            "reward": np.array([row["rewards"]["consistency_score"] for row in rows], dtype=np.float64),
+            "reward": np.array([row["rewards"].get("consistency_score") for row in rows], dtype=np.float64),
             "alignment": reading.alignment(named),
             "view": reading.view_following(np.array(views)),
             "valid": reading.valid.mean(axis=1),
@@ -120,7 +126,7 @@ def policy_measures(run: Path) -> dict[str, Any]:
     """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; ``epochs``, ``num_images``.
 
     Raises:
-        QuickstartError: The run has fewer than two evaluations.
+        QuickstartError: The run has fewer than two evaluations, or they have no images.
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:

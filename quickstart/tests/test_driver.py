@@ -320,6 +320,11 @@ def test_measures_need_two_evaluations(tmp_path):
     evaluation(tmp_path / "eval/epoch_0000", [[0] * 4], [CHARACTERS[0]], 0.5)
     with pytest.raises(QuickstartError, match="has 1 evaluations"):
         policy_measures(tmp_path)
+    unsaved = tmp_path / "eval/epoch_0001"
+    unsaved.mkdir()
+    write_jsonl(unsaved / "eval_data.jsonl", [{"file": None, "prompt": "", "rewards": {}}])
+    with pytest.raises(QuickstartError, match="test.save_eval_images"):
+        policy_measures(tmp_path)
 
 
 def test_rank_means_leave_failed_items_out(tmp_path):
