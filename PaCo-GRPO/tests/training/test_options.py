@@ -63,12 +63,15 @@ def test_sampling_does_not_depend_on_the_batch(make):
     np.testing.assert_allclose(scores_four, scores_three, atol=0.5)
 
 
-def test_same_latent_shares_the_steps_before_the_noise(make):
-    samples, rollouts, _, _ = epoch(make(), same_latent=True, batch_size=3)
+@pytest.mark.parametrize("latents", [1, 2])
+def test_same_latent_shares_the_steps_before_the_noise(make, latents):
+    samples, rollouts, _, _ = epoch(make(sample__same_latent=True, sample__latents_per_prompt=latents), batch_size=3)
     before = by_position(rollouts, lambda part: part.noise_steps[0].latents)
-    for item in np.unique(samples.item_ids):
-        group = before[samples.item_ids == item]
+    assert len(np.unique(samples.group_seeds)) == latents * len(np.unique(samples.item_ids))
+    for seed in np.unique(samples.group_seeds):
+        group = before[samples.group_seeds == seed]
         torch.testing.assert_close(group, group[:1].expand_as(group), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(group[:1], before[samples.group_seeds != seed], rtol=1e-2, atol=1e-2)
     after = by_position(rollouts, lambda part: part.noise_steps[0].next_latents)
     assert len(torch.unique(after.flatten(1), dim=0)) == len(after)
 
@@ -142,6 +145,7 @@ TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness
         ({"sample__noise_level": 0.3}, {}),
         ({"sample__cps": True}, {}),
         ({"sample__same_latent": True}, {}),
+        ({"sample__latents_per_prompt": 2}, {"sample__same_latent": True}),
         ({"sample__guidance_scale": 1.0}, {}),
         ({"sample__global_std": True}, FLAT),
         ({"sample__num_images_per_prompt": 8}, {}),
