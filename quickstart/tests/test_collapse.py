@@ -42,7 +42,7 @@ def test_a_learning_rate_far_too_high_on_the_toy_world(tmp_path):
     assert status == 0, said
     assert "the generator has left its base model" in said and "learning_rate is too high" in said
     assert rows[0]["health/velocity_change"] > 0.75
-    assert rows[1]["health/pixel_std_vs_first"] < 0.5  # epoch 2 samples with the broken weights: nothing is on the paper
+    assert rows[1]["health/pixel_std_vs_first"] < 0.8  # epoch 2 samples with the broken weights: images lose contrast
 
     status, said, rows = train(tmp_path, 0.11, "--config.train.stop_on_collapse=true")
     assert status == 3 and len(rows) == 1
