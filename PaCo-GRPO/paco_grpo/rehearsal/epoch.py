@@ -304,7 +304,8 @@ def _scaled(
     tail = sample.num_steps - 1 - last if noise else 0
     tail_run = min(tail, sample.tail_steps) if sample.tail_steps else tail
     forwards = sample.num_steps - tail + tail_run
-    shared = first * (1 - 1 / min(plan.sample_batch_size, sample.num_images_per_prompt)) if sample.same_latent else 0
+    equal_noise = min(plan.sample_batch_size, sample.num_images_per_prompt // sample.latents_per_prompt)
+    shared = first * (1 - 1 / equal_noise) if sample.same_latent else 0
     steps = [SimpleNamespace(index=index) for index in sample.noise_steps[:noise]]
     whole = SimpleNamespace(noise_steps=steps, sigmas=range(sample.num_steps + 1), cps=sample.cps)
     trained = len(objective.steps(train, whole, np.random.default_rng(0)))
