@@ -3,7 +3,7 @@
     .venv/bin/python quickstart/study.py                     # all runs, two at a time (after quickstart/run.sh, whose judge it serves)
     .venv/bin/python quickstart/study.py --only table        # the table and the figure again from finished runs
 
-Runs (each `train_flux.sh toy_t2is_open` with overrides and a fixed number of epochs, evaluated at 128 px; started again, an
+Runs (each `train_flux.sh toy_t2is` with overrides and a fixed number of epochs, evaluated at 128 px; started again, an
 unfinished one continues and a finished one is left alone):
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
@@ -100,7 +100,7 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
         "train.resolution": run.kind.resolution, "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
         "test.seed": 1000 + run.seed, "test.num_images": 256, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
-    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is_open", *(f"--config.{k}={v}" for k, v in options.items())]
+    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", *(f"--config.{k}={v}" for k, v in options.items())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
     with path.open("w") as log:
         done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)

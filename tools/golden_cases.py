@@ -32,8 +32,8 @@ def _mean(image, channel):
 TRAIN = """
 save_dir={out} run_name=run num_epochs=2 max_train_minutes=None save_freq=1 eval_freq=2 num_checkpoint_limit=5
 logging_platform=none num_threads=1 item_size=aspect mixed_precision=no sample.num_steps=3 sample.noise_steps=1
-sample.same_latent=False sample.noise_level=0.7 sample.batch_size=4 sample.num_images_per_prompt=4
-sample.unique_sample_num_per_epoch=2 sample.merge_lora=False train.resolution=32 train.batch_size=3
+sample.same_latent=False sample.latents_per_prompt=1 train.aggregate_fn=None sample.noise_level=0.7
+sample.batch_size=4 sample.num_images_per_prompt=4 sample.unique_sample_num_per_epoch=2 sample.merge_lora=False train.resolution=32 train.batch_size=3
 train.learning_rate=1e-3 train.gradient_step_per_epoch=2 train.timesteps=None train.adv_clip_max=5.0
 train.reward_fn='{"golden_rewards:brightness": 1}' train.reward_fn_kwargs={} test.resolution=32 test.batch_size=4
 test.num_steps=3 test.num_images=5 test.at_start=False

@@ -35,7 +35,7 @@ SETTINGS: dict[str, object] = {
     "num_threads": 1, "max_sequence_length": 512, "train.resolution": 64, "test.resolution": 64, "item_size": "aspect",
     "sample.batch_size": 16, "sample.num_images_per_prompt": 8, "sample.num_steps": 10, "sample.noise_steps": "1",
     "train.batch_size": 16, "train.loss_type": "ppo", "train.beta": 0.0,
-    "train.reward_fn": {"jpeg_compressibility": 1.0}, "train.reward_fn_kwargs": {}, "test.reward_fn": {},
+    "train.reward_fn": {"jpeg_compressibility": 1.0}, "train.reward_fn_kwargs": {}, "train.aggregate_fn": None, "test.reward_fn": {},
     "test.reward_fn_kwargs": {}, "eval_freq": 0, "save_freq": 0, "test.at_start": False, "health.probe_images": 0,
     "logging_platform": "none", "num_epochs": 1_000_000, "max_train_minutes": None,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Renders the toy data sets: `python -m paco_toy.build_world --seed 0 --out quickstart/out/world`.
 
-prompts/{train,test}_metadata.jsonl     grid prompts (a data set of the kind `geneval`); half of the test prompts name held-out characters
-open_prompts/                           the same, but half of the prompts leave one or two attributes of the character open
+prompts/{train,test}_metadata.jsonl     grid prompts (a data set of the kind `geneval`); half of them leave one or two attributes of
+                                        the character open; half of the test prompts name held-out characters
 ConsistencyRank-Bench/                  rankings against a reference image, in the benchmark's format
 
 The judge's training pairs are made by paco_toy.reward_data and `paco-reward build-dataset`.
@@ -34,7 +34,7 @@ from paco_toy.world import (
 )
 
 
-def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.0) -> None:
+def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.5) -> None:
     """Prompt sets. Training names only training characters; every second test prompt names a held-out one.
 
     Of every four prompts, 4 · ``open_share`` are open, in the test two of each kind; every opening is equally frequent.
@@ -52,8 +52,9 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open
                 character = opened(character, OPENINGS[i // 4 % len(OPENINGS)])
             views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
             row = {"idx": f"{split}-{i:04d}", "prompt": grid_prompt(character, views), "layout": "2x2"}
-            row |= {"theme": theme(character), "category": KINDS[is_held_out], "task_name": "shapes"}
-            row["open"] = bool(character.left_open)  # does it leave a choice? Asked by between_images
+            is_open = bool(character.left_open)  # does it leave a choice? Asked by between_images
+            row |= {"theme": theme(character), "task_name": "shapes", "open": is_open}
+            row["category"] = f"{'open' if is_open else 'full'} prompt, {KINDS[is_held_out]}"
             rows.append(row)
         write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
@@ -102,7 +103,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     build_prompts(arguments.out / "prompts", arguments.seed)
-    build_prompts(arguments.out / "open_prompts", arguments.seed, open_share=0.5)
     print("prompts written")
     build_rank_benchmark(arguments.out / "ConsistencyRank-Bench", arguments.seed)
     print("benchmark written")

@@ -232,7 +232,8 @@ def rl(ctx: Context) -> dict[str, Any]:
                "--config.resume_from=latest", f"--config.max_train_minutes={ctx.minutes}"]  # fmt: skip
     port = ctx.results["server"]["port"]
     if port != PORT:  # evaluation inherits training's arguments
-        command.append(f"--config.train.reward_fn_kwargs.consistency_score.base_url=http://127.0.0.1:{port}")
+        names = ("consistency_score", "between_images")
+        command += [f"--config.train.reward_fn_kwargs.{name}.base_url=http://127.0.0.1:{port}" for name in names]
     progress = EpochProgress(ctx.run, ctx.minutes)
     ctx.commands.run([*command, *ctx.overrides], ctx.grpo, "5-rl", "training", env=cpu_processes(), progress=progress)
     found = policy_measures(ctx.run)

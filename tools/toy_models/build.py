@@ -76,7 +76,7 @@ def build_flux(models: Path, seconds: float, seed: int, longer: bool) -> None:
     latents = LatentCache(flux_latents(vae), _panels(seed), seed)
     if longer:
         pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-        options = {"seed": seed + 1, "early_share": 0.0, "lr": 6e-4}
+        options = {"seed": seed + 1, "lr": 1e-3}
     else:
         pipe, options = flux.new_pipeline(vae, seed), {"seed": seed}
     options["snapshot"] = lambda: pipe.save_pretrained(models / "flux-snapshot")

@@ -42,7 +42,7 @@ from toy_models.training import fit, flow_errors, pack
 # How often a panel departs from the prompt's character, by panel side. Larger panels average more of it away: at 0.34 for
 # all sides the base's images had 0.51 consistent pairs at 64 px and 0.61 at 128 px.
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
-OPEN_SHARE, AGREED = 0.55, 0.4
+OPEN_SHARE, AGREED = 0.6, 0.75
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
 GUIDANCE = 3.5  # as in FLUX.1-dev's distillation the model is given a number, but here it is always the same
 _FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop

@@ -99,6 +99,7 @@ def prepare(
         reward, arguments = "consistency_score", {"base_url": work.judge, "model": work.judge_model}
     elif work.reward_seconds is not None:
         reward, arguments = f"{__name__}:waiting_reward", {"seconds_per_image": work.reward_seconds}
+    given |= {"sample.latents_per_prompt": 1, "train.aggregate_fn": None}
     given |= {"train.reward_fn": {reward: 1.0}, "train.reward_fn_kwargs": {reward: arguments} if arguments else {}}
     names = {"k": "num_images_per_prompt", "m": "unique_sample_num_per_epoch", "steps": "num_steps"}
     given |= {f"sample.{key}": getattr(work, name) for name, key in names.items() if getattr(work, name) is not None}

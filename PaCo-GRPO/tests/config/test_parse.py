@@ -175,6 +175,7 @@ def test_one_entry_of_a_table():
     assert next(iter(options.train.reward_fn)) == "consistency_score"
     assert options.train.reward_fn_kwargs == {
         "consistency_score": {"base_url": "http://127.0.0.1:9000", "model": "PaCo-Reward-Toy", "headers": {"a": 1}},
+        "between_images": {"model": "PaCo-Reward-Toy"},
         "my.module:factory": {"scale": 3},
         "a.b:c": {"scale": [1, 2]},
     }
