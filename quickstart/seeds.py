@@ -4,8 +4,8 @@
     .venv/bin/python quickstart/seeds.py           # tables, pictures and README again, from the results that there are
 
 quickstart/seeds.json has the summary.json of each seed. Settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
-A run that was interrupted continues. README.md between the markers `results:begin` and `results:end` is written from it and
-from study.json (study.py).
+A run that was interrupted continues. README.md between the markers `results:begin` and `results:end` is written from them and
+from the files of study.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from paco_toy.summary import MEASURES
+from study import mean_change
 
 HERE = Path(__file__).resolve().parent
 RESULTS, OUT, README = HERE / "seeds.json", HERE / "out", HERE.parent / "README.md"
 FIRST_REPORTED = 10  # settings were chosen on the seeds below
 SHOWN = 0  # the seed of the README's pictures
+STUDIES = {"rewards": "What each reward does", "objectives": "What each objective does with one reward"}
 SIDES = ("alignment", "view", "valid", "distinct")
 
 
@@ -80,18 +82,13 @@ def quickstart_table(summary: Mapping[str, Any]) -> str:
     return "\n".join(["| | before | after | change |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def study_table(results: Sequence[Mapping[str, Any]]) -> str:
+def study_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: the mean change of each kind of run of study.py."""
     names = ("agreement", "choice", "consistency", *SIDES)
-    lines = [f"| reward | seeds, epochs | {' | '.join(MEASURES[name] for name in names)} |", "|---" * (len(names) + 2) + "|"]
-    for kind in dict.fromkeys(result["kind"] for result in results):
-        own = [result for result in results if result["kind"] == kind]
-        cells = []
-        for name in names:
-            changes = [result["change"][name] for result in own]
-            error = np.sqrt(np.sum(np.square([c["stderr"] for c in changes]))) / len(changes)  # seeds are independent
-            cells.append(f"{np.mean([c['mean'] for c in changes]):+.3f} ± {error:.3f}")
-        lines.append(f"| {kind} | {len(own)}, {own[0]['epochs']} | {' | '.join(cells)} |")
+    lines = [f"| | seeds, epochs | {' | '.join(MEASURES[name] for name in names)} |", "|---" * (len(names) + 2) + "|"]
+    for kind in dict.fromkeys(result["kind"] for result in found):
+        own = [result for result in found if result["kind"] == kind]
+        lines.append(f"| {kind} | {len(own)}, {own[0]['epochs']} | {' | '.join(mean_change(own, name) for name in names)} |")
     return "\n".join(lines)
 
 
@@ -100,22 +97,23 @@ def results(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     summary = summaries[SHOWN]
     minutes, policy = sum(summary["stage_seconds"].values()) / 60, summary["policy"]
     parts = [
-        f"`bash quickstart/run.sh`, seed {SHOWN}: {minutes:.0f} minutes on two cores after the installation, "
+        (f"`bash quickstart/run.sh`, seed {SHOWN}: {minutes:.0f} minutes on two cores after the installation, "
         f"{summary['peak_rss_mb'] / 1024:.1f} GB. {policy['num_images']} test images at {summary['test_resolution']} px after "
-        f"{policy['epochs']} epochs at {summary['train_resolution']} px; errors of changes are paired:",
+        f"{policy['epochs']} epochs at {summary['train_resolution']} px; errors of changes are paired:"),
         quickstart_table(summary),
         "![The same prompts and noise before and after](assets/quickstart_before_after.png)",
         "![Curves of that run](assets/quickstart_curves.png)",
         f"{len(summaries)} seeds ([numbers](quickstart/seeds.json)):",
         table(summaries).strip(),
     ]
-    study = HERE / "study.json"
-    if study.is_file():
-        parts += [
-            "What each reward does (`python quickstart/study.py`, [each run](quickstart/study.md)), mean change over seeds:",
-            study_table(json.loads(study.read_text())),
-            "![Agreement, choice and consistency by epoch](assets/study.png)",
-        ]
+    for name, words in STUDIES.items():
+        file = HERE / f"study_{name}.json"
+        if file.is_file():
+            parts += [
+                f"{words} (`python quickstart/study.py {name}`, [each run](quickstart/study_{name}.md)), mean change over seeds:",
+                study_table(json.loads(file.read_text())),
+                f"![Agreement, choice and consistency by epoch](assets/study_{name}.png)",
+            ]
     return "\n\n".join(parts)
 
 

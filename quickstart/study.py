@@ -1,15 +1,20 @@
-"""The longer study, run by hand: what RL does to agreement, choice and consistency, over seeds and against controls.
+"""The longer studies, run by hand: what RL does to agreement, choice and consistency, over seeds and against controls.
 
-    .venv/bin/python quickstart/study.py                     # all runs, two at a time (after quickstart/run.sh, whose judge it serves)
-    .venv/bin/python quickstart/study.py --only table        # the table and the figure again from finished runs
+    .venv/bin/python quickstart/study.py rewards             # all runs, two at a time (after quickstart/run.sh, whose judge it serves)
+    .venv/bin/python quickstart/study.py objectives
+    .venv/bin/python quickstart/study.py rewards --only table        # table and figure again from finished runs
 
-Runs (each `train_flux.sh toy_t2is` with overrides and a fixed number of epochs, evaluated at 128 px; started again, an
-unfinished one continues and a finished one is left alone):
+Runs are `train_flux.sh toy_t2is` with overrides and a fixed number of epochs, evaluated at 128 px. Started again, an unfinished
+one continues and a finished one is left alone.
+
+rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
     alignment    the control: the oracle's share of panels that show what is named; no judge
     oracle       the ceiling: consistency and variety, both by the oracle
     32px         judge, trained at 32 px
+objectives
+    ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,10 +42,10 @@ from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
 REPO = Path(__file__).resolve().parent.parent
 GRPO = REPO / "PaCo-GRPO"
 OUT = REPO / "quickstart" / "out" / "study"
-ASSETS = REPO / "assets"
 LABEL, PORT = "paco-study", "8077"
 SERVED = {"base_url": f"http://127.0.0.1:{PORT}", "model": SERVED_NAME}
 ORACLE = "paco_toy.oracle:oracle_"
+RISE = 0.1  # of agreement, whose minutes are reported
 
 
 @dataclass(frozen=True)
@@ -49,27 +54,44 @@ class Kind:
 
     Attributes:
         rewards: Of training.
+        options: Further options of PaCo-GRPO.
     """
 
     name: str
     color: str
-    rewards: dict[str, float]
-    resolution: int = 64
-    seeds: Sequence[int] = field(default=(0, 1, 2))
+    rewards: Mapping[str, float]
+    options: Mapping[str, object] = field(default_factory=dict)
+    seeds: Sequence[int] = (0, 1, 2)
 
 
-KINDS = (
-    Kind("judge", "#1f5fbf", {"consistency_score": 1.0, "between_images": 8.0}),
-    Kind("plain", "#b3541e", {"consistency_score": 1.0}),
-    Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
-    Kind("oracle", "#2f9e6e", {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}),
-    Kind("32px", "#8a4fbf", {"consistency_score": 1.0, "between_images": 8.0}, resolution=32, seeds=(0,)),
-)
+JUDGE = {"consistency_score": 1.0, "between_images": 8.0}
+CEILING = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}
+# Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
+RATIO = {"train.gradient_step_per_epoch": 2}
+# Images sampled without noise: those of one initial noise would be equal.
+FORWARD = {"sample.noise_level": 0.0, "sample.same_latent": False, "sample.latents_per_prompt": 1, "train.num_sigmas": 3}
+STUDIES = {
+    "rewards": (
+        Kind("judge", "#1f5fbf", JUDGE),
+        Kind("plain", "#b3541e", {"consistency_score": 1.0}),
+        Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
+        Kind("oracle", "#2f9e6e", CEILING),
+        Kind("32px", "#8a4fbf", JUDGE, {"train.resolution": 32}, seeds=(0,)),
+    ),
+    "objectives": (
+        Kind("ppo", "#1f5fbf", CEILING, RATIO),
+        Kind("guard_grpo", "#2f9e6e", CEILING, RATIO | {"train.loss_type": "guard_grpo"}),
+        Kind("flow_dppo", "#8a4fbf", CEILING, RATIO | {"train.loss_type": "flow_dppo"}),
+        Kind("nft", "#b3541e", CEILING, FORWARD | {"train.loss_type": "nft", "train.sigma_one": True, "train.adv_clip_max": 1.0}),
+        Kind("awm", "#8a8a8a", CEILING, FORWARD | {"train.loss_type": "awm"}),
+        Kind("dgpo", "#c2a014", CEILING, FORWARD | {"train.loss_type": "dgpo", "train.sigma_one": True, "train.sigma_fraction": 0.7}),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One training run of the study."""
+    """One training run of a study."""
 
     kind: Kind
     seed: int
@@ -87,7 +109,10 @@ class StudyRun:
         return (self.folder / "study.done").exists()
 
 
-RUNS = tuple(StudyRun(kind, seed) for kind in KINDS for seed in kind.seeds)
+def runs_of(study: str) -> tuple[StudyRun, ...]:
+    """The runs of a study, every kind's first seed first: an early end leaves something of each."""
+    count = max(len(kind.seeds) for kind in STUDIES[study])
+    return tuple(StudyRun(kind, kind.seeds[n]) for n in range(count) for kind in STUDIES[study] if n < len(kind.seeds))
 
 
 def _train(run: StudyRun, epochs: int, every: int) -> None:
@@ -97,10 +122,11 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
     options = {
         "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
         "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
-        "train.resolution": run.kind.resolution, "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
+        "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
         "test.seed": 1000 + run.seed, "test.num_images": 256, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
-    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", *(f"--config.{k}={v}" for k, v in options.items())]
+    given = (f"--config.{name}={value}" for name, value in {**options, **run.kind.options}.items())
+    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
     with path.open("w") as log:
         done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -128,42 +154,55 @@ def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: 
 
 
 def summarize(run: StudyRun) -> dict:
-    """The measures of a finished run, and its minutes of training."""
-    minutes = read_rows(run.folder / "metrics.jsonl")[-1]["train_time"] / 60
-    return {"run": run.name, "kind": run.kind.name, "seed": run.seed, "minutes": minutes} | policy_measures(run.folder)
+    """The measures of a finished run, its minutes of training, and those until agreement had risen by RISE (None = it did not)."""
+    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if row["phase"] == "train"]
+    trained = {row["epoch"]: row["train_time"] / 60 for row in rows}
+    found = policy_measures(run.folder)
+    course = [(epoch, means["agreement"]) for epoch, means in evaluations(run)]
+    reached = (epoch for epoch, agreement in course[1:] if agreement >= course[0][1] + RISE)
+    until = next(reached, None)
+    minutes = {"minutes": rows[-1]["train_time"] / 60, "minutes_to_rise": None if until is None else trained[until]}
+    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | found
 
 
-def table(results: Sequence[dict]) -> str:
+def evaluations(run: StudyRun) -> list[tuple[int, dict[str, float]]]:
+    """Epoch and means of every evaluation of a run."""
+    folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
+    return [(int(folder.name.removeprefix("epoch_")), Evaluation.of(folder).means()) for folder in folders]
+
+
+def mean_change(results: Sequence[Mapping], name: str) -> str:
+    """The mean of a measure's changes, and its standard error: that of each run, as seeds are independent."""
+    changes = [result["change"][name] for result in results]
+    error = float(np.sqrt(np.sum([change["stderr"] ** 2 for change in changes]))) / len(changes)
+    return f"{np.mean([change['mean'] for change in changes]):+.3f} ± {error:.3f}"
+
+
+def table(results: Sequence[Mapping]) -> str:
     """Markdown: each run, and the mean of each kind with more than one seed."""
-    head = ("run", "epochs (min)", *MEASURES)
+    head = ("run", "epochs (min)", f"min to +{RISE} agreement", *MEASURES.values())
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for kind in KINDS:
-        of_kind = [result for result in results if result["kind"] == kind.name]
-        for r in of_kind:
-            cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})"]
+    for kind in dict.fromkeys(result["kind"] for result in results):
+        own = [result for result in results if result["kind"] == kind]
+        for r in own:
+            until = "" if r["minutes_to_rise"] is None else f"{r['minutes_to_rise']:.1f}"
+            cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})", until]
             for name in MEASURES:
                 change = r["change"][name]
                 cells.append(f"{r['before'][name]:.2f} → {r['after'][name]:.2f} ({change['mean']:+.3f} ± {change['stderr']:.3f})")
             lines.append(f"| {' | '.join(cells)} |")
-        if len(of_kind) > 1:
-            # Seeds are independent: the standard error of their mean follows from each one's own.
-            cells = [f"**{kind.name}, mean of {len(of_kind)}**", ""]
-            for name in MEASURES:
-                changes = [r["change"][name] for r in of_kind]
-                error = float(np.sqrt(np.sum([c["stderr"] ** 2 for c in changes]))) / len(changes)
-                cells.append(f"**{np.mean([c['mean'] for c in changes]):+.3f} ± {error:.3f}**")
-            lines.append(f"| {' | '.join(cells)} |")
+        if len(own) > 1:
+            means = " | ".join(f"**{mean_change(own, name)}**" for name in MEASURES)
+            lines.append(f"| **{kind}, mean of {len(own)}** | | | {means} |")
     return "\n".join(lines) + "\n"
 
 
-def figure(runs: Sequence[StudyRun]) -> None:
-    """assets/study.png: agreement, choice and full prompts' consistency against epochs, a line for each run."""
+def figure(runs: Sequence[StudyRun], path: Path) -> None:
+    """Agreement, choice and full prompts' consistency against epochs, a line for each run."""
     shown = {name: MEASURES[name] for name in ("agreement", "choice", "consistency")}
     drawn, axes = plt.subplots(1, len(shown), figsize=(12, 3.8), sharex=True, layout="constrained")
     for run in runs:
-        folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
-        means = [Evaluation.of(folder).means() for folder in folders]
-        epochs = [int(folder.name.removeprefix("epoch_")) for folder in folders]
+        epochs, means = zip(*evaluations(run), strict=True)
         for axis, name in zip(axes, shown, strict=True):
             first = run.seed == run.kind.seeds[0]
             axis.plot(epochs, [m[name] for m in means], color=run.kind.color, linewidth=1.6, label=run.kind.name if first else None)
@@ -172,31 +211,36 @@ def figure(runs: Sequence[StudyRun]) -> None:
         axis.set_xlabel("epochs")
         axis.grid(alpha=0.25)
     axes[0].legend(frameon=False, fontsize=8)
-    drawn.savefig(ASSETS / "study.png", dpi=110)
+    drawn.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--epochs", type=int, default=60, help="epochs of each run")
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")
-    parser.add_argument("--runs", nargs="*", choices=[run.name for run in RUNS], help="runs to do; default all")
+    parser.add_argument("--runs", nargs="*", metavar="RUN", help="runs to do, such as judge-seed0; default all")
     parser.add_argument("--only", choices=["table"], help="no training")
     arguments = parser.parse_args()
-    chosen = tuple(run for run in RUNS if not arguments.runs or run.name in arguments.runs)
+    runs = runs_of(arguments.study)
+    unknown = set(arguments.runs or ()) - {run.name for run in runs}
+    if unknown:
+        parser.error(f"--runs: unknown {', '.join(sorted(unknown))}; known: {', '.join(run.name for run in runs)}")
+    chosen = [run for run in runs if not arguments.runs or run.name in arguments.runs]
     if arguments.only != "table":
         if not (arguments.judge / "config.json").exists():
             sys.exit(f"no judge in {arguments.judge}: run quickstart/run.sh first, or name one with --judge")
         train(chosen, arguments.judge, arguments.epochs, arguments.every, arguments.jobs)
-    done = [run for run in RUNS if run.is_done]
-    results = [summarize(run) for run in done]
+    done = sorted((run for run in runs if run.is_done), key=lambda run: STUDIES[arguments.study].index(run.kind))
+    results, place = [summarize(run) for run in done], REPO / "quickstart" / f"study_{arguments.study}"
     text = table(results)
-    (REPO / "quickstart" / "study.json").write_text(json.dumps(results, indent=2) + "\n")
-    (REPO / "quickstart" / "study.md").write_text(text)
+    place.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    place.with_suffix(".md").write_text(text)
     print(text)
-    figure(done)
+    figure(done, REPO / "assets" / f"study_{arguments.study}.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,21 @@
+"""What the README says of the quickstart and its studies is what their files say."""
+
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(HERE))  # seeds.py and study.py are scripts
+
+import seeds  # noqa: E402
+
+
+def test_the_readme_has_the_committed_results():
+    summaries = {int(seed): summary for seed, summary in json.loads(seeds.RESULTS.read_text()).items()}
+    section = seeds.README.read_text().split("<!-- results:begin")[1].split("-->\n", 1)[1].split("\n<!-- results:end")[0]
+    assert section == seeds.results(summaries)
+
+
+def test_the_mean_over_seeds_has_the_error_of_independent_runs():
+    runs = [{"change": {"x": {"mean": mean, "stderr": error}}} for mean, error in ((0.1, 0.03), (0.3, 0.04))]
+    assert seeds.mean_change(runs, "x") == "+0.200 ± 0.025"
