@@ -69,7 +69,7 @@ class ToyPolicy(Policy):
     def initial_latents(self, seeds, height, width):
         return torch.stack([self._normal(seed) for seed in seeds])
 
-    def velocity(self, latents, sigma, conditioning, height, width, guided=True):
+    def velocity(self, latents, sigma, conditioning, height, width, guided=None):
         self.calls.append(latents.shape[0])
         return self.transformer(latents, sigma, conditioning.direction)
 

@@ -4,7 +4,8 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | train.dgpo_reference: the base model, or adapter ``slow`` |
+| reference of the group | train.dgpo_reference: the base model, the base model with |
+|                        | true CFG, or adapter ``slow``                            |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
@@ -28,10 +29,14 @@ from paco_grpo.policies.base import Policy
 _SIGMAS = 4  # default: σ an epoch
 
 
+def _noised(step: Step, policy: Policy, train: TrainOptions) -> Noised:
+    return Noised(step, policy, shared=True, guided_reference=train.dgpo_reference == "guided")
+
+
 def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
     """e − e(ref) (B,), with one noise for all samples of a group."""
-    noised = Noised(step, policy, shared=True)
-    reference = noised.reference if train.dgpo_reference == "base" else noised.velocity("slow")
+    noised = _noised(step, policy, train)
+    reference = noised.velocity("slow") if train.dgpo_reference == "slow" else noised.reference
     return noised.error(noised.velocity()) - noised.error(reference)
 
 
@@ -78,7 +83,7 @@ def dgpo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
 
     Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
     """
-    noised = Noised(step, policy, shared=True)
+    noised = _noised(step, policy, train)
     velocity = noised.velocity()
     error, weight = noised.error(velocity), step.group_weights
     metrics = {"matching_error": error}

@@ -119,7 +119,11 @@ class TrainOptions:
     awm_clip_range: float = option(1.0, "awm's ratio is clipped to 1 ± this", at_least=0)
     awm_slow_beta: float = option(1.0, "awm: weight of the distance to a slow copy of the adapter; 0 = none", at_least=0)
     dgpo_beta: float = option(100.0, "β of dgpo: how soon a group that is in order stops counting", above=0)
-    dgpo_reference: str = option("base", "of dgpo's group: the base model, or a slow copy", choices=("base", "slow"))
+    dgpo_reference: str = option(
+        "base",
+        "of dgpo's group: the base model, the base model with true CFG (images are then sampled without), or a slow copy",
+        choices=("base", "guided", "slow"),
+    )
     dgpo_clip_range: float | None = option(
         1e-2, "dgpo masks samples that moved further than this from the slow copy; None = never", above=0
     )

@@ -47,6 +47,7 @@ class Policy(ABC):
         offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
             many items at a time is cheaper.
         pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
+        samples_guided: With true CFG, whether images are sampled with it (config.train.dgpo_reference).
         device: Where the transformer computes.
         dtype: Computing precision of the transformer; latents are always float32.
     """
@@ -56,6 +57,7 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False
     several_images: ClassVar[bool] = False
     has_true_cfg: ClassVar[bool] = False
+    samples_guided: bool = True
     text_sees_image: ClassVar[bool] = False
     masks_text: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512
@@ -107,7 +109,7 @@ class Policy(ABC):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """Predicted v = noise − x_0.
 
@@ -117,7 +119,7 @@ class Policy(ABC):
             conditioning: len B.
             height: Pixels, a multiple of ``size_multiple``.
             width: Pixels, a multiple of ``size_multiple``.
-            guided: False = without true CFG; the same where the model has none.
+            guided: With true CFG, or without; None = as ``samples_guided`` says. The same where the model has none.
 
         Returns:
             (B, N, C) float32.

@@ -73,7 +73,7 @@ class FluxPolicy(DiffusersPolicy):
         conditioning: FluxConditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
         tokens, position_ids = self._tokens(latents, conditioning, height, width)

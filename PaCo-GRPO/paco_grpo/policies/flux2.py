@@ -101,7 +101,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         conditioning: Flux2Conditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
         return self._forward(latents, sigma, conditioning, height, width, negative=False)

@@ -33,6 +33,7 @@ class TrueCfgPolicy(DiffusersPolicy):
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         super().__init__(pipeline, **options)
         given, scaled = self.negative_prompt is not None, self.guidance_scale > self.least_scale
+        self.guided = self.would_guide(self.guidance_scale, self.negative_prompt)
         if given > scaled or (scaled and not given and self.default_negative is None):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
@@ -41,7 +42,11 @@ class TrueCfgPolicy(DiffusersPolicy):
             )  # fmt: skip
         if not given:
             self.negative_prompt = self.default_negative
-        self.guided = scaled and self.negative_prompt is not None
+
+    @classmethod
+    def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
+        """Whether a policy with these options is ``guided``."""
+        return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
 
     def _texts_by_name(self, items: Sequence[Item]) -> Iterator[tuple[str, list[str]]]:
         """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item)."""
@@ -56,11 +61,11 @@ class TrueCfgPolicy(DiffusersPolicy):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``."""
         conditional = self._forward(latents, sigma, conditioning, height, width, negative=False)
-        if not (guided and self.guided):
+        if not (self.guided and (self.samples_guided if guided is None else guided)):
             return conditional
         return self._combined(conditional, self._forward(latents, sigma, conditioning, height, width, negative=True))
 

@@ -275,7 +275,7 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     Raises:
         PolicyLoadError: It cannot be loaded.
     """
-    return load_policy(
+    policy = load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
         device=device,
@@ -285,6 +285,8 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         quantize=options.pretrained.quantize,
         image_positions=options.pretrained.image_positions,
     )
+    policy.samples_guided = options.train.dgpo_reference != "guided"
+    return policy
 
 
 def load_adapter(policy: Policy, place: str) -> None:

@@ -121,6 +121,13 @@ def check_model(options: RunOptions) -> None:
             f"sample.negative_prompt={sample.negative_prompt!r} is set, but the guidance of {model} is embedded, not true "
             "CFG: leave it at None"
         )
+    if options.train.dgpo_reference == "guided":
+        guides = getattr(policy_class(model), "would_guide", None)
+        if options.train.loss_type != "dgpo" or not (guides and guides(sample.guidance_scale, sample.negative_prompt)):
+            problems.append(
+                "train.dgpo_reference='guided' needs train.loss_type='dgpo' and a model with true CFG, which "
+                "sample.guidance_scale and sample.negative_prompt turn on"
+            )
     if not policy_class(model).has_block_cache and sample.tail_cache:
         problems.append(f"sample.tail_cache={sample.tail_cache:g}: the transformer of {model} has no cache; set it to 0")
     multiple, fewest = size_multiple(model), fewest_steps(model)

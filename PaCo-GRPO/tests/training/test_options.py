@@ -338,6 +338,21 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
         build_run(dataclasses.replace(options, pretrained=stock))
 
 
+def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
+    """What is learned is to do without: rollouts are those of a model that is never guided, and the reference is guided."""
+    changes = {"sample__negative_prompt": "' '", "sample__guidance_scale": 4.0, "health__probe_images": 0,
+               "train__loss_type": "dgpo", "train__num_sigmas": 2, "train__sigma_one": True}  # fmt: skip
+    latents, runs = {}, {}
+    for name, more in {
+        "guided": {"train__dgpo_reference": "guided"}, "base": {}, "never": {"sample__negative_prompt": "None"},
+    }.items():  # fmt: skip
+        runs[name] = build_run(
+            tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / name, **changes | more)
+        )
+        latents[name] = epoch(runs[name], resolution=32)[2]
+    assert torch.equal(latents["guided"], latents["never"]) and not torch.equal(latents["guided"], latents["base"])
+
+
 def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):
     latents = []
     for number, text in enumerate((" ", "blurred", "None")):
