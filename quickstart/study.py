@@ -15,6 +15,8 @@ rewards
     32px         judge, trained at 32 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
+hacks
+    identical_panels, fixed_character, lines: rewards that need no prompt (paco_toy/hacks.py). When does config.health warn?
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from paco_grpo.options import load_options
+from paco_toy.hacks import first_warnings, needed_limits
 from paco_toy.processes import failure
 from paco_toy.stages import SERVED_NAME
 from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
@@ -66,6 +70,7 @@ class Kind:
 
 JUDGE = {"consistency_score": 1.0, "between_images": 8.0}
 CEILING = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}
+ORACLES = {f"{ORACLE}{name}": 1.0 for name in ("consistency", "alignment", "valid")}  # that watch a hack
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Images sampled without noise: those of one initial noise would be equal.
@@ -87,6 +92,13 @@ STUDIES = {
         Kind("dgpo", "#c2a014", CEILING, FORWARD | {"train.loss_type": "dgpo", "train.sigma_one": True, "train.sigma_fraction": 0.7}),
     ),
 }
+
+
+STUDIES["hacks"] = tuple(
+    Kind(name, color, {hack: 1.0}, {"test.reward_fn": {"consistency_score": 1.0, hack: 1.0} | ORACLES})
+    for name, color in {"identical_panels": "#1f5fbf", "fixed_character": "#b3541e", "lines": "#2f9e6e"}.items()
+    for hack in (f"paco_toy.hacks:{name}",)
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,7 @@ def runs_of(study: str) -> tuple[StudyRun, ...]:
 def _train(run: StudyRun, epochs: int, every: int) -> None:
     path = OUT / f"{run.name}.log"
     print(f"started {run.name}; log: {path}", flush=True)
-    judged = {name: SERVED for name in run.kind.rewards if not name.startswith(ORACLE)}
+    judged = {name: SERVED for name in run.kind.rewards if name in JUDGE}
     options = {
         "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
         "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
@@ -154,15 +166,20 @@ def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: 
 
 
 def summarize(run: StudyRun) -> dict:
-    """The measures of a finished run, its minutes of training, and those until agreement had risen by RISE (None = it did not)."""
-    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if row["phase"] == "train"]
+    """The measures of a finished run, its minutes of training and those until agreement had risen by RISE (None = it did not),
+    the epoch of each sign's first warning, and the limits of config.health at which there would be none."""
+    everything = read_rows(run.folder / "metrics.jsonl")
+    rows = [row for row in everything if row["phase"] == "train"]
+    options = load_options(str(run.folder / "config.yaml"))
+    steps = json.loads((run.folder / "plan.json").read_text())["gradient_steps"] * options.train.num_inner_epochs
+    health = {"warnings": first_warnings(everything, options, steps), "limits_needed": needed_limits(rows)}
     trained = {row["epoch"]: row["train_time"] / 60 for row in rows}
     found = policy_measures(run.folder)
     course = [(epoch, means["agreement"]) for epoch, means in evaluations(run)]
     reached = (epoch for epoch, agreement in course[1:] if agreement >= course[0][1] + RISE)
     until = next(reached, None)
     minutes = {"minutes": rows[-1]["train_time"] / 60, "minutes_to_rise": None if until is None else trained[until]}
-    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | found
+    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | health | found
 
 
 def evaluations(run: StudyRun) -> list[tuple[int, dict[str, float]]]:
@@ -180,20 +197,22 @@ def mean_change(results: Sequence[Mapping], name: str) -> str:
 
 def table(results: Sequence[Mapping]) -> str:
     """Markdown: each run, and the mean of each kind with more than one seed."""
-    head = ("run", "epochs (min)", f"min to +{RISE} agreement", *MEASURES.values())
+    shown = [name for name in MEASURES if all(name in result["change"] for result in results)]
+    head = ("run", "epochs (min)", f"min to +{RISE} agreement", "warnings (epoch)", *(MEASURES[name] for name in shown))
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind in dict.fromkeys(result["kind"] for result in results):
         own = [result for result in results if result["kind"] == kind]
         for r in own:
             until = "" if r["minutes_to_rise"] is None else f"{r['minutes_to_rise']:.1f}"
             cells = [r["run"], f"{r['epochs']} ({r['minutes']:.0f})", until]
-            for name in MEASURES:
+            cells.append(", ".join(f"{sign} ({epoch})" for sign, epoch in r["warnings"].items()))
+            for name in shown:
                 change = r["change"][name]
                 cells.append(f"{r['before'][name]:.2f} → {r['after'][name]:.2f} ({change['mean']:+.3f} ± {change['stderr']:.3f})")
             lines.append(f"| {' | '.join(cells)} |")
         if len(own) > 1:
-            means = " | ".join(f"**{mean_change(own, name)}**" for name in MEASURES)
-            lines.append(f"| **{kind}, mean of {len(own)}** | | | {means} |")
+            means = " | ".join(f"**{mean_change(own, name)}**" for name in shown)
+            lines.append(f"| **{kind}, mean of {len(own)}** | | | | {means} |")
     return "\n".join(lines) + "\n"
 
 

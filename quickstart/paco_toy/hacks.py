@@ -1,11 +1,6 @@
 """Rewards of the shapes world that can be had without following a prompt, and when config.health notices that they are.
 
-Each is planted in place of the judge; the oracle's rewards watch from the evaluation (in PaCo-GRPO):
-
-    bash scripts/single_node/train_flux.sh toy_t2is --config.run_name=lines0 --config.seed=0 --config.eval_freq=5 \\
-      --config.train.reward_fn='{"paco_toy.hacks:lines": 1.0}' --config.train.reward_fn_kwargs='{}' \\
-      --config.test.reward_fn='{"paco_toy.hacks:lines": 1.0, "paco_toy.oracle:oracle_alignment": 1.0}' \\
-      --config.test.reward_fn_kwargs='{}'
+Each is planted in place of the judge by `quickstart/study.py hacks`, while the oracle's rewards watch from the evaluation.
 
     python -m paco_toy.hacks RUN_FOLDER...    of each run, the epoch of each first warning and the limits that it needs
 """

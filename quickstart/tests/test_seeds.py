@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))  # seeds.py and study.py are scripts
 
-import seeds  # noqa: E402
+import seeds
 
 
 def test_the_readme_has_the_committed_results():
