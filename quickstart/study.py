@@ -4,7 +4,7 @@
     .venv/bin/python quickstart/study.py objectives
     .venv/bin/python quickstart/study.py rewards --only table        # table and figure again from finished runs
 
-Runs are `train_flux.sh toy_t2is` with overrides and a fixed number of epochs, evaluated at 128 px. Started again, an unfinished
+Runs are `train_flux.sh toy_t2is_awm` (objectives: `toy_t2is`) with overrides and a fixed number of epochs, evaluated at 128 px. Started again, an unfinished
 one continues and a finished one is left alone.
 
 rewards
@@ -59,6 +59,7 @@ class Kind:
     Attributes:
         rewards: Of training.
         options: Further options of PaCo-GRPO.
+        config: Named configuration.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Kind:
     rewards: Mapping[str, float]
     options: Mapping[str, object] = field(default_factory=dict)
     seeds: Sequence[int] = (0, 1, 2)
+    config: str = "toy_t2is_awm"
 
 
 JUDGE = {"consistency_score": 1.0, "between_images": 8.0}
@@ -84,12 +86,17 @@ STUDIES = {
         Kind("32px", "#8a4fbf", JUDGE, {"train.resolution": 32}, seeds=(0,)),
     ),
     "objectives": (
-        Kind("ppo", "#1f5fbf", CEILING, RATIO),
-        Kind("guard_grpo", "#2f9e6e", CEILING, RATIO | {"train.loss_type": "guard_grpo"}),
-        Kind("flow_dppo", "#8a4fbf", CEILING, RATIO | {"train.loss_type": "flow_dppo"}),
-        Kind("nft", "#b3541e", CEILING, FORWARD | {"train.loss_type": "nft", "train.sigma_one": True, "train.adv_clip_max": 1.0}),
-        Kind("awm", "#8a8a8a", CEILING, FORWARD | {"train.loss_type": "awm"}),
-        Kind("dgpo", "#c2a014", CEILING, FORWARD | {"train.loss_type": "dgpo", "train.sigma_one": True, "train.sigma_fraction": 0.7}),
+        *(
+            Kind(name, color, CEILING, options | {"train.loss_type": name}, config="toy_t2is")
+            for name, color, options in (
+                ("ppo", "#1f5fbf", RATIO),
+                ("guard_grpo", "#2f9e6e", RATIO),
+                ("flow_dppo", "#8a4fbf", RATIO),
+                ("nft", "#b3541e", FORWARD | {"train.sigma_one": True, "train.adv_clip_max": 1.0}),
+                ("awm", "#8a8a8a", FORWARD | {"train.adv_clip_max": 1.0}),
+                ("dgpo", "#c2a014", FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7}),
+            )
+        ),
     ),
 }
 
@@ -135,10 +142,10 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
         "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
         "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
         "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
-        "test.seed": 1000 + run.seed, "test.num_images": 256, "test.reward_fn_kwargs": {"consistency_score": SERVED},
+        "test.seed": 1000 + run.seed, "test.num_images": 192, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
     given = (f"--config.{name}={value}" for name, value in {**options, **run.kind.options}.items())
-    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", *given]
+    command = ["bash", "scripts/single_node/train_flux.sh", run.kind.config, *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
     with path.open("w") as log:
         done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -237,7 +244,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--epochs", type=int, default=60, help="epochs of each run")
+    parser.add_argument("--epochs", type=int, default=40, help="epochs of each run")
     parser.add_argument("--every", type=int, default=20, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")

@@ -374,6 +374,19 @@ def toy_t2is() -> ConfigDict:
     return config
 
 
+def toy_t2is_awm() -> ConfigDict:
+    """toy_t2is by AWM: panels agree and choices stay open, where ppo learns little of either (quickstart/study.py objectives)."""
+    config = toy_t2is()
+    config.max_train_minutes = 6.0
+    config.sample.noise_level = 0.0
+    config.sample.same_latent = False
+    config.sample.latents_per_prompt = 1
+    config.train.loss_type = "awm"
+    config.train.num_sigmas = 3
+    config.train.adv_clip_max = 1.0
+    return config
+
+
 def _toy_editing(config: ConfigDict) -> ConfigDict:
     """``config`` for the editing task of the toy world; trained on the oracle, because the toy judge cannot judge edits."""
     config = _toy(config)
@@ -461,6 +474,7 @@ CONFIGS = {
     "flux2_t2is": flux2_t2is,
     "flux2_editing": flux2_editing,
     "toy_t2is": toy_t2is,
+    "toy_t2is_awm": toy_t2is_awm,
     "toy_kontext": toy_kontext,
     "toy_qwen_edit": toy_qwen_edit,
 }

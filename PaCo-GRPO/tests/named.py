@@ -7,7 +7,7 @@ from paco_grpo.options import load_options
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 NAMES = (
     "t2is", "kontext_editing", "qwen_editing", "ocr", "ocr_128", "ocr_512", "pickscore", "toy_t2is",
-    "toy_kontext", "toy_qwen_edit", "t2is_80gb", "t2is_48gb", "t2is_24gb", "kontext_editing_48gb", "kontext_editing_24gb",
+    "toy_t2is_awm", "toy_kontext", "toy_qwen_edit", "t2is_80gb", "t2is_48gb", "t2is_24gb", "kontext_editing_48gb", "kontext_editing_24gb",
     "qwen_editing_48gb", "qwen_editing_no_cfg", "kontext_editing_80gb", "qwen_editing_80gb", "klein_t2is", "klein_editing",
     "klein_t2is_9b", "klein_editing_9b", "flux2_t2is", "flux2_editing",
     "qwen_editing_2511", "qwen_editing_2511_48gb", "t2is_qwen", "t2is_qwen_48gb",

@@ -122,7 +122,7 @@ def work(arguments: argparse.Namespace) -> None:
                    f"--config.run_name={run.name}", "--config.resume_from=latest", f"--config.max_train_minutes={arguments.minutes}",
                    *arguments.overrides]  # fmt: skip
         commands.run(command, grpo, run.name, "training", env={"PYTHON": python, **cpu_processes()},
-                     progress=EpochProgress(run, arguments.minutes, "edit score"))  # fmt: skip
+                     progress=EpochProgress(run, arguments.minutes, "oracle_edit", "edit score"))  # fmt: skip
         command = [python, "-m", "paco_grpo.report", run, "--title", f"RL of a toy editor: {name}", "--out", page]
         commands.run(command, grpo, f"report-{run.name}", "drawing")
     finally:

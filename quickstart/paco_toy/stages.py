@@ -26,7 +26,7 @@ from paco_toy.reward_data import TESTS, TRAIN
 from paco_toy.summary import MEASURES, policy_measures, read_rows
 
 SERVED_NAME = "PaCo-Reward-Toy"
-RUN_NAME = "toy_t2is"
+CONFIG = "toy_t2is_awm"  # and the name of the run
 PORT = 8000
 BASE = "../quickstart/models/judge"  # as seen from PaCo-Reward, as the next two
 DATA = "../quickstart/out/world/reward_data"
@@ -61,7 +61,7 @@ class Context:
     def __post_init__(self) -> None:
         self.reward, self.grpo = self.repo / "PaCo-Reward", self.repo / "PaCo-GRPO"
         self.models = self.repo / "quickstart" / "models"
-        self.world, self.judge, self.run = self.out / "world", self.out / "judge", self.out / "runs" / RUN_NAME
+        self.world, self.judge, self.run = self.out / "world", self.out / "judge", self.out / "runs" / CONFIG
         # Of our servers: a quickstart in another clone has other servers.
         self.label = f"paco-quickstart-{hashlib.sha256(str(self.repo).encode()).hexdigest()[:8]}"
 
@@ -196,6 +196,8 @@ def server(ctx: Context) -> dict[str, Any]:
     if port != wanted:
         ctx.console.line(f"another program listens on port {wanted}; the judge is served on {port}")
     env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": ctx.label}
+    if not shutil.which("nvidia-smi"):  # on a CPU and for models this small, vLLM takes twice as long
+        env["VLLM_ENGINE"] = os.environ.get("VLLM_ENGINE", "transformers")
     # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
     started = time.monotonic()
@@ -209,26 +211,31 @@ def server(ctx: Context) -> dict[str, Any]:
 
 
 class EpochProgress:
-    """Progress of a training script: by epochs, or by training time where that limit comes first."""
+    """Progress of a training script: by epochs, or by training time where that limit comes first.
 
-    def __init__(self, run: Path, minutes: float | None, what: str = "judge's score") -> None:
+    Args:
+        reward: Whose mean is shown, as ``what``.
+    """
+
+    def __init__(self, run: Path, minutes: float | None, reward: str = "consistency_score", what: str = "judge's score") -> None:
         self.metrics, self.minutes, self.what = run / "metrics.jsonl", minutes, what
+        self._line = re.compile(rf"epoch (\d+)/(\d+): .*?\b{reward} ([\d.]+)")
 
     def __call__(self, line: str) -> tuple[float | None, str] | None:
         """(fraction, the epoch's score) at an epoch's line."""
-        found = re.search(r"epoch (\d+)/(\d+): (\w+) ([\d.]+)", line)
+        found = self._line.search(line)
         if not found:
             return None
         fraction = int(found[1]) / int(found[2])
         if self.minutes and self.metrics.is_file() and (rows := read_rows(self.metrics)):
             fraction = max(fraction, rows[-1].get("train_time", 0.0) / (60 * self.minutes))
-        return min(fraction, 1.0), f"epoch {found[1]}, {self.what} {float(found[4]):.3f}"
+        return min(fraction, 1.0), f"epoch {found[1]}, {self.what} {float(found[3]):.3f}"
 
 
 def rl(ctx: Context) -> dict[str, Any]:
     """GRPO at the training resolution; evaluation at the test resolution before, during and after."""
-    command = ["bash", "scripts/single_node/train_flux.sh", "toy_t2is", f"--config.seed={ctx.seed}",
-               f"--config.save_dir={os.path.relpath(ctx.run.parent, ctx.grpo)}", f"--config.run_name={RUN_NAME}",
+    command = ["bash", "scripts/single_node/train_flux.sh", CONFIG, f"--config.seed={ctx.seed}",
+               f"--config.save_dir={os.path.relpath(ctx.run.parent, ctx.grpo)}", f"--config.run_name={CONFIG}",
                "--config.resume_from=latest", f"--config.max_train_minutes={ctx.minutes}"]  # fmt: skip
     port = ctx.results["server"]["port"]
     if port != PORT:  # evaluation inherits training's arguments

@@ -54,7 +54,7 @@ while [ $# -gt 0 ]; do [ "$1" = --output ] && output="$2"; shift; done
 case "$output" in *.json) echo '{"accuracy": 0.9, "auc": 0.95, "n": 10, "kinds": {"toy_pairs_open_test": {"accuracy": 0.87}}}' > $output ;; esac
 """
 RL = NOTE + r"""
-run="$STATE/quickstart/out/runs/toy_t2is"; mkdir -p $run
+run="$STATE/quickstart/out/runs/toy_t2is_awm"; mkdir -p $run
 [ -n "$FAIL" ] && { echo "error: judge went away" >&2; exit 3; }
 [ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
 cp -r "$STATE/eval" $run/; cp "$STATE/config.yaml" $run/
@@ -101,7 +101,7 @@ def repo(tmp_path):
     for name in ("judge", "flux"):
         (tmp_path / "quickstart/models" / name).mkdir(parents=True)
         (tmp_path / "quickstart/models" / name / "model.safetensors").write_bytes(b"w")
-    for epoch, score in ((0, 0.4), (2, 0.6)):  # full prompts only, as in the quickstart
+    for epoch, score in ((0, 0.4), (2, 0.6)):  # of full prompts alone
         evaluation(tmp_path / f"eval/epoch_{epoch:04d}", [[0] * 4, [0, 1, 2, 3]], [CHARACTERS[0]] * 2, score)
     (tmp_path / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
     return tmp_path
@@ -291,7 +291,7 @@ def test_a_taken_port_is_replaced():
 
 
 def test_epoch_progress_by_epochs_or_by_time(tmp_path):
-    line = "12:00:01 epoch 6/60: consistency_score 0.4512, loss 1e-3"
+    line = "12:00:01 epoch 6/60: between_images 0.9, consistency_score 0.4512, loss 1e-3"
     assert EpochProgress(tmp_path, None)(line) == (0.1, "epoch 6, judge's score 0.451")
     (tmp_path / "metrics.jsonl").write_text('{"phase": "train", "epoch": 6, "train_time": 180.0}\n')
     assert EpochProgress(tmp_path, 6.0)(line)[0] == 0.5
