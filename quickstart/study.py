@@ -40,7 +40,7 @@ import numpy as np
 from paco_grpo.options import load_options
 from paco_toy.hacks import first_warnings, needed_limits
 from paco_toy.processes import failure
-from paco_toy.stages import SERVED_NAME
+from paco_toy.stages import SERVED_NAME, cpu_engine
 from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
@@ -161,7 +161,7 @@ def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: 
     if not waiting:
         return
     OUT.mkdir(parents=True, exist_ok=True)
-    served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL}
+    served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL} | cpu_engine()
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
     pool = ThreadPoolExecutor(jobs)
     try:
