@@ -4,8 +4,8 @@
     .venv/bin/python quickstart/study.py objectives
     .venv/bin/python quickstart/study.py rewards --only table        # table and figure again from finished runs
 
-Runs are `train_flux.sh toy_t2is_awm` (objectives: `toy_t2is`) with overrides and a fixed number of epochs, evaluated at 128 px. Started again, an unfinished
-one continues and a finished one is left alone.
+Runs are `train_flux.sh toy_t2is_awm` (objectives: `toy_t2is`) with overrides and a fixed number of epochs, evaluated at 128 px.
+quickstart/study_NAME.json has the results of finished runs, which are not run again; unfinished ones continue.
 
 rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
@@ -26,7 +26,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ OUT = REPO / "quickstart" / "out" / "study"
 LABEL, PORT = "paco-study", "8077"
 SERVED = {"base_url": f"http://127.0.0.1:{PORT}", "model": SERVED_NAME}
 ORACLE = "paco_toy.oracle:oracle_"
+DRAWN = ("agreement", "choice", "consistency")
 RISE = 0.1  # of agreement, whose minutes are reported
 
 
@@ -155,18 +156,19 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
     print(f"finished {run.name}", flush=True)
 
 
-def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: int) -> None:
-    """Runs ``jobs`` trainings at a time, one thread each, and one server; a finished run is not run again."""
-    waiting = [run for run in runs if not run.is_done]
-    if not waiting:
-        return
+def train(
+    runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: int, finished: Callable[[StudyRun], None]
+) -> None:
+    """Runs ``jobs`` trainings at a time, one thread each, and one server; calls ``finished`` after each."""
     OUT.mkdir(parents=True, exist_ok=True)
     served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL} | cpu_engine()
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
     pool = ThreadPoolExecutor(jobs)
     try:
-        for future in as_completed([pool.submit(_train, run, epochs, every) for run in waiting]):
+        running = {pool.submit(_train, run, epochs, every): run for run in runs}
+        for future in as_completed(running):
             future.result()
+            finished(running[future])
     finally:
         pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
@@ -174,7 +176,7 @@ def train(runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: 
 
 def summarize(run: StudyRun) -> dict:
     """The measures of a finished run, its minutes of training and those until agreement had risen by RISE (None = it did not),
-    the epoch of each sign's first warning, and the limits of config.health at which there would be none."""
+    the epoch of each sign's first warning, the limits of config.health at which there would be none, and its evaluations."""
     everything = read_rows(run.folder / "metrics.jsonl")
     rows = [row for row in everything if row["phase"] == "train"]
     options = load_options(str(run.folder / "config.yaml"))
@@ -182,17 +184,14 @@ def summarize(run: StudyRun) -> dict:
     health = {"warnings": first_warnings(everything, options, steps), "limits_needed": needed_limits(rows)}
     trained = {row["epoch"]: row["train_time"] / 60 for row in rows}
     found = policy_measures(run.folder)
-    course = [(epoch, means["agreement"]) for epoch, means in evaluations(run)]
-    reached = (epoch for epoch, agreement in course[1:] if agreement >= course[0][1] + RISE)
+    folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
+    means = {int(folder.name.removeprefix("epoch_")): Evaluation.of(folder).means() for folder in folders}
+    course = {name: [[epoch, found[name]] for epoch, found in means.items()] for name in DRAWN}
+    (_, before), *later = course["agreement"]
+    reached = (epoch for epoch, agreement in later if agreement >= before + RISE)
     until = next(reached, None)
     minutes = {"minutes": rows[-1]["train_time"] / 60, "minutes_to_rise": None if until is None else trained[until]}
-    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | health | found
-
-
-def evaluations(run: StudyRun) -> list[tuple[int, dict[str, float]]]:
-    """Epoch and means of every evaluation of a run."""
-    folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
-    return [(int(folder.name.removeprefix("epoch_")), Evaluation.of(folder).means()) for folder in folders]
+    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | health | found | {"course": course}
 
 
 def mean_change(results: Sequence[Mapping], name: str) -> str:
@@ -223,17 +222,16 @@ def table(results: Sequence[Mapping]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(runs: Sequence[StudyRun], path: Path) -> None:
+def figure(kinds: Sequence[Kind], results: Sequence[Mapping], path: Path) -> None:
     """Agreement, choice and full prompts' consistency against epochs, a line for each run."""
-    shown = {name: MEASURES[name] for name in ("agreement", "choice", "consistency")}
-    drawn, axes = plt.subplots(1, len(shown), figsize=(12, 3.8), sharex=True, layout="constrained")
-    for run in runs:
-        epochs, means = zip(*evaluations(run), strict=True)
-        for axis, name in zip(axes, shown, strict=True):
-            first = run.seed == run.kind.seeds[0]
-            axis.plot(epochs, [m[name] for m in means], color=run.kind.color, linewidth=1.6, label=run.kind.name if first else None)
-    for axis, title in zip(axes, shown.values(), strict=True):
-        axis.set_title(f"{title}, 128 px", fontsize=10)
+    drawn, axes = plt.subplots(1, len(DRAWN), figsize=(12, 3.8), sharex=True, layout="constrained")
+    for kind in kinds:
+        for number, result in enumerate(r for r in results if r["kind"] == kind.name):
+            for axis, name in zip(axes, DRAWN, strict=True):
+                label = None if number else kind.name
+                axis.plot(*zip(*result["course"][name], strict=True), color=kind.color, linewidth=1.6, label=label)
+    for axis, name in zip(axes, DRAWN, strict=True):
+        axis.set_title(f"{MEASURES[name]}, 128 px", fontsize=10)
         axis.set_xlabel("epochs")
         axis.grid(alpha=0.25)
     axes[0].legend(frameon=False, fontsize=8)
@@ -255,18 +253,32 @@ def main() -> None:
     unknown = set(arguments.runs or ()) - {run.name for run in runs}
     if unknown:
         parser.error(f"--runs: unknown {', '.join(sorted(unknown))}; known: {', '.join(run.name for run in runs)}")
-    chosen = [run for run in runs if not arguments.runs or run.name in arguments.runs]
-    if arguments.only != "table":
+    kinds = [kind.name for kind in STUDIES[arguments.study]]
+    place = REPO / "quickstart" / f"study_{arguments.study}"
+    file = place.with_suffix(".json")
+    results = json.loads(file.read_text()) if file.is_file() else []
+
+    def keep(run: StudyRun) -> None:
+        results.append(summarize(run))
+        results.sort(key=lambda result: (kinds.index(result["kind"]), result["seed"]))
+        file.write_text(json.dumps(results, indent=2) + "\n")
+
+    known = {result["run"] for result in results}
+    for run in runs:
+        if run.name not in known and run.is_done:
+            keep(run)
+            known.add(run.name)
+    waiting = [run for run in runs if run.name not in known and (not arguments.runs or run.name in arguments.runs)]
+    if waiting and arguments.only != "table":
         if not (arguments.judge / "config.json").exists():
             sys.exit(f"no judge in {arguments.judge}: run quickstart/run.sh first, or name one with --judge")
-        train(chosen, arguments.judge, arguments.epochs, arguments.every, arguments.jobs)
-    done = sorted((run for run in runs if run.is_done), key=lambda run: STUDIES[arguments.study].index(run.kind))
-    results, place = [summarize(run) for run in done], REPO / "quickstart" / f"study_{arguments.study}"
+        train(waiting, arguments.judge, arguments.epochs, arguments.every, arguments.jobs, keep)
+    if not results:
+        raise SystemExit(f"{arguments.study}: no run has finished")
     text = table(results)
-    place.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
     place.with_suffix(".md").write_text(text)
     print(text)
-    figure(done, REPO / "assets" / f"study_{arguments.study}.png")
+    figure(STUDIES[arguments.study], results, REPO / "assets" / f"{place.name}.png")
 
 
 if __name__ == "__main__":
