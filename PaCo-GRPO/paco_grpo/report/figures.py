@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paco_grpo.report.data import Curve, Picture, Run, open_picture
 from paco_grpo.report.style import FAINT, GRID, INK, SERIES, new_figure, styled
+from paco_judge.grid import PromptLayoutError, split_prompt
 
 LABELS = {
     "consistency_score": "judge's consistency score",
@@ -172,21 +173,28 @@ def diagnostic_curves(run: Run) -> Figure | None:
         return figure
 
 
+def _theme(prompt: str) -> str:
+    """What a grid prompt says before its panels; any other prompt as it is."""
+    try:
+        return split_prompt(prompt).theme
+    except PromptLayoutError:
+        return prompt
+
+
 def before_after(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str], columns: int = 4) -> Figure:
     """Pictures of pairs in rows of ``columns`` (edits: one less), the scores ``names`` below each.
 
-    Before on the left, after on the right; for edits the reference first, and the instruction above.
+    Before on the left, after on the right, the theme above; for edits the reference first, and the instruction above.
     """
     edits = any(before.reference for before, _ in pairs)
     width, columns = 2 + edits, min(columns - edits, len(pairs))
     rows = -(-len(pairs) // columns)
     with styled():
-        figure = new_figure(1.3 * width * columns, (1.55 + 0.15 * len(names) + 0.2 * edits) * rows)
+        figure = new_figure(1.3 * width * columns, (1.9 + 0.15 * len(names)) * rows)
         places = figure.subfigures(rows, columns, squeeze=False).flat
         for place, (before, after) in zip(places, pairs, strict=False):
-            if edits:
-                text = textwrap.shorten(before.prompt, 18 * width, placeholder="…")
-                place.suptitle(text, x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+            lines = textwrap.wrap(_theme(before.prompt), 20 * width, max_lines=2, placeholder="…")
+            place.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=8, fontweight="bold")
             shown = [("before", before.file, before), ("after", after.file, after)]
             if before.reference:
                 shown.insert(0, ("reference", before.reference, None))
