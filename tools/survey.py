@@ -40,7 +40,7 @@ PACKAGES = {
     "paco_eval": "PaCo-Reward/evaluation",
 }
 # Pages that a command writes.
-GENERATED = ("PaCo-GRPO/benchmarks/results/", "quickstart/study.md")
+GENERATED = ("PaCo-GRPO/benchmarks/results/", "quickstart/study_", "quickstart/seeds.")
 
 
 def main() -> int:
