@@ -103,9 +103,9 @@ def results(summaries: Mapping[int, Mapping[str, Any]]) -> str:
         quickstart_table(summary),
         "![The same prompts and noise before and after](assets/quickstart_before_after.png)",
         "![Curves of that run](assets/quickstart_curves.png)",
-        f"{len(summaries)} seeds ([numbers](quickstart/seeds.json)):",
-        table(summaries).strip(),
     ]
+    if len(summaries) > 1:
+        parts += [f"{len(summaries)} seeds ([numbers](quickstart/seeds.json)):", table(summaries).strip()]
     for name, words in STUDIES.items():
         file = HERE / f"study_{name}.json"
         if file.is_file():

@@ -44,6 +44,8 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(summary):
     assert policy["num_images"] >= 128
     gain = policy["change"]["consistency"]
     assert gain["mean"] >= 0.10 and gain["mean"] > 2 * gain["stderr"]
+    assert policy["change"]["agreement"]["mean"] > 0
+    assert policy["after"]["choice"] >= 0.75 * policy["before"]["choice"]
     assert policy["change"]["reward"]["mean"] > 0
     assert all(policy["change"][name]["mean"] >= -0.05 for name in ("view", "valid", "distinct"))
     assert summary["peak_rss_mb"] <= 6 * 1024
