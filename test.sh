@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole test suite; installs on first use.
-#   bash test.sh            default, about 15 minutes on 2 cores
+#   bash test.sh            default, about 10 minutes on 2 cores
 #   bash test.sh --fast     about 4 minutes
 #   bash test.sh --all      at most 60 minutes: also the server's own environment, each subproject installed alone,
 #                           real vLLM, and one whole quickstart

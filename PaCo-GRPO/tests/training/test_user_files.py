@@ -28,7 +28,7 @@ def options_of(tiny_flux_dir, tmp_path):
     def load(line):
         (tmp_path / "mine.py").write_text(HEAD + f"    {line}\n    return config\n")
         overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1, health__probe_images=0)
-        overrides = {key: value for key, value in overrides.items() if not key.startswith("train.reward_fn")}
+        overrides = {key: value for key, value in overrides.items() if not key.startswith(("train.reward_fn", "train.aggregate_fn"))}
         return load_options(str(tmp_path / "mine.py"), [*overrides.items(), ("train.reward_fn.tiny_run:redness", "0")])
 
     return load
