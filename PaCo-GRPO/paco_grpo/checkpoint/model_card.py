@@ -49,9 +49,10 @@ def write_model_card(
         f"`{options.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
         + (" The weights are the run's moving average." if options.train.ema else "")
     )
+    guidance = f"guidance {options.sample.guidance_scale:g}" if policy.samples_guided else "no guidance, which it learned to do without"
     sizes = (
-        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, guidance "
-        f"{options.sample.guidance_scale:g}; it was trained at {options.train.resolution} px."
+        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, {guidance}; it was "
+        f"trained at {options.train.resolution} px."
     )
     data = (
         f"Prompt set `{options.dataset}` (`{options.prompt_fn}`): {options.sample.unique_sample_num_per_epoch} prompts x "
