@@ -93,8 +93,8 @@ STUDIES = {
                 ("ppo", "#1f5fbf", RATIO),
                 ("guard_grpo", "#2f9e6e", RATIO),
                 ("flow_dppo", "#8a4fbf", RATIO),
-                ("nft", "#b3541e", FORWARD | {"train.sigma_one": True, "train.adv_clip_max": 1.0, "train.beta": 0.02}),
-                ("awm", "#8a8a8a", FORWARD | {"train.adv_clip_max": 1.0, "train.beta": 0.02}),
+                ("nft", "#b3541e", FORWARD | {"train.sigma_one": True, "train.beta": 0.02}),
+                ("awm", "#8a8a8a", FORWARD | {"train.beta": 0.02}),
                 ("dgpo", "#c2a014", FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02}),
             )
         ),

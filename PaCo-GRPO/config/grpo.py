@@ -382,8 +382,7 @@ def toy_t2is_awm() -> ConfigDict:
     config.sample.latents_per_prompt = 1
     config.train.loss_type = "awm"
     config.train.num_sigmas = 3
-    config.train.adv_clip_max = 1.0
-    config.train.beta = 0.02  # without the KL term the velocity leaves the base's without end, and a reward near 1 breaks it
+    config.train.beta = 0.02
     return config
 
 
