@@ -75,19 +75,26 @@ def attempt(edit: Edit, outcome: str, rng: np.random.Generator) -> list[Panel]:
 
 
 def answers(edit: Edit, panels: Sequence[Panel]) -> dict[str, str]:
-    """Question -> the answer that is right, as paco_toy.edit_oracle measures."""
+    """Question -> the answer that is right, as paco_toy.edit_oracle measures, with a reason that describes a panel in both images."""
     made, value = panels[edit.place], getattr(panels[edit.place].character, edit.attribute)
-    followed = not made.broken and made.character.shape == edit.result.shape and value == edit.value
     expected = dataclasses.replace(edit.result, **{edit.attribute: value})  # whether it was followed is the other question
     wanted = [expected if place == edit.place else shown for place, shown in enumerate(edit.characters)]
     changed = [
-        str(before.shape)
-        for before, after, shown, view in zip(edit.characters, wanted, panels, edit.views, strict=True)
-        if shown.broken or shown.character != after or shown.view != view
+        place
+        for place, (panel, character, view) in enumerate(zip(panels, wanted, edit.views, strict=True))
+        if panel != Panel(character, view)
     ]
+
+    def described(place: int) -> str:
+        panel = panels[place]
+        after = "nothing clear" if panel.broken else f"a {panel.character}"
+        moved = ", moved" if panel.view != edit.views[place] else ""
+        return f"First a {edit.characters[place]}, second {after}{moved}."
+
+    followed = not made.broken and made.character.shape == edit.result.shape and value == edit.value
     return {
-        "editing_consistency": f"No. The {changed[0]} changed." if changed else "Yes. The rest is the same.",
-        "editing_instruction": f"{'Yes' if followed else 'No'}. It is {'nothing clear' if made.broken else value}.",
+        "editing_consistency": f"No. {described(changed[0])}" if changed else "Yes. The rest is the same.",
+        "editing_instruction": f"{'Yes' if followed else 'No'}. {described(edit.place)}",
     }
 
 
