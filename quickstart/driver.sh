@@ -4,8 +4,7 @@
 set -euo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$repo/setup.sh"
-# Small tensors are allocated and freed all the time: keep glibc from returning the memory to the system each time.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
+source "$repo/tools/python.sh"  # how Python's memory is kept, for the commands that need no script of theirs
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export PYTHON="$repo/.venv/bin/python"
 # exec: Ctrl-C and SIGTERM reach the driver itself, which then ends everything it started (the judge's server too).

@@ -7,14 +7,20 @@
 Runs are `train_flux.sh toy_t2is_awm` (objectives: `toy_t2is`) with overrides and a fixed number of epochs, evaluated at 128 px.
 quickstart/study_NAME.json has the results of finished runs, which are not run again; unfinished ones continue.
 
+Epochs are 40, or what --epochs says.
+
 rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
     alignment    the control: the oracle's share of panels that show what is named; no judge
     oracle       the ceiling: consistency and variety, both by the oracle
-    32px         judge, trained at 32 px
+    32px, 128px  judge, trained at 32 and at 128 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
+long
+    the same, four times the epochs; and judge: is it exploited, and does config.health warn before the oracle falls?
+two_rewards
+    sum, log_tame, advantage_sum, gdpo: ways to join the judge's consistency and a reward of another size (small JPEG files)
 hacks
     identical_panels, fixed_character, lines: rewards that need no prompt (paco_toy/hacks.py). When does config.health warn?
 """
@@ -28,7 +34,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import matplotlib
@@ -61,6 +67,7 @@ class Kind:
         rewards: Of training.
         options: Further options of PaCo-GRPO.
         config: Named configuration.
+        times: Its runs have so many times the epochs.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Kind:
     options: Mapping[str, object] = field(default_factory=dict)
     seeds: Sequence[int] = (0, 1, 2)
     config: str = "toy_t2is_awm"
+    times: int = 1
 
 
 JUDGE = {"consistency_score": 1.0, "between_images": 8.0}
@@ -85,6 +93,7 @@ STUDIES = {
         Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
         Kind("oracle", "#2f9e6e", CEILING),
         Kind("32px", "#8a4fbf", JUDGE, {"train.resolution": 32}, seeds=(0,)),
+        Kind("128px", "#c2a014", JUDGE, {"train.resolution": 128}, seeds=(0,)),
     ),
     "objectives": (
         *(
@@ -100,7 +109,19 @@ STUDIES = {
         ),
     ),
 }
+STUDIES["long"] = tuple(replace(kind, seeds=(0,), times=4) for kind in (STUDIES["rewards"][0], *STUDIES["objectives"]))
 
+# JPEG files of 64 px images have 2 to 4 kB, a reward of about -0.005.
+SIZED = {"consistency_score": 1.0, "jpeg_compressibility": 1.0}
+STUDIES["two_rewards"] = tuple(
+    Kind(name, color, SIZED, {"train.aggregate_fn": function, "train.aggregate_fn_kwargs": arguments, "test.reward_fn": SIZED | ORACLES}, seeds=(0,))
+    for name, color, function, arguments in (
+        ("sum", "#1f5fbf", None, {}),
+        ("log_tame", "#2f9e6e", "log_tame_aggregate_fn", {}),
+        ("advantage_sum", "#8a4fbf", "weighted_advantage_sum_aggregate_fn", {}),
+        ("gdpo", "#b3541e", "weighted_advantage_sum_aggregate_fn", {"batch_std": True}),
+    )
+)
 
 STUDIES["hacks"] = tuple(
     Kind(name, color, {hack: 1.0}, {"test.reward_fn": {"consistency_score": 1.0, hack: 1.0} | ORACLES})
@@ -141,7 +162,7 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
     judged = {name: SERVED for name in run.kind.rewards if name in JUDGE}
     options = {
         "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
-        "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
+        "num_epochs": run.kind.times * epochs, "max_train_minutes": 600, "eval_freq": every, "num_threads": 1,
         "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
         "test.seed": 1000 + run.seed, "test.num_images": 192, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip

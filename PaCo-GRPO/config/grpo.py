@@ -377,6 +377,7 @@ def toy_t2is() -> ConfigDict:
 def toy_t2is_awm() -> ConfigDict:
     """toy_t2is by AWM: panels agree and choices stay open, where ppo learns little of either (quickstart/study.py objectives)."""
     config = toy_t2is()
+    config.num_epochs = 40  # the same on every machine that does them in its minutes
     config.sample.noise_level = 0.0
     config.sample.same_latent = False
     config.sample.latents_per_prompt = 1

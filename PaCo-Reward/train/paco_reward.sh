@@ -17,9 +17,6 @@ if [[ $# -gt 0 && "$1" != *=* ]]; then
     [[ -f "$CONFIG" ]] && CONFIG="$(realpath "$CONFIG")"
 fi
 
-# glibc returns freed memory to the system at once, which costs page faults at every step: let it keep some. It takes no
-# larger threshold for mmap than 32 MiB.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 export LLAMAFACTORY_VERBOSITY="${LLAMAFACTORY_VERBOSITY:-WARN}"
 
 cd "$ROOT"

@@ -15,11 +15,11 @@ from pathlib import Path
 from paco_toy.processes import MARK, QuickstartError, end_marked
 
 
-def new_parser(script: str, description: str, seed_of: str) -> argparse.ArgumentParser:
-    """A driver's command line, to which it may add arguments; ``seed_of`` names what the seed determines."""
+def new_parser(script: str, description: str, seed_of: str, minutes: float) -> argparse.ArgumentParser:
+    """A driver's command line, to which it may add arguments; ``seed_of`` names what the seed determines, ``minutes`` is a default."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"quickstart/{script}", description=description, formatter_class=style)
-    parser.add_argument("--minutes", type=float, default=5.0, help="time for RL's training epochs (default: 5)")
+    parser.add_argument("--minutes", type=float, default=minutes, help="most time for RL's training epochs (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of} (default 0)")
     parser.add_argument("--fresh", action="store_true", help="start over")
     parser.add_argument("overrides", nargs="*", metavar="--config.a.b=value", help="passed to the training script")

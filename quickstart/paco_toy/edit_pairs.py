@@ -26,7 +26,16 @@ from paco_reward.pairing.records import LabeledPair
 from paco_toy.broken import blank, merged
 from paco_toy.edits import IMAGE_SIDE, Edit, draw_scene, random_edit
 from paco_toy.reward_data import roughened
-from paco_toy.world import ATTRIBUTES, VIEWS, Character, View, assemble_grid, random_jitter, render_panel, split_characters
+from paco_toy.world import (
+    ATTRIBUTES,
+    VIEWS,
+    Character,
+    View,
+    assemble_grid,
+    random_jitter,
+    render_panel,
+    split_characters,
+)
 
 # What became of an edit -> share. The instruction is followed in about half of them, and the rest kept in about half.
 OUTCOMES = {

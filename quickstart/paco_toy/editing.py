@@ -141,7 +141,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see ``paco_toy.drivers.drive`` for the exit status."""
-    parser = new_parser("editing.sh", __doc__, "the edits and of RL")
+    parser = new_parser("editing.sh", __doc__, "the edits and of RL", minutes=5.0)
     parser.add_argument("--editor", choices=EDITORS, default="flux_kontext")
     parser.add_argument("--out", type=Path, default=REPO / "quickstart" / "out", help="default: quickstart/out")
     arguments = parse_arguments(parser, argv)

@@ -118,7 +118,7 @@ def prepare(arguments: argparse.Namespace, out: Path) -> Context:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see ``paco_toy.drivers.drive`` for the exit status."""
-    parser = new_parser("run.sh", __doc__, "everything: data, judge, RL")
+    parser = new_parser("run.sh", __doc__, "everything: data, judge, RL", minutes=6.5)
     parser.add_argument("--rebuild", action="store_true", help="first build the toy base models again (90 minutes)")
     arguments = parse_arguments(parser, argv)
     out = REPO / "quickstart" / "out"
