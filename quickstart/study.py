@@ -109,7 +109,9 @@ STUDIES = {
         ),
     ),
 }
-STUDIES["long"] = tuple(replace(kind, seeds=(0,), times=4) for kind in (STUDIES["rewards"][0], *STUDIES["objectives"]))
+STUDIES["long"] = tuple(
+    replace(kind, name=f"{kind.name}_4x", seeds=(0,), times=4) for kind in (STUDIES["rewards"][0], *STUDIES["objectives"])
+)
 
 # JPEG files of 64 px images have 2 to 4 kB, a reward of about -0.005.
 SIZED = {"consistency_score": 1.0, "jpeg_compressibility": 1.0}
@@ -156,9 +158,8 @@ def runs_of(study: str) -> tuple[StudyRun, ...]:
     return tuple(StudyRun(kind, kind.seeds[n]) for n in range(count) for kind in STUDIES[study] if n < len(kind.seeds))
 
 
-def _train(run: StudyRun, epochs: int, every: int) -> None:
-    path = OUT / f"{run.name}.log"
-    print(f"started {run.name}; log: {path}", flush=True)
+def arguments_of(run: StudyRun, epochs: int, every: int) -> list[str]:
+    """Arguments of train_flux.sh."""
     judged = {name: SERVED for name in run.kind.rewards if name in JUDGE}
     options = {
         "seed": run.seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": run.name, "resume_from": "latest",
@@ -166,8 +167,13 @@ def _train(run: StudyRun, epochs: int, every: int) -> None:
         "train.reward_fn": run.kind.rewards, "train.reward_fn_kwargs": judged,
         "test.seed": 1000 + run.seed, "test.num_images": 192, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
-    given = (f"--config.{name}={value}" for name, value in {**options, **run.kind.options}.items())
-    command = ["bash", "scripts/single_node/train_flux.sh", run.kind.config, *given]
+    return [f"--config.{name}={value}" for name, value in {**options, **run.kind.options}.items()]
+
+
+def _train(run: StudyRun, epochs: int, every: int) -> None:
+    path = OUT / f"{run.name}.log"
+    print(f"started {run.name}; log: {path}", flush=True)
+    command = ["bash", "scripts/single_node/train_flux.sh", run.kind.config, *arguments_of(run, epochs, every)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
     with path.open("w") as log:
         done = subprocess.run(command, cwd=GRPO, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
