@@ -3,7 +3,7 @@
     python -m paco_toy.edit_pairs --out DIR [--seed N]
 
 DIR/toy_edits_train.json, toy_edits_kept_test.json, toy_edits_followed_test.json, dataset_info.json, images/
-DIR/base/: the toy judge's base that sees larger images, because a scene has four panels
+DIR/base/: the toy judge's base, changed to see the four panels of a scene
 
 Edits are right or fail as editors do (OUTCOMES). Test edits result in held-out characters.
 """
@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,13 +136,21 @@ def write(out: Path, seed: int, counts: dict[str, int]) -> None:
 
 
 def write_base(judge: Path, out: Path) -> None:
-    """A copy of the toy judge's base whose processor makes every image BASE_SIDE pixels square."""
+    """A copy of the toy judge's base that makes every image BASE_SIDE pixels square, and whose vision tower looks at each panel
+    by itself: it has only seen single panels."""
     shutil.copytree(judge, out, dirs_exist_ok=True)
-    file = out / "processor_config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    for name in ("image_processor", "video_processor"):
-        config[name]["size"] = dict.fromkeys(config[name]["size"], BASE_SIDE**2)
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def change(name: str, edit: Callable[[dict], None]) -> None:
+        config = json.loads((out / name).read_text(encoding="utf-8"))
+        edit(config)
+        (out / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def enlarge(config: dict) -> None:
+        for name in ("image_processor", "video_processor"):
+            config[name]["size"] = dict.fromkeys(config[name]["size"], BASE_SIDE**2)
+
+    change("processor_config.json", enlarge)
+    change("config.json", lambda config: config["vision_config"].update(window_size=BASE_SIDE // 2, fullatt_block_indexes=[]))
 
 
 def main() -> None:
