@@ -103,7 +103,7 @@ STUDIES = {
                 ("guard_grpo", "#2f9e6e", RATIO),
                 ("flow_dppo", "#8a4fbf", RATIO),
                 ("nft", "#b3541e", FORWARD | {"train.sigma_one": True, "train.beta": 0.02}),
-                ("awm", "#8a8a8a", FORWARD | {"train.beta": 0.02}),
+                ("awm", "#8a8a8a", FORWARD | {"train.beta": 0.02, "train.awm_slow_beta": 0.0}),
                 ("dgpo", "#c2a014", FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02}),
             )
         ),

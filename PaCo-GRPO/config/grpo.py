@@ -384,6 +384,7 @@ def toy_t2is_awm() -> ConfigDict:
     config.train.loss_type = "awm"
     config.train.num_sigmas = 3
     config.train.beta = 0.02
+    config.train.awm_slow_beta = 0.0  # with one optimizer step an epoch, the slow copy is what is trained
     return config
 
 

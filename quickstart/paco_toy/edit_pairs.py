@@ -73,8 +73,10 @@ def attempt(edit: Edit, outcome: str, rng: np.random.Generator) -> list[Panel]:
         panels[edit.place] = Panel(wrong, edit.views[edit.place])
     if outcome in ("other panel", "one more panel"):
         shown = edit.characters[elsewhere]
-        attribute = edit.attribute if outcome == "other panel" else str(rng.choice(list(ATTRIBUTES)))
-        panels[elsewhere] = Panel(_other_value(shown, attribute, "", rng), edit.views[elsewhere])
+        changed = dataclasses.replace(shown, **{edit.attribute: edit.value})
+        if outcome == "one more panel" or changed == shown:
+            changed = _other_value(shown, str(rng.choice(list(ATTRIBUTES))), "", rng)
+        panels[elsewhere] = Panel(changed, edit.views[elsewhere])
     if outcome == "moved":
         views = [v for v in VIEWS if v != edit.views[anywhere]]
         panels[anywhere] = dataclasses.replace(panels[anywhere], view=views[rng.integers(len(views))])
