@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite; installs on first use.
-#   bash test.sh            default, about 10 minutes on 2 cores
-#   bash test.sh --fast     about 4 minutes
+#   bash test.sh            default, 10 to 15 minutes on 2 cores
+#   bash test.sh --fast     4 to 7 minutes
 #   bash test.sh --all      at most 60 minutes: also the server's own environment, each subproject installed alone,
 #                           real vLLM, and one whole quickstart
 # Further arguments go to pytest: bash test.sh -k schedule PaCo-GRPO

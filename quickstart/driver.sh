@@ -4,7 +4,7 @@
 set -euo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$repo/setup.sh"
-source "$repo/tools/python.sh"  # how Python's memory is kept, for the commands that need no script of theirs
+source "$repo/tools/python.sh"  # its settings of glibc, for the commands that are started without a script
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export PYTHON="$repo/.venv/bin/python"
 # exec: Ctrl-C and SIGTERM reach the driver itself, which then ends everything it started (the judge's server too).

@@ -22,12 +22,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+from paco_grpo.report.style import new_figure, save_png, styled
 from paco_toy.processes import Commands, QuickstartError
 from paco_toy.reward_data import TESTS, TRAIN
 from paco_toy.stages import BASE, DATA
@@ -47,30 +44,27 @@ COMMANDS = Commands(OUT, lambda what, fraction, text: None)
 
 
 def lengthened(answer: str, length: int) -> str:
-    """An answer of the toy judge's data with a reason of about ``length`` tokens."""
-    verdict, *shown = re.match(r"(Yes|No)\. (?:Both show|First) (.*?)(?:, second (.*))?\.$", answer).groups()
-    first, second = (text.split()[-1] if length == 5 else text for text in (shown[0], shown[1] or shown[0]))
-    if length == 5:
-        return f"{verdict}. {first}, {second}."
-    whole = f"First {first}, second {second}."
-    parts = [f"First {one}, second {other}." for one, other in zip(first.split()[1:], second.split()[1:])]
-    if length == 20:
-        return " ".join([f"{verdict}.", whole, *parts[-1:]])
-    back = f"Second {second}, first {first}."
-    return " ".join([f"{verdict}.", whole, *parts, back, *parts])
+    """An answer of the toy judge's data with a reason of about ``length`` (one of LENGTHS) tokens."""
+    verdict, first, second = re.match(r"(Yes|No)\. (?:Both show|First) (.*?)(?:, second (.*))?\.$", answer).groups()
+    second = second or first
+    shapes = f"{first.split()[-1]}, {second.split()[-1]}."
+    whole, back = f"First {first}, second {second}.", f"Second {second}, first {first}."
+    attributes = " ".join(f"First {a}, second {b}." for a, b in zip(first.split()[1:], second.split()[1:]))
+    reasons = {5: shapes, 20: f"{whole} {shapes}", 60: f"{whole} {attributes} {back} {attributes}"}
+    return f"{verdict}. {reasons[length]}"
 
 
 def data(length: int) -> str:
     """A folder with the training pairs, answers of this length, as seen from PaCo-Reward."""
     world, folder = (REWARD / DATA).resolve(), OUT / f"data_{length}"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        rows = json.loads((world / f"{TRAIN}.json").read_text())
-        for row in rows:
-            row["messages"][1]["content"] = lengthened(row["messages"][1]["content"], length)
-        (folder / f"{TRAIN}.json").write_text(json.dumps(rows))
-        (folder / "dataset_info.json").write_text((world / "dataset_info.json").read_text())
-        (folder / "images").symlink_to(world / "images")
+    shutil.rmtree(folder, ignore_errors=True)  # of another world
+    folder.mkdir(parents=True)
+    rows = json.loads((world / f"{TRAIN}.json").read_text())
+    for row in rows:
+        row["messages"][1]["content"] = lengthened(row["messages"][1]["content"], length)
+    (folder / f"{TRAIN}.json").write_text(json.dumps(rows))
+    shutil.copy(world / "dataset_info.json", folder)
+    (folder / "images").symlink_to(world / "images")
     return os.path.relpath(folder, REWARD)
 
 
@@ -112,7 +106,8 @@ def table(results: Sequence[Mapping]) -> str:
 
 def figure(results: Sequence[Mapping], path: Path) -> None:
     """Mean accuracy by the length of reasons, a line for each loss."""
-    drawn, axis = plt.subplots(figsize=(5, 3.6), layout="constrained")
+    drawn = new_figure(5, 3.6)
+    axis = drawn.subplots()
     for loss in LOSSES:
         own = {length: [r["accuracy"] for r in results if (r["loss"], r.get("length")) == (loss, length)] for length in LENGTHS}
         points = [(length, np.mean(found)) for length, found in own.items() if found]
@@ -122,9 +117,8 @@ def figure(results: Sequence[Mapping], path: Path) -> None:
     axis.set_xticks(LENGTHS, map(str, LENGTHS))
     axis.set_xlabel("tokens of a reason")
     axis.set_ylabel("accuracy, held-out pairs")
-    axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
-    drawn.savefig(path, dpi=110)
+    axis.legend()
+    save_png(drawn, path)
 
 
 def main() -> None:
@@ -155,8 +149,11 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     finally:
         COMMANDS.stop()
+    if not results:
+        raise SystemExit("no run has finished")
     print(table(results))
-    figure(results, REPO / "assets" / "judge_losses.png")
+    with styled():
+        figure(results, REPO / "assets" / "judge_losses.png")
 
 
 if __name__ == "__main__":

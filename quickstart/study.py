@@ -7,8 +7,6 @@
 Runs are `train_flux.sh toy_t2is_awm` (objectives: `toy_t2is`) with overrides and a fixed number of epochs, evaluated at 128 px.
 quickstart/study_NAME.json has the results of finished runs, which are not run again; unfinished ones continue.
 
-Epochs are 40, or what --epochs says.
-
 rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
@@ -17,10 +15,12 @@ rewards
     32px, 128px  judge, trained at 32 and at 128 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
+exponents
+    w3, w4, w5: the oracle's consistency and variety, with other weights of variety than 8
 long
-    the same, four times the epochs; and judge: is it exploited, and does config.health warn before the oracle falls?
+    judge and each objective for four times the epochs: is the judge exploited, and does config.health warn before the oracle falls?
 two_rewards
-    sum, log_tame, advantage_sum, gdpo: ways to join the judge's consistency and a reward of another size (small JPEG files)
+    sum, log_tame, advantage_sum, gdpo: ways to join the judge's consistency with a reward of other size, that of small JPEG files
 hacks
     identical_panels, fixed_character, lines: rewards that need no prompt (paco_toy/hacks.py). When does config.health warn?
 """
@@ -37,13 +37,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
 from paco_grpo.options import load_options
+from paco_grpo.report.style import new_figure, save_png, styled
 from paco_toy.hacks import first_warnings, needed_limits
 from paco_toy.processes import failure
 from paco_toy.stages import SERVED_NAME, cpu_engine
@@ -109,6 +106,10 @@ STUDIES = {
         ),
     ),
 }
+STUDIES["exponents"] = tuple(
+    Kind(f"w{exponent}", color, CEILING | {f"{ORACLE}between_images": float(exponent)}, seeds=(0,))
+    for exponent, color in {3: "#b3541e", 4: "#8a4fbf", 5: "#2f9e6e"}.items()
+)
 STUDIES["long"] = tuple(
     replace(kind, name=f"{kind.name}_4x", seeds=(0,), times=4) for kind in (STUDIES["rewards"][0], *STUDIES["objectives"])
 )
@@ -116,12 +117,12 @@ STUDIES["long"] = tuple(
 # JPEG files of 64 px images have 2 to 4 kB, a reward of about -0.005.
 SIZED = {"consistency_score": 1.0, "jpeg_compressibility": 1.0}
 STUDIES["two_rewards"] = tuple(
-    Kind(name, color, SIZED, {"train.aggregate_fn": function, "train.aggregate_fn_kwargs": arguments, "test.reward_fn": SIZED | ORACLES}, seeds=(0,))
-    for name, color, function, arguments in (
+    Kind(name, color, SIZED, {"test.reward_fn": SIZED | ORACLES, "train.aggregate_fn": function} | more, seeds=(0,))
+    for name, color, function, more in (
         ("sum", "#1f5fbf", None, {}),
         ("log_tame", "#2f9e6e", "log_tame_aggregate_fn", {}),
         ("advantage_sum", "#8a4fbf", "weighted_advantage_sum_aggregate_fn", {}),
-        ("gdpo", "#b3541e", "weighted_advantage_sum_aggregate_fn", {"batch_std": True}),
+        ("gdpo", "#b3541e", "weighted_advantage_sum_aggregate_fn", {"train.aggregate_fn_kwargs.batch_std": True}),
     )
 )
 
@@ -251,18 +252,18 @@ def table(results: Sequence[Mapping]) -> str:
 
 def figure(kinds: Sequence[Kind], results: Sequence[Mapping], path: Path) -> None:
     """Agreement, choice and full prompts' consistency against epochs, a line for each run."""
-    drawn, axes = plt.subplots(1, len(DRAWN), figsize=(12, 3.8), sharex=True, layout="constrained")
+    drawn = new_figure(12, 3.8)
+    axes = drawn.subplots(1, len(DRAWN), sharex=True)
     for kind in kinds:
         for number, result in enumerate(r for r in results if r["kind"] == kind.name):
             for axis, name in zip(axes, DRAWN, strict=True):
                 label = None if number else kind.name
                 axis.plot(*zip(*result["course"][name], strict=True), color=kind.color, linewidth=1.6, label=label)
     for axis, name in zip(axes, DRAWN, strict=True):
-        axis.set_title(f"{MEASURES[name]}, 128 px", fontsize=10)
+        axis.set_title(f"{MEASURES[name]}, 128 px")
         axis.set_xlabel("epochs")
-        axis.grid(alpha=0.25)
-    axes[0].legend(frameon=False, fontsize=8)
-    drawn.savefig(path, dpi=110)
+    axes[0].legend()
+    save_png(drawn, path, dpi=110)
 
 
 def main() -> None:
@@ -305,7 +306,8 @@ def main() -> None:
     text = table(results)
     place.with_suffix(".md").write_text(text)
     print(text)
-    figure(STUDIES[arguments.study], results, REPO / "assets" / f"{place.name}.png")
+    with styled():
+        figure(STUDIES[arguments.study], results, REPO / "assets" / f"{place.name}.png")
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndar
     return grids
 
 
-def blank(side: int, rng: np.random.Generator) -> np.ndarray:
+def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
     """A panel in one color, mostly white."""
     return np.ones((side, side, 3)) * (1.0 if rng.random() < 0.6 else rng.random(3))
 
 
-def merged(side: int, rng: np.random.Generator) -> np.ndarray:
+def _merged(side: int, rng: np.random.Generator) -> np.ndarray:
     """Two panels of different characters on top of each other."""
     two = [CHARACTERS[c] for c in rng.choice(len(CHARACTERS), size=2, replace=False)]
     panels = [render_panel(c, VIEWS[rng.integers(len(VIEWS))], side, random_jitter(rng)) for c in two]
@@ -54,7 +54,7 @@ def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
     """Panels that the oracle calls invalid; neighbors in the list are mostly of one kind and one grid."""
     rng = np.random.default_rng([seed, 40])
     grids = _unfinished(flux, seed, rng)
-    for make in (blank, merged, merged):
+    for make in (_blank, _merged, _merged):
         for number in range(GRIDS):
             side = (16, 32, 64)[number % 3]
             panels = [make(side, rng) for _ in range(4)]

@@ -1,11 +1,6 @@
 """What the README says of the quickstart and its studies is what their files say."""
 
 import json
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE))  # seeds.py and study.py are scripts
 
 import seeds
 

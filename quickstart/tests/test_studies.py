@@ -1,20 +1,13 @@
 """The longer studies: what they ask the trainer for is known to it, and the judge's answers get longer."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+import judge_study
+import study
 from paco_grpo.options import read_options
 from paco_grpo.options.checks import find_problems
 from paco_toy.reward_data import verdict
 from paco_toy.world import CHARACTERS
-
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE))  # study.py and judge_study.py are scripts
-
-import judge_study
-import study
 
 KINDS = [pytest.param(name, kind, id=f"{name}-{kind.name}") for name, kinds in study.STUDIES.items() for kind in kinds]
 
