@@ -123,11 +123,12 @@ def _rows(read: Read, columns: list[str], path: Path) -> Any:
 def _open_table(path: Path) -> tuple[Any, list[Read]]:
     """The schema of an Arrow or Parquet file, and for each of its pieces a function that reads columns of it."""
     try:
-        if path.suffix == ".parquet":
-            file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            pieces = [partial(file.read_row_group, number) for number in range(file.num_row_groups)]
-            return file.schema_arrow, pieces
         source = pyarrow.memory_map(str(path))
+        if path.suffix == ".parquet":
+            mapped = source.read_buffer()
+            file = pyarrow.parquet.ParquetFile(mapped)
+            pieces = [partial(_read_row_group, mapped, file.metadata, number) for number in range(file.num_row_groups)]
+            return file.schema_arrow, pieces
         try:  # ``datasets`` writes the stream format
             batches = list(pyarrow.ipc.open_stream(source))
         except pyarrow.ArrowInvalid:
@@ -136,6 +137,11 @@ def _open_table(path: Path) -> tuple[Any, list[Read]]:
         return batches[0].schema, [batch.select for batch in batches]
     except (pyarrow.ArrowInvalid, OSError, IndexError) as error:
         raise DataError(f"{path} cannot be read as {path.suffix[1:]}: {str(error).splitlines()[0]}") from error
+
+
+def _read_row_group(mapped: pyarrow.Buffer, metadata: Any, number: int, columns: list[str]) -> Any:
+    # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
+    return pyarrow.parquet.ParquetFile(mapped, metadata=metadata).read_row_group(number, columns)
 
 
 def _columns(schema: Any, path: Path) -> tuple[list[str], str]:

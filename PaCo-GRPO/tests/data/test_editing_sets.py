@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -87,6 +88,16 @@ def test_arrow_editing(tmp_path, suffix, write, struct):
     assert [item.metadata["category"] for item in items] == list("abcde")
     for item, data in zip(items, images, strict=True):
         assert np.array_equal(np.asarray(item.image), np.asarray(Image.open(io.BytesIO(data))))
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_images_are_read_in_several_threads_at_once(tmp_path, suffix, write):
+    """Each reward reads an item's image in a thread of its own."""
+    write(tmp_path / f"test.{suffix}", table([encoded(color) for color in COLORS]))
+    items = load_prompts(tmp_path, "test", "arrow_editing")
+    expected = [item.image.getpixel((0, 0)) for item in items]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda item: item.image.getpixel((0, 0)), items * 100)) == expected * 100
 
 
 @pytest.mark.slow  # importing datasets
