@@ -12,6 +12,8 @@ rewards
     plain        the judge's consistency alone: does the choice collapse?
     alignment    the control: the oracle's share of panels that show what is named; no judge
     oracle       the ceiling: consistency and variety, both by the oracle
+    judge_open, alignment_open   judge and control, trained on open prompts only: full ones teach to show what is named, and that carries
+                 over to what is not
     32px, 128px  judge, trained at 32 and at 128 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
@@ -30,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +51,9 @@ from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
 GRPO = REPO / "PaCo-GRPO"
+PROMPTS = REPO / "quickstart" / "out" / "world" / "prompts"
 OUT = REPO / "quickstart" / "out" / "study"
+OPEN_PROMPTS = OUT / "open_prompts"
 LABEL, PORT = "paco-study", "8077"
 SERVED = {"base_url": f"http://127.0.0.1:{PORT}", "model": SERVED_NAME}
 ORACLE = "paco_toy.oracle:oracle_"
@@ -89,6 +94,8 @@ STUDIES = {
         Kind("plain", "#b3541e", {"consistency_score": 1.0}),
         Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
         Kind("oracle", "#2f9e6e", CEILING),
+        Kind("judge_open", "#7fa8e6", JUDGE, {"dataset": os.path.relpath(OPEN_PROMPTS, GRPO)}),
+        Kind("alignment_open", "#c4c4c4", {f"{ORACLE}alignment": 1.0}, {"dataset": os.path.relpath(OPEN_PROMPTS, GRPO)}),
         Kind("32px", "#8a4fbf", JUDGE, {"train.resolution": 32}, seeds=(0,)),
         Kind("128px", "#c2a014", JUDGE, {"train.resolution": 128}, seeds=(0,)),
     ),
@@ -159,6 +166,14 @@ def runs_of(study: str) -> tuple[StudyRun, ...]:
     return tuple(StudyRun(kind, kind.seeds[n]) for n in range(count) for kind in STUDIES[study] if n < len(kind.seeds))
 
 
+def write_open_prompts() -> None:
+    """The world's prompts without the full ones of training."""
+    OPEN_PROMPTS.mkdir(parents=True, exist_ok=True)
+    shutil.copy(PROMPTS / "test_metadata.jsonl", OPEN_PROMPTS)
+    rows = (PROMPTS / "train_metadata.jsonl").read_text().splitlines(keepends=True)
+    (OPEN_PROMPTS / "train_metadata.jsonl").write_text("".join(row for row in rows if json.loads(row)["open"]))
+
+
 def arguments_of(run: StudyRun, epochs: int, every: int) -> list[str]:
     """Arguments of train_flux.sh."""
     judged = {name: SERVED for name in run.kind.rewards if name in JUDGE}
@@ -188,7 +203,7 @@ def train(
     runs: Sequence[StudyRun], judge: Path, epochs: int, every: int, jobs: int, finished: Callable[[StudyRun], None]
 ) -> None:
     """Runs ``jobs`` trainings at a time, one thread each, and one server; calls ``finished`` after each."""
-    OUT.mkdir(parents=True, exist_ok=True)
+    write_open_prompts()
     served = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": PORT, "VLLM_LABEL": LABEL} | cpu_engine()
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env={**os.environ, **served}, check=True)
     pool = ThreadPoolExecutor(jobs)
