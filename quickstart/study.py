@@ -18,7 +18,7 @@ rewards
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
 exponents
-    w3, w4, w5: the oracle's consistency and variety, with other weights of variety than 6
+    w3, w4, w5: the oracle's consistency and variety, with other weights of variety than 8
 long
     judge and each objective for four times the epochs: is the judge exploited, and does config.health warn before the oracle falls?
 two_rewards
@@ -81,8 +81,8 @@ class Kind:
     times: int = 1
 
 
-JUDGE = {"consistency_score": 1.0, "between_images": 6.0}
-CEILING = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 6.0}
+JUDGE = {"consistency_score": 1.0, "between_images": 8.0}
+CEILING = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}
 ORACLES = {f"{ORACLE}{name}": 1.0 for name in ("consistency", "alignment", "valid")}  # that watch a hack
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
@@ -285,8 +285,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--epochs", type=int, default=30, help="epochs of each run")
-    parser.add_argument("--every", type=int, default=15, help="epochs between evaluations")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of each run")
+    parser.add_argument("--every", type=int, default=10, help="epochs between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=REPO / "quickstart" / "out" / "judge")
     parser.add_argument("--runs", nargs="*", metavar="RUN", help="runs to do, such as judge-seed0; default all")

@@ -363,13 +363,16 @@ def toy_t2is() -> ConfigDict:
     config.max_sequence_length = 32  # the toy model was built with it; the longest prompt has 31 tokens
     config.train.reward_fn = {
         "consistency_score": 1.0,
-        "between_images": 6.0,
+        "between_images": 8.0,
         "paco_toy.oracle:oracle_consistency": 0.0,  # weight 0: monitored at 64 px, not trained on
     }
     config.train.aggregate_fn = "product_aggregate_fn"
     config.train.reward_fn_kwargs = {name: {"model": "PaCo-Reward-Toy"} for name in ("consistency_score", "between_images")}
-    config.train.lora_rank = 32  # with 8, agreement grows at half the speed
-    config.train.lora_alpha = 64
+    # Panels that agree need a LoRA of full rank (the width is 128) on all linear layers: docs/rewards.md.
+    config.train.lora_rank = 128
+    config.train.lora_alpha = 256
+    config.train.lora_targets = r"(single_)?transformer_blocks\..*|.*embedder.*|proj_out|norm_out\.linear"
+    config.train.learning_rate = 1e-3
     config.sample.latents_per_prompt = 4
     oracles = ("consistency", "alignment", "view", "valid", "distinct")
     config.test.reward_fn = {"consistency_score": 1.0} | {f"paco_toy.oracle:oracle_{name}": 1.0 for name in oracles}
@@ -379,7 +382,7 @@ def toy_t2is() -> ConfigDict:
 def toy_t2is_awm() -> ConfigDict:
     """toy_t2is by AWM: panels agree and choices stay open, where ppo learns little of either (docs/rewards.md)."""
     config = toy_t2is()
-    config.num_epochs = 30  # so that results do not depend on the machine's speed; max_train_minutes ends slower ones
+    config.num_epochs = 20  # so that results do not depend on the machine's speed; max_train_minutes ends slower ones
     config.sample.noise_level = 0.0
     config.sample.same_latent = False
     config.sample.latents_per_prompt = 1

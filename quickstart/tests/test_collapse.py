@@ -17,6 +17,7 @@ def train(folder: Path, learning_rate: float, *options: str) -> tuple[int, str, 
     oracle = '{"paco_toy.oracle:oracle_consistency": 1.0}'
     values = {
         "run_name": f"lr{learning_rate:g}", "save_dir": folder, "dataset": folder / "prompts", "num_epochs": 2,
+        "train.lora_targets": "default", "train.lora_rank": 8, "train.lora_alpha": 16,  # with which images lose contrast
         "train.learning_rate": learning_rate, "train.reward_fn": oracle, "train.reward_fn_kwargs": "",
         "test.reward_fn": oracle, "test.at_start": False, "test.resolution": 32, "test.num_images": 4,
         "train.resolution": 32, "sample.num_images_per_prompt": 8, "sample.unique_sample_num_per_epoch": 4,
