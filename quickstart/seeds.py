@@ -29,6 +29,7 @@ RESULTS, OUT, README = HERE / "seeds.json", HERE / "out", HERE.parent / "README.
 FIRST_REPORTED = 10  # settings were chosen on the seeds below
 SHOWN = 0  # the seed of the README's pictures
 STUDIES = {"rewards": "What each reward does", "objectives": "What each objective does with one reward"}
+SHOWN_MEASURES = ("agreement", "kappa", "choice", "consistency")
 SIDES = ("alignment", "view", "valid", "distinct")
 
 
@@ -49,19 +50,19 @@ def _change(summary: Mapping[str, Any], name: str) -> str:
 
 def table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     """Markdown: a row for each seed, and the means."""
-    head = ("seed", "judge", "its weakest kind", "τ-b", *(MEASURES[name] for name in ("consistency", "agreement", "choice")), *SIDES)
+    head = ("seed", "judge", "its weakest kind", "τ-b", *(MEASURES[name] for name in SHOWN_MEASURES), *SIDES)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for seed, summary in sorted(summaries.items()):
         judge, change = summary["judge"]["lora"], summary["policy"]["change"]
         weakest = min(kind["accuracy"] for kind in judge["kinds"].values())
         cells = [str(seed), f"{judge['accuracy']:.3f}", f"{weakest:.3f}", f"{summary['rank']['kendalltau']:.2f}"]
-        cells += [_change(summary, name) for name in ("consistency", "agreement", "choice")]
+        cells += [_change(summary, name) for name in SHOWN_MEASURES]
         cells += [f"{change[name]['mean']:+.3f} ± {change[name]['stderr']:.3f}" for name in SIDES]
         lines.append(f"| {' | '.join(cells)} |")
     for words, is_own in (("settings chosen on them", lambda n: n < FIRST_REPORTED), ("run once", lambda n: n >= FIRST_REPORTED)):
         changes = [summary["policy"]["change"] for seed, summary in summaries.items() if is_own(seed)]
         if len(changes) > 1:
-            means = (f"{np.mean([c[name]['mean'] for c in changes]):+.3f}" for name in ("consistency", "agreement", "choice", *SIDES))
+            means = (f"{np.mean([c[name]['mean'] for c in changes]):+.3f}" for name in (*SHOWN_MEASURES, *SIDES))
             lines.append(f"| mean of {len(changes)}, {words} | | | | {' | '.join(means)} |")
     return "\n".join(lines) + "\n"
 
@@ -84,7 +85,7 @@ def quickstart_table(summary: Mapping[str, Any]) -> str:
 
 def study_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: the mean change of each kind of run of study.py."""
-    names = ("agreement", "choice", "consistency", *SIDES)
+    names = (*SHOWN_MEASURES, *SIDES)
     lines = [f"| | seeds, epochs | {' | '.join(MEASURES[name] for name in names)} |", "|---" * (len(names) + 2) + "|"]
     for kind in dict.fromkeys(result["kind"] for result in found):
         own = [result for result in found if result["kind"] == kind]

@@ -57,7 +57,7 @@ OPEN_PROMPTS = OUT / "open_prompts"
 LABEL, PORT = "paco-study", "8077"
 SERVED = {"base_url": f"http://127.0.0.1:{PORT}", "model": SERVED_NAME}
 ORACLE = "paco_toy.oracle:oracle_"
-DRAWN = ("agreement", "choice", "consistency")
+DRAWN = ("agreement", "kappa", "choice", "consistency")
 RISE = 0.1  # of agreement, whose minutes are reported
 
 
@@ -266,8 +266,8 @@ def table(results: Sequence[Mapping]) -> str:
 
 
 def figure(kinds: Sequence[Kind], results: Sequence[Mapping], path: Path) -> None:
-    """Agreement, choice and full prompts' consistency against epochs, a line for each run."""
-    drawn = new_figure(12, 3.8)
+    """Agreement, alone and beyond chance, choice and full prompts' consistency against epochs, a line for each run."""
+    drawn = new_figure(15, 3.8)
     axes = drawn.subplots(1, len(DRAWN), sharex=True)
     for kind in kinds:
         for number, result in enumerate(r for r in results if r["kind"] == kind.name):

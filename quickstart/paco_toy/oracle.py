@@ -84,17 +84,37 @@ class Reading:
         The entropy, divided by that of the uniform choice, of the value that most panels of an image have (of those that
         show what is named; a tie counts in parts), over the images whose prompts leave the attribute open. NaN without any.
         """
-        open_here = np.array([attribute in c.left_open for c in named], dtype=bool)
-        right = self.shows(named) & open_here[:, None]
-        count = len(ATTRIBUTES[attribute])
-        shown = (ATTRIBUTE_VALUES[attribute][self.character][..., None] == np.arange(count)) & right[..., None]
-        votes = shown.sum(axis=1)
-        most = (votes == votes.max(axis=1, keepdims=True)) & right.any(axis=1, keepdims=True)
+        votes = self._votes(named, attribute)
+        most = (votes == votes.max(axis=1, keepdims=True)) & votes.any(axis=1, keepdims=True)
         chosen = (most / np.maximum(most.sum(axis=1, keepdims=True), 1)).sum(axis=0)
         if not chosen.any():
             return float("nan")
         shares = chosen[chosen > 0] / chosen.sum()
-        return float(-(shares * np.log(shares)).sum() / np.log(count))
+        return float(-(shares * np.log(shares)).sum() / np.log(votes.shape[1]))
+
+    def kappa(self, named: Sequence[Character], attribute: str) -> float:
+        """Fleiss' kappa of the panels of an image about an open attribute: agreement beyond chance, at most 1.
+
+        (P − P_e) / (1 − P_e): P is the share of pairs of panels of one image with the same value (of panels that show what
+        is named, over the images whose prompts leave the attribute open), P_e that of pairs drawn from all images (Fleiss,
+        1971, here with unequal numbers of panels). One value for all images gives 0. NaN without a pair.
+        """
+        votes = self._votes(named, attribute)
+        panels = votes.sum(axis=1)
+        pairs = (panels * (panels - 1)).sum()
+        if not pairs:
+            return float("nan")
+        by_chance = float(np.square(votes.sum(axis=0) / panels.sum()).sum())
+        if by_chance == 1:
+            return 0.0
+        return float(((votes * (votes - 1)).sum() / pairs - by_chance) / (1 - by_chance))
+
+    def _votes(self, named: Sequence[Character], attribute: str) -> np.ndarray:
+        """Number of panels with each value (B, V) int: of those that show what is named; none where it is not left open."""
+        open_here = np.array([attribute in c.left_open for c in named], dtype=bool)
+        right = self.shows(named) & open_here[:, None]
+        values = np.arange(len(ATTRIBUTES[attribute]))
+        return ((ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)
 
     def view_following(self, views: np.ndarray) -> np.ndarray:
         """Share of panels in the requested view, int (B, 4)."""

@@ -27,13 +27,15 @@ MEASURES = {
     "consistency": "consistency, full prompts",
     "agreement": "agreement, open prompts",
     "choice": "evenness of their choice",
+    "kappa": "agreement beyond chance (κ)",
     "reward": "the judge's score",
     "alignment": "panels show what is named",
     "view": "panels in the view asked for",
     "valid": "valid panels",
     "distinct": "panels differ in view",
 }
-_RESAMPLES = 400  # of the prompts, for the standard error of choice
+_POOLED = ("choice", "kappa")  # no means over images
+_RESAMPLES = 400  # of the prompts, for their standard error
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
@@ -88,32 +90,32 @@ class Evaluation:
         }
         return cls(named, reading, scores)
 
-    def choice(self, rows: np.ndarray | slice = slice(None)) -> float:
-        """Mean over the attributes that the prompts of these images leave open; NaN if there is none."""
+    def pooled(self, measure: str, rows: np.ndarray | slice = slice(None)) -> float:
+        """``choice`` or ``kappa``: mean over the attributes that the prompts of these images leave open; NaN if there is none."""
         reading = Reading(*(getattr(self.reading, field.name)[rows] for field in dataclasses.fields(Reading)))
         named = [self.named[i] for i in np.arange(len(self.named))[rows]]
-        values = [value for name in ATTRIBUTES if not math.isnan(value := reading.choice(named, name))]
+        values = [value for name in ATTRIBUTES if not math.isnan(value := getattr(reading, measure)(named, name))]
         return float(np.mean(values)) if values else math.nan
 
     def means(self) -> dict[str, float]:
         """Measure -> its mean over the images that it applies to; without measures that apply to none."""
         means = {name: float(np.nanmean(values)) for name, values in self.scores.items() if not np.isnan(values).all()}
-        if not math.isnan(choice := self.choice()):
-            means["choice"] = choice
+        means |= {name: value for name in _POOLED if not math.isnan(value := self.pooled(name))}
         return {name: means[name] for name in MEASURES if name in means}
 
 
 def changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float]]:
     """Measure -> ``mean`` and paired ``stderr`` of after − before, for two evaluations of the same prompts and noise.
 
-    The standard error of ``choice``, which is no mean over images, is that of resampled prompts.
+    The standard error of ``choice`` and ``kappa``, which are no means over images, is that of resampled prompts.
     """
     found = {}
     for name in after.means():
-        if name == "choice":
+        if name in _POOLED:
             rng, count = np.random.default_rng(0), len(before.named)
             drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
-            mean, stderr = after.choice() - before.choice(), np.nanstd([after.choice(rows) - before.choice(rows) for rows in drawn])
+            mean = after.pooled(name) - before.pooled(name)
+            stderr = np.nanstd([after.pooled(name, rows) - before.pooled(name, rows) for rows in drawn])
         else:
             difference = after.scores[name] - before.scores[name]
             difference = difference[~np.isnan(difference)]

@@ -138,7 +138,7 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert summary["judge"]["lora"]["kinds"]["toy_pairs_open_test"]["accuracy"] == 0.87 and "open 0.870" in done.stdout
     assert summary["rank"] == {"kendalltau": 0.8, "top1": 1.0, "items": 1, "histogram": {"kendalltau": 0.5, "items": 1}}
     assert summary["policy"]["after"]["reward"] == pytest.approx(0.6)
-    assert set(summary["policy"]["change"]) == set(MEASURES) - {"agreement", "choice"}
+    assert set(summary["policy"]["change"]) == set(MEASURES) - {"agreement", "choice", "kappa"}
     assert (summary["train_resolution"], summary["test_resolution"], summary["engine"]) == (64, 128, "transformers")
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
     assert summary["seed"] == 3 and summary["peak_rss_mb"] > 5 and "torch" in summary["versions"]
@@ -313,7 +313,7 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     full = tmp_path / "full"
     for epoch in (0, 1):
         evaluation(full / f"eval/epoch_{epoch:04d}", [[0] * 4] * 2, [CHARACTERS[0]] * 2, 0.5)
-    assert set(policy_measures(full)["change"]) == set(MEASURES) - {"agreement", "choice"}
+    assert set(policy_measures(full)["change"]) == set(MEASURES) - {"agreement", "choice", "kappa"}
 
 
 def test_measures_need_two_evaluations(tmp_path):
