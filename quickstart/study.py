@@ -10,7 +10,8 @@ quickstart/study_NAME.json has the results of finished runs, which are not run a
 rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
-    alignment    the control: the oracle's share of panels that show what is named; no judge
+    alignment    a control: the oracle's share of panels that show what is named; no judge
+    named_variety   the control that keeps the choice: judge with this share in place of the consistency, times variety
     oracle       the ceiling: consistency and variety, both by the oracle
     judge_open, alignment_open   judge and control, trained on open prompts only: full ones teach to show what is named, and that carries
                  over to what is not
@@ -93,6 +94,7 @@ STUDIES = {
         Kind("judge", "#1f5fbf", JUDGE),
         Kind("plain", "#b3541e", {"consistency_score": 1.0}),
         Kind("alignment", "#8a8a8a", {f"{ORACLE}alignment": 1.0}),
+        Kind("named_variety", "#4a4a4a", {f"{ORACLE}alignment": 1.0, "between_images": 8.0}),
         Kind("oracle", "#2f9e6e", CEILING),
         Kind("judge_open", "#7fa8e6", JUDGE, {"dataset": os.path.relpath(OPEN_PROMPTS, GRPO)}),
         Kind("alignment_open", "#c4c4c4", {f"{ORACLE}alignment": 1.0}, {"dataset": os.path.relpath(OPEN_PROMPTS, GRPO)}),

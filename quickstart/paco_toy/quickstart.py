@@ -24,7 +24,7 @@ from paco_toy.stages import STAGES, Context, stop_server
 
 REPO = Path(__file__).resolve().parents[2]
 NEEDED_MB = 500
-BASES = ("flux", "judge")  # folders in quickstart/models
+SETTINGS = ("quickstart/models/flux/**/*", "quickstart/models/judge/**/*", "PaCo-GRPO/config/*.py", "PaCo-Reward/config/toy_*.yaml")
 VERSION = 1  # of what the stages write; another one starts over
 
 
@@ -36,12 +36,12 @@ def save(ctx: Context) -> None:
     replacement.replace(ctx.out / "state.json")
 
 
-def settings_key(seed: int, minutes: float | None, overrides: tuple[str, ...], models: Path) -> str:
-    """A hash of everything that the results depend on: arguments and the base models' bytes."""
+def settings_key(seed: int, minutes: float | None, overrides: tuple[str, ...], repo: Path) -> str:
+    """A hash of what a user changes to get other results: arguments, configurations, base models."""
     digest = hashlib.sha256(json.dumps([VERSION, seed, minutes, list(overrides)]).encode())
-    for path in sorted(models.rglob("*")):
-        if path.is_file() and path.relative_to(models).parts[0] in BASES:
-            digest.update(str(path.relative_to(models)).encode() + b"\0" + path.read_bytes())
+    for pattern in SETTINGS:
+        for path in sorted(path for path in repo.glob(pattern) if path.is_file()):
+            digest.update(str(path.relative_to(repo)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -98,7 +98,7 @@ def prepare(arguments: argparse.Namespace, out: Path) -> Context:
         console.line("\nBuilding the toy base models again (up to 90 minutes on two cores)", indent=0)
         build = [ctx.python, "-m", "toy_models.build", "--out", ctx.models]
         commands.run(build, REPO / "tools", "0-models", "building")
-    ctx.key = settings_key(seed, minutes, overrides, ctx.models)
+    ctx.key = settings_key(seed, minutes, overrides, ctx.repo)
     path = out / "state.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"key": ctx.key}
@@ -109,7 +109,7 @@ def prepare(arguments: argparse.Namespace, out: Path) -> Context:
         vars(ctx).update(found)
     else:
         if not same and not arguments.fresh:
-            console.line("other settings or base models than last time: starting over", indent=0)
+            console.line("other settings, configurations or base models than last time: starting over", indent=0)
         for entry in out.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     console.time_left.spent = ctx.seconds

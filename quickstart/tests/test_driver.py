@@ -254,16 +254,19 @@ def test_rebuild_runs_the_builder_first(repo):
     assert f"toy_models.build --out {repo}/quickstart/models" in made[0] and "build_world" in made[1]
 
 
-def test_results_depend_on_arguments_and_base_models(repo):
+def test_results_depend_on_arguments_configurations_and_base_models(repo):
     models = repo / "quickstart/models"
     settings = [(0, 5.0, ()), (1, 5.0, ()), (0, 6.0, ()), (0, 5.0, ("--config.a=1",))]
-    keys = [quickstart.settings_key(*each, models) for each in settings]
+    keys = [quickstart.settings_key(*each, repo) for each in settings]
     (models / "flux_kontext").mkdir()
     (models / "flux_kontext/model.safetensors").write_bytes(b"an editor's, not used here")
-    assert quickstart.settings_key(0, 5.0, (), models) == keys[0]
+    assert quickstart.settings_key(0, 5.0, (), repo) == keys[0]
     (models / "flux/model.safetensors").write_bytes(b"other")
-    keys.append(quickstart.settings_key(0, 5.0, (), models))
-    assert len(set(keys)) == 5
+    keys.append(quickstart.settings_key(0, 5.0, (), repo))
+    (repo / "PaCo-GRPO/config").mkdir()
+    (repo / "PaCo-GRPO/config/grpo.py").write_text("beta = 0.1")
+    keys.append(quickstart.settings_key(0, 5.0, (), repo))
+    assert len(set(keys)) == 6
 
 
 def test_no_space_is_refused_before_work(repo, monkeypatch, capsys):
