@@ -382,6 +382,7 @@ def toy_t2is() -> ConfigDict:
 def toy_t2is_awm() -> ConfigDict:
     """toy_t2is by AWM: panels agree and choices stay open, where ppo learns little of either (docs/rewards.md)."""
     config = toy_t2is()
+    config.eval_freq = 10
     config.num_epochs = 20  # so that results do not depend on the machine's speed; max_train_minutes ends slower ones
     config.sample.noise_level = 0.0
     config.sample.same_latent = False
