@@ -279,7 +279,7 @@ def figure(kinds: Sequence[Kind], results: Sequence[Mapping], path: Path) -> Non
     for axis, name in zip(axes, DRAWN, strict=True):
         axis.set_title(f"{MEASURES[name]}, 128 px")
         axis.set_xlabel("epochs")
-    axes[0].legend()
+    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     save_png(drawn, path, dpi=110)
 
 
