@@ -11,10 +11,9 @@ rewards
     judge        the quickstart's reward: the judge's consistency, and variety over the images of a prompt
     plain        the judge's consistency alone: does the choice collapse?
     alignment    a control: the oracle's share of panels that show what is named; no judge
-    named_variety   the control that keeps the choice: judge with this share in place of the consistency, times variety
+    named_variety   a control that keeps the choice: this share times the judge's variety
     oracle       the ceiling: consistency and variety, both by the oracle
-    judge_open, alignment_open   judge and control, trained on open prompts only: full ones teach to show what is named, and that carries
-                 over to what is not
+    judge_open, alignment_open   the same, trained on open prompts only: what full ones teach carries over to open ones
     32px, 128px  judge, trained at 32 and at 128 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
