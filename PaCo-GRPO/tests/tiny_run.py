@@ -39,6 +39,7 @@ TINY = {
     "train.gradient_step_per_epoch": "1",
     "train.lora_rank": "8",
     "train.lora_alpha": "16",
+    "train.lora_targets": "default",
     "train.ema_update_interval": "1",
     "train.reward_fn": '{"tiny_run:brightness": 1.0}',
     "train.reward_fn_kwargs": "{}",
