@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 
 from paco_toy.summary import MEASURES
-from study import mean_change
+from study import DRAWN, mean_change
 
 HERE = Path(__file__).resolve().parent
 RESULTS, OUT, README = HERE / "seeds.json", HERE / "out", HERE.parent / "README.md"
 FIRST_REPORTED = 10  # settings were chosen on the seeds below
 SHOWN = 0  # the seed of the README's pictures
 STUDIES = {"rewards": "What each reward does", "objectives": "What each objective does with one reward"}
-SHOWN_MEASURES = ("agreement", "kappa", "choice", "consistency")
 SIDES = ("alignment", "view", "valid", "distinct")
 
 
@@ -50,19 +49,19 @@ def _change(summary: Mapping[str, Any], name: str) -> str:
 
 def table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     """Markdown: a row for each seed, and the means."""
-    head = ("seed", "judge", "its weakest kind", "τ-b", *(MEASURES[name] for name in SHOWN_MEASURES), *SIDES)
+    head = ("seed", "judge", "its weakest kind", "τ-b", *(MEASURES[name] for name in DRAWN), *SIDES)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for seed, summary in sorted(summaries.items()):
         judge, change = summary["judge"]["lora"], summary["policy"]["change"]
         weakest = min(kind["accuracy"] for kind in judge["kinds"].values())
         cells = [str(seed), f"{judge['accuracy']:.3f}", f"{weakest:.3f}", f"{summary['rank']['kendalltau']:.2f}"]
-        cells += [_change(summary, name) for name in SHOWN_MEASURES]
+        cells += [_change(summary, name) for name in DRAWN]
         cells += [f"{change[name]['mean']:+.3f} ± {change[name]['stderr']:.3f}" for name in SIDES]
         lines.append(f"| {' | '.join(cells)} |")
     for words, is_own in (("settings chosen on them", lambda n: n < FIRST_REPORTED), ("run once", lambda n: n >= FIRST_REPORTED)):
         changes = [summary["policy"]["change"] for seed, summary in summaries.items() if is_own(seed)]
         if len(changes) > 1:
-            means = (f"{np.mean([c[name]['mean'] for c in changes]):+.3f}" for name in (*SHOWN_MEASURES, *SIDES))
+            means = (f"{np.mean([c[name]['mean'] for c in changes]):+.3f}" for name in (*DRAWN, *SIDES))
             lines.append(f"| mean of {len(changes)}, {words} | | | | {' | '.join(means)} |")
     return "\n".join(lines) + "\n"
 
@@ -85,7 +84,7 @@ def quickstart_table(summary: Mapping[str, Any]) -> str:
 
 def study_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: the mean change of each kind of run of study.py."""
-    names = (*SHOWN_MEASURES, *SIDES)
+    names = (*DRAWN, *SIDES)
     lines = [f"| | seeds, epochs | {' | '.join(MEASURES[name] for name in names)} |", "|---" * (len(names) + 2) + "|"]
     for kind in dict.fromkeys(result["kind"] for result in found):
         own = [result for result in found if result["kind"] == kind]

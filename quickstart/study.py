@@ -13,7 +13,7 @@ rewards
     alignment    a control: the oracle's share of panels that show what is named; no judge
     named_variety   a control that keeps the choice: this share times the judge's variety
     oracle       the ceiling: consistency and variety, both by the oracle
-    judge_open, alignment_open   the same, trained on open prompts only: what full ones teach carries over to open ones
+    judge_open, alignment_open   judge and alignment, trained on open prompts only
     32px, 128px  judge, trained at 32 and at 128 px
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo: each with the oracle's consistency and variety as its reward
