@@ -1,10 +1,10 @@
 """The quickstart over seeds, and the README's results from it. Run by hand.
 
-    .venv/bin/python quickstart/seeds.py 0 1 2     # quickstart/run.sh for each seed without results; 17 minutes each
+    .venv/bin/python quickstart/seeds.py 0 1 2     # quickstart/run.sh for each seed without results; 11 minutes each
     .venv/bin/python quickstart/seeds.py           # tables, pictures and README again, from the results that there are
 
-quickstart/seeds.json has the summary.json of each seed. Settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
-A run that was interrupted continues. README.md between the markers `results:begin` and `results:end` is written from them and
+quickstart/seeds.json has the summary.json of each seed and config.health's warnings, seeds.md a table. Settings were chosen
+on seeds 0 to 9; seeds from 10 on were run once. A run that was interrupted continues. README.md between the markers `results:begin` and `results:end` is written from them and
 from the files of study.py.
 """
 
@@ -15,12 +15,14 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paco_toy.hacks import health_of
+from paco_toy.stages import CONFIG
 from paco_toy.summary import MEASURES
 from study import DRAWN, mean_change
 
@@ -29,6 +31,7 @@ RESULTS, OUT, README = HERE / "seeds.json", HERE / "out", HERE.parent / "README.
 FIRST_REPORTED = 10  # settings were chosen on the seeds below
 SHOWN = 0  # the seed of the README's pictures
 STUDIES = {"rewards": "What each reward does", "objectives": "What each objective does with one reward"}
+JUDGED = ("judge's accuracy", "that of its weakest kind", "τ-b")
 SIDES = ("alignment", "view", "valid", "distinct")
 
 
@@ -38,7 +41,7 @@ def run(seed: int) -> dict[str, Any]:
     if seed == SHOWN:
         for name in ("before_after", "curves"):
             shutil.copy(OUT / f"report_{name}.png", HERE.parent / "assets" / f"quickstart_{name}.png")
-    return json.loads((OUT / "summary.json").read_text())
+    return json.loads((OUT / "summary.json").read_text()) | health_of(OUT / "runs" / CONFIG)
 
 
 def _change(summary: Mapping[str, Any], name: str) -> str:
@@ -48,21 +51,42 @@ def _change(summary: Mapping[str, Any], name: str) -> str:
 
 
 def table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
-    """Markdown: a row for each seed, and the means."""
-    head = ("seed", "judge", "its weakest kind", "τ-b", *(MEASURES[name] for name in DRAWN), *SIDES)
+    """Markdown: a row for each seed."""
+    head = ("seed", *JUDGED, *(MEASURES[name] for name in DRAWN), *SIDES, "warnings (epoch)")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for seed, summary in sorted(summaries.items()):
-        judge, change = summary["judge"]["lora"], summary["policy"]["change"]
-        weakest = min(kind["accuracy"] for kind in judge["kinds"].values())
-        cells = [str(seed), f"{judge['accuracy']:.3f}", f"{weakest:.3f}", f"{summary['rank']['kendalltau']:.2f}"]
+        change = summary["policy"]["change"]
+        cells = [str(seed), *(f"{value:.3f}" for value in judged(summary))]
         cells += [_change(summary, name) for name in DRAWN]
         cells += [f"{change[name]['mean']:+.3f} ± {change[name]['stderr']:.3f}" for name in SIDES]
+        cells.append(", ".join(f"{sign} ({epoch})" for sign, epoch in summary["warnings"].items()))
         lines.append(f"| {' | '.join(cells)} |")
-    for words, is_own in (("settings chosen on them", lambda n: n < FIRST_REPORTED), ("run once", lambda n: n >= FIRST_REPORTED)):
-        changes = [summary["policy"]["change"] for seed, summary in summaries.items() if is_own(seed)]
-        if len(changes) > 1:
-            means = (f"{np.mean([c[name]['mean'] for c in changes]):+.3f}" for name in (*DRAWN, *SIDES))
-            lines.append(f"| mean of {len(changes)}, {words} | | | | {' | '.join(means)} |")
+    return "\n".join(lines) + "\n"
+
+
+def judged(summary: Mapping[str, Any]) -> tuple[float, ...]:
+    """JUDGED of a seed."""
+    judge = summary["judge"]["lora"]
+    return judge["accuracy"], min(kind["accuracy"] for kind in judge["kinds"].values()), summary["rank"]["kendalltau"]
+
+
+def spread(summaries: Mapping[int, Mapping[str, Any]]) -> str:
+    """Markdown: mean, lowest and highest of the seeds that settings were chosen on, and of the others."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for words, is_own in (("settings chosen on", lambda n: n < FIRST_REPORTED), ("run once:", lambda n: n >= FIRST_REPORTED)):
+        if own := [seed for seed in sorted(summaries) if is_own(seed)]:
+            groups[f"{words} {', '.join(map(str, own))}"] = [summaries[seed] for seed in own]
+    lines = [f"| | {' | '.join(groups)} |", "|---" * (1 + len(groups)) + "|"]
+
+    def row(words: str, form: str, value: Callable[[Mapping[str, Any]], float]) -> None:
+        found = [[value(summary) for summary in own] for own in groups.values()]
+        cells = (f"{np.mean(v):{form}} ({min(v):{form}} to {max(v):{form}})" for v in found)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+
+    for number, words in enumerate(JUDGED):
+        row(words, ".3f", lambda summary, number=number: judged(summary)[number])
+    for name in (*DRAWN, *SIDES):
+        row(f"change: {MEASURES[name]}", "+.3f", lambda summary, name=name: summary["policy"]["change"][name]["mean"])
     return "\n".join(lines) + "\n"
 
 
@@ -105,7 +129,7 @@ def results(summaries: Mapping[int, Mapping[str, Any]]) -> str:
         "![Curves of that run](assets/quickstart_curves.png)",
     ]
     if len(summaries) > 1:
-        parts += [f"{len(summaries)} seeds ([numbers](quickstart/seeds.json)):", table(summaries).strip()]
+        parts += ["Over seeds, mean (lowest to highest; [each seed](quickstart/seeds.md)):", spread(summaries).strip()]
     for name, words in STUDIES.items():
         file = HERE / f"study_{name}.json"
         if file.is_file():
@@ -132,6 +156,7 @@ def main() -> None:
     text = README.read_text()
     marked = re.compile(r"(<!-- results:begin.*?-->\n).*(\n<!-- results:end -->)", re.DOTALL)
     README.write_text(marked.sub(lambda match: match[1] + results(summaries) + match[2], text))
+    RESULTS.with_suffix(".md").write_text(table(summaries))
     print(table(summaries))
 
 

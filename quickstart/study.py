@@ -42,9 +42,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paco_grpo.options import load_options
 from paco_grpo.report.style import new_figure, save_png, styled
-from paco_toy.hacks import first_warnings, needed_limits
+from paco_toy.hacks import health_of
 from paco_toy.processes import failure
 from paco_toy.stages import SERVED_NAME, cpu_engine
 from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
@@ -221,11 +220,7 @@ def train(
 def summarize(run: StudyRun) -> dict:
     """The measures of a finished run, its minutes of training and those until agreement had risen by RISE (None = it did not),
     the epoch of each sign's first warning, the limits of config.health at which there would be none, and its evaluations."""
-    everything = read_rows(run.folder / "metrics.jsonl")
-    rows = [row for row in everything if row["phase"] == "train"]
-    options = load_options(str(run.folder / "config.yaml"))
-    steps = json.loads((run.folder / "plan.json").read_text())["gradient_steps"] * options.train.num_inner_epochs
-    health = {"warnings": first_warnings(everything, options, steps), "limits_needed": needed_limits(rows)}
+    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if row["phase"] == "train"]
     trained = {row["epoch"]: row["train_time"] / 60 for row in rows}
     found = policy_measures(run.folder)
     folders = sorted(path.parent for path in (run.folder / "eval").glob("epoch_*/eval_data.jsonl"))
@@ -235,7 +230,7 @@ def summarize(run: StudyRun) -> dict:
     reached = (epoch for epoch, agreement in later if agreement >= before + RISE)
     until = next(reached, None)
     minutes = {"minutes": rows[-1]["train_time"] / 60, "minutes_to_rise": None if until is None else trained[until]}
-    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | health | found | {"course": course}
+    return {"run": run.name, "kind": run.kind.name, "seed": run.seed} | minutes | health_of(run.folder) | found | {"course": course}
 
 
 def mean_change(results: Sequence[Mapping], name: str) -> str:

@@ -128,18 +128,22 @@ def needed_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def health_of(run: Path) -> dict[str, dict[str, float]]:
+    """``warnings`` (``first_warnings``) and ``limits_needed`` (``needed_limits``) of a run's folder."""
+    rows, options = read_rows(run / "metrics.jsonl"), load_options(str(run / "config.yaml"))
+    steps = json.loads((run / "plan.json").read_text())["gradient_steps"] * options.train.num_inner_epochs
+    trained = [row for row in rows if row["phase"] == "train"]
+    return {"warnings": first_warnings(rows, options, steps), "limits_needed": needed_limits(trained)}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
     for run in parser.parse_args().runs:
-        options, rows = load_options(str(run / "config.yaml")), read_rows(run / "metrics.jsonl")
-        steps = json.loads((run / "plan.json").read_text())["gradient_steps"] * options.train.num_inner_epochs
-        warned = first_warnings(rows, options, steps)
-        needed = needed_limits([row for row in rows if row["phase"] == "train"])
-        epochs = max((row["epoch"] for row in rows), default=0)
-        print(f"{run.name}: {epochs} epochs; first warnings {warned or 'none'}")
-        print("  limits needed:", ", ".join(f"{name} {value:.3g}" for name, value in needed.items()))
+        found = health_of(run)
+        print(f"{run.name}: first warnings {found['warnings'] or 'none'}")
+        print("  limits needed:", ", ".join(f"{name} {value:.3g}" for name, value in found["limits_needed"].items()))
 
 
 if __name__ == "__main__":
