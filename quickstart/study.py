@@ -45,7 +45,8 @@ import numpy as np
 from paco_grpo.report.style import new_figure, save_png, styled
 from paco_toy.hacks import health_of
 from paco_toy.processes import failure
-from paco_toy.stages import SERVED_NAME, cpu_engine
+from paco_toy.server import cpu_engine
+from paco_toy.stages import SERVED_NAME
 from paco_toy.summary import MEASURES, Evaluation, policy_measures, read_rows
 
 REPO = Path(__file__).resolve().parent.parent

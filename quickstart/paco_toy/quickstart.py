@@ -20,7 +20,7 @@ from paco_toy import summary as summaries
 from paco_toy.console import Console, TimeLeft, clock
 from paco_toy.drivers import drive, new_parser, parse_arguments
 from paco_toy.processes import Commands, MemoryWatch, QuickstartError
-from paco_toy.stages import STAGES, Context, stop_server
+from paco_toy.stages import STAGES, Context
 
 REPO = Path(__file__).resolve().parents[2]
 NEEDED_MB = 500
@@ -61,13 +61,13 @@ def run_stages(ctx: Context) -> None:
             ctx.seconds[stage.name] = time.monotonic() - started
             save(ctx)
             if stage.name == "rl":
-                stop_server(ctx)
+                ctx.server.stop()
                 served = False
     finally:
         ctx.commands.stop()
         if served:
             with contextlib.suppress(QuickstartError):  # the first failure is the one to report
-                stop_server(ctx)
+                ctx.server.stop()
 
 
 def finish(ctx: Context) -> None:

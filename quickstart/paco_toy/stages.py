@@ -5,14 +5,11 @@ Commands run in the folders that their guides name: PaCo-Reward/, PaCo-Reward/ev
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +20,11 @@ import yaml
 from paco_toy.console import Console
 from paco_toy.processes import Commands, QuickstartError
 from paco_toy.reward_data import TESTS, TRAIN
+from paco_toy.server import PORT, JudgeServer
 from paco_toy.summary import MEASURES, policy_measures, read_rows
 
 SERVED_NAME = "PaCo-Reward-Toy"
 CONFIG = "toy_t2is_awm"  # and the name of the run
-PORT = 8000
 BASE = "../quickstart/models/judge"  # as seen from PaCo-Reward, as the next two
 DATA = "../quickstart/out/world/reward_data"
 LORA = "../quickstart/out/judge_lora"
@@ -62,8 +59,7 @@ class Context:
         self.reward, self.grpo = self.repo / "PaCo-Reward", self.repo / "PaCo-GRPO"
         self.models = self.repo / "quickstart" / "models"
         self.world, self.judge, self.run = self.out / "world", self.out / "judge", self.out / "runs" / CONFIG
-        # Of our servers: a quickstart in another clone has other servers.
-        self.label = f"paco-quickstart-{hashlib.sha256(str(self.repo).encode()).hexdigest()[:8]}"
+        self.server = JudgeServer(self.commands, self.console, self.grpo, self.judge, SERVED_NAME, "4-server")
 
     def paco_reward(self, arguments: list[object], log: str, what: str, span: tuple[float, float]) -> str:
         """Runs the command paco-reward."""
@@ -172,41 +168,9 @@ def rank_measures(path: Path) -> dict[str, float]:
     return found
 
 
-def free_port(wanted: int) -> int:
-    """``wanted`` if no program listens there, else a free one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def stop_server(ctx: Context) -> None:
-    """End our server, if there is one: without one stop.sh does nothing."""
-    ctx.commands.run(["bash", "vllm_server/stop.sh"], ctx.grpo, "4-server-stop", "stopping the server", env={"VLLM_LABEL": ctx.label})
-
-
 def server(ctx: Context) -> dict[str, Any]:
     """Serves the merged judge over HTTP."""
-    stop_server(ctx)  # of a quickstart that was killed
-    wanted = int(os.environ.get("PACO_QUICKSTART_PORT", PORT))
-    port = free_port(wanted)
-    if port != wanted:
-        ctx.console.line(f"another program listens on port {wanted}; the judge is served on {port}")
-    env = {"VLLM_MODEL_PATHS": str(ctx.judge), "VLLM_MODEL_NAMES": SERVED_NAME, "VLLM_PORT": str(port), "VLLM_LABEL": ctx.label}
-    env |= cpu_engine()
-    # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
-    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
-    started = time.monotonic()
-    output = ctx.commands.run(["bash", "vllm_server/launch.sh"], ctx.grpo, "4-server-launch", "loading the judge", env=env)
-    named = re.search(r"(?i)engine\W+(vllm|transformers)", output)
-    if not named:
-        raise QuickstartError("launch.sh did not report its engine; see quickstart/out/logs/4-server-launch.log")
-    engine = named[1].lower()
-    ctx.console.line(f"{SERVED_NAME} on 127.0.0.1:{port}, engine {engine}, ready after {time.monotonic() - started:.0f} s")
-    return {"engine": engine, "port": port}
+    return ctx.server.start()
 
 
 class EpochProgress:
@@ -247,11 +211,6 @@ def rl(ctx: Context) -> dict[str, Any]:
         shown = (f"{MEASURES[name]} {found[when][name]:.3f}" for name in ("consistency", "agreement", "reward") if name in found[when])
         ctx.console.line(f"{when}: {', '.join(shown)}")
     return found | resolutions(ctx.run)
-
-
-def cpu_engine() -> dict[str, str]:
-    """The engine that serves the judge on a CPU, where vLLM takes three times as long for models this small."""
-    return {} if "VLLM_ENGINE" in os.environ or shutil.which("nvidia-smi") else {"VLLM_ENGINE": "transformers"}
 
 
 def cpu_processes() -> dict[str, str]:

@@ -17,7 +17,8 @@ from PIL import Image
 
 from paco_toy import quickstart
 from paco_toy.processes import QuickstartError
-from paco_toy.stages import EpochProgress, free_port, rank_measures
+from paco_toy.server import free_port
+from paco_toy.stages import EpochProgress, rank_measures
 from paco_toy.summary import MEASURES, policy_measures, table
 from paco_toy.world import (
     CHARACTERS,
