@@ -90,6 +90,24 @@ def spread(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def aims(own: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence: how many of these seeds meet each aim."""
+
+    def kept(change: Mapping[str, Mapping[str, float]]) -> bool:
+        return all(change[name]["mean"] >= -0.05 - 2 * change[name]["stderr"] for name in ("view", "valid", "distinct"))
+
+    changes = [summary["policy"]["change"] for summary in own]
+    met = {
+        "the judge's accuracy is at least 0.97": [judged(summary)[0] >= 0.97 for summary in own],
+        "and 0.95 for each kind of pair": [judged(summary)[1] >= 0.95 for summary in own],
+        "consistency of full prompts rises by 0.15": [change["consistency"]["mean"] >= 0.15 for change in changes],
+        "view, valid and distinct panels fall by no more than 0.05 and two standard errors": [kept(change) for change in changes],
+        "config.health does not warn": [not summary["warnings"] for summary in own],
+    }
+    counts = ", ".join(f"{words} in {sum(each)}" for words, each in met.items())
+    return f"Of the {len(own)} seeds that were run once, {counts}."
+
+
 def quickstart_table(summary: Mapping[str, Any]) -> str:
     """Markdown: one quickstart, before and after."""
     base, lora, rank, policy = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"], summary["policy"]
@@ -130,6 +148,8 @@ def results(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     ]
     if len(summaries) > 1:
         parts += ["Over seeds, mean (lowest to highest; [each seed](quickstart/seeds.md)):", spread(summaries).strip()]
+        if once := [summary for seed, summary in summaries.items() if seed >= FIRST_REPORTED]:
+            parts.append(aims(once))
     for name, words in STUDIES.items():
         file = HERE / f"study_{name}.json"
         if file.is_file():

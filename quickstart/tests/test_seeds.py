@@ -1,6 +1,7 @@
 """What the README says of the quickstart and its studies is what their files say."""
 
 import json
+import re
 
 import seeds
 
@@ -24,3 +25,13 @@ def test_the_spread_tells_seeds_that_settings_were_chosen_on_from_the_others():
     value = summary["judge"]["lora"]["accuracy"]
     assert head == "| | settings chosen on 0 | run once: 10, 11 |"
     assert accuracy.endswith(f"| {value:.3f} ({value:.3f} to {value:.3f}) | {value - 0.05:.3f} ({value - 0.1:.3f} to {value:.3f}) |")
+
+
+def test_aims_that_a_seed_misses_are_not_counted():
+    summary = json.loads(seeds.RESULTS.read_text())[str(seeds.SHOWN)] | {"warnings": {}}
+    worse = json.loads(json.dumps(summary)) | {"warnings": {"max_velocity_change": 3}}
+    worse["judge"]["lora"]["accuracy"] = 0.96
+    worse["policy"]["change"]["consistency"]["mean"] = 0.14
+    worse["policy"]["change"]["valid"] = {"mean": -0.08, "stderr": 0.01}
+    assert re.findall(r" in (\d)", seeds.aims([summary, summary])) == ["2"] * 5
+    assert re.findall(r" in (\d)", seeds.aims([summary, worse])) == ["1", "2", "1", "1", "1"]
