@@ -237,10 +237,10 @@ def report(ctx: Context) -> dict[str, Any]:
 
 
 STAGES = (
-    Stage("world", "World: data sets are rendered, pairs are built", 50, world),
-    Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 300, judge),
+    Stage("world", "World: data sets are rendered, pairs are built", 60, world),
+    Stage("judge", "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss", 400, judge),
     Stage("rank", "Benchmark: rankings in ConsistencyRank's format", 35, rank),
     Stage("server", "Server: the judge over HTTP", 15, server),
-    Stage("rl", "RL: PaCo-GRPO of FLUX, trained small, evaluated large", 480, rl),
+    Stage("rl", "RL: PaCo-GRPO of FLUX, trained small, evaluated large", 330, rl),
     Stage("report", "Report", 10, report),
 )
