@@ -1,15 +1,9 @@
-"""What the README says of the quickstart and its studies is what their files say."""
+"""Tables of the quickstart over seeds."""
 
 import json
 import re
 
 import seeds
-
-
-def test_the_readme_has_the_committed_results():
-    summaries = {int(seed): summary for seed, summary in json.loads(seeds.RESULTS.read_text()).items()}
-    section = seeds.README.read_text().split("<!-- results:begin")[1].split("-->\n", 1)[1].split("\n<!-- results:end")[0]
-    assert section == seeds.results(summaries)
 
 
 def test_the_mean_over_seeds_has_the_error_of_independent_runs():
