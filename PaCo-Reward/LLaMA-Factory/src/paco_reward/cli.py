@@ -71,17 +71,15 @@ def _train(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from paco_reward.datasets import labeled_pairs
-    from paco_reward.export import export, largest_difference, synthetic_pairs
-    from paco_reward.scorer import JudgeScorer, quiet
+    from paco_reward.export import export, synthetic_pairs
+    from paco_reward.scorer import quiet
 
     if bool(args.dataset_dir) != bool(args.dataset):
         raise PacoRewardError("--dataset_dir and --dataset go together")
     quiet()
     pairs = labeled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
-    output = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force)
-    before, after = JudgeScorer.from_pretrained(args.base, args.adapter), JudgeScorer.from_pretrained(output)
-    largest = largest_difference(before, after, pairs)
-    print(f"merged model: {output}")
+    largest = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force, pairs=pairs)
+    print(f"merged model: {args.output}")
     print(f"largest score difference before/after on {len(pairs)} pairs: {largest:.2e}")
     return 0
 

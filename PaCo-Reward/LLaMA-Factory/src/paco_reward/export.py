@@ -1,6 +1,7 @@
 """`paco-reward export`: merges an adapter into one model folder for transformers and vLLM."""
 
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,21 +20,31 @@ from paco_reward.scorer import JudgeScorer, load_adapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
 PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
 
 
-def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False) -> Path:
+def export(
+    base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False, pairs: Sequence[Pair] = ()
+) -> float:
     """Merge an adapter into its base and save weights, processor and chat template.
 
     The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored). The processor limits images
-    as in the training.
+    as in the training. ``output`` is replaced only after the merged model has given the scores of base and adapter on
+    ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs.
 
     Raises:
-        PacoRewardError: Base or adapter is missing or incomplete, or the output folder is not empty without ``force``.
+        PacoRewardError: Base or adapter is missing or incomplete; ``output`` overlaps with one of them, or is not empty
+            without ``force``; or the merged model scores differently.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     check_model(base)
-    output = Path(output)
+    output = Path(output).resolve()
+    for given in (Path(base).resolve(), Path(adapter).resolve()):
+        if given.exists() and (output == given or output in given.parents or given in output.parents):
+            raise PacoRewardError(f"the output folder {output} overlaps with the input {given}; name another output")
+    if output.exists() and not output.is_dir():
+        raise PacoRewardError(f"{output} is a file; name a folder for the merged model")
     if output.exists() and any(output.iterdir()) and not force:
         raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
     config = AutoConfig.from_pretrained(base)
@@ -43,16 +54,28 @@ def export(base: str, adapter: str, output: str | Path, *, dtype: str = "auto", 
     except ValueError as error:
         raise PacoRewardError(f"{error}; download or export it again") from error
     model = load_adapter(model, adapter).merge_and_unload().to(saved)
-    # Written next to the target and renamed: an interrupted export never looks complete.
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    _copy_processor(base, partial)
-    if limits := trained_limits(adapter):
-        write_limits(partial, limits)
-    shutil.rmtree(output, ignore_errors=True)
-    partial.rename(output)
-    return output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed at the end: an interrupted or wrong export never looks complete.
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        merged = Path(folder, "merged")
+        model.save_pretrained(merged)
+        _copy_processor(base, merged)
+        if limits := trained_limits(adapter):
+            write_limits(merged, limits)
+        del model
+        difference = 0.0
+        if pairs:
+            judges = JudgeScorer.from_pretrained(base, adapter), JudgeScorer.from_pretrained(merged)
+            difference = largest_difference(*judges, pairs)
+        if difference > LARGEST_DIFFERENCE:
+            raise PacoRewardError(
+                f"the merged model changes P(Yes) by up to {difference:.3f} on {len(pairs)} pairs; nothing is written. "
+                f"Does the adapter {adapter} belong to the base {base}?"
+            )
+        if output.exists():
+            output.rename(Path(folder, "replaced"))
+        merged.rename(output)
+    return difference
 
 
 def _copy_processor(base: str, output: Path) -> None:
