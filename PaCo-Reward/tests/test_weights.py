@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from paco_judge.weights import load_complete, main
+from paco_judge.weights import from_pretrained_strict, main
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
@@ -82,7 +82,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(judge_dir, tmp_pa
     output = capfd.readouterr().out
     assert said in output and output.count("\n") == 1
     with pytest.raises(ValueError, match=said):
-        load_complete(AutoModelForImageTextToText, folder)
+        from_pretrained_strict(AutoModelForImageTextToText, folder)
 
 
 def test_damaged_files_and_absent_ones_are_named(judge_dir, tmp_path, capfd):

@@ -25,7 +25,7 @@ from paco_grpo.policies.performance.onednn import frozen_layers_through_onednn
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
 from paco_grpo.policies.performance.repeated import cast_inputs_once
 from paco_grpo.types import to_device
-from paco_judge.weights import load_complete
+from paco_judge.weights import from_pretrained_strict
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
@@ -240,7 +240,7 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     models: dict[str, nn.Module] = {}
     for name, part in DiffusionPipeline.load_config(path).items():
         if name.startswith("text_encoder") and part[0] == "transformers":
-            models[name] = load_complete(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
+            models[name] = from_pretrained_strict(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
         elif name in ("transformer", "vae") and part[0] == "diffusers":
             model_class = getattr(diffusers, part[1])
             # The VAE computes in float32, so nothing of it is rounded on the way: FLUX.2's normalization of latents is in it.

@@ -19,7 +19,7 @@ from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
 from paco_grpo.types import Item
 from paco_judge.grid import split_image, split_prompt
-from paco_judge.weights import load_complete
+from paco_judge.weights import from_pretrained_strict
 
 PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
@@ -68,7 +68,7 @@ class ClipTextImage:
 
             with _loading(self.name):
                 self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-                model = load_complete(CLIPModel, self.name).eval().requires_grad_(False)
+                model = from_pretrained_strict(CLIPModel, self.name).eval().requires_grad_(False)
                 self._model = model.to(self.device, self.dtype)
 
     check = load  # weights that are not whole are found before training

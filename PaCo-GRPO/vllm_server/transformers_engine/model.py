@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from paco_grpo.asgi import ApiError
 from paco_grpo.images import check_total, decode, open_image
-from paco_judge.weights import load_complete
+from paco_judge.weights import from_pretrained_strict
 from vllm_server.transformers_engine.adapters import Adapters, load_adapters
 from vllm_server.transformers_engine.cache import ByteCache
 from vllm_server.transformers_engine.protocol import ChatRequest, image_bytes
@@ -128,7 +128,7 @@ class JudgeModel:
                 "Use VLLM_ENGINE=vllm for others"
             )
         on_gpu = torch.cuda.is_available()
-        model = load_complete(AutoModelForImageTextToText, path, dtype="auto" if on_gpu else torch.float32)
+        model = from_pretrained_strict(AutoModelForImageTextToText, path, dtype="auto" if on_gpu else torch.float32)
         model = model.to("cuda" if on_gpu else "cpu").eval()
         keys = load_adapters(model, adapters or {})
         processor = AutoProcessor.from_pretrained(path)

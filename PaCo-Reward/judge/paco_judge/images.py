@@ -4,9 +4,11 @@ import asyncio
 import base64
 import hashlib
 import io
+import urllib.request
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
@@ -14,9 +16,11 @@ MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as 
 
 # Larger images are worth a thread (hashing and zlib release the GIL).
 _INLINE_PIXELS = 160 * 160
+_LARGEST_DOWNLOAD = 64 << 20  # bytes
+_DOWNLOAD_TIMEOUT_S = 30.0
 
 
-class UnreadableImage(Exception):
+class UnreadableImage(ValueError):
     """An image that cannot be decoded; the message says why, and of an opened one also which."""
 
 
@@ -46,9 +50,35 @@ def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image
     """The RGB image of ``open_image``; ``upright``: turned as its EXIF data say. Raises UnreadableImage."""
     with open_image(source) as image:
         try:
-            return (ImageOps.exif_transpose(image) if upright else image).convert("RGB")
+            return to_rgb(ImageOps.exif_transpose(image) if upright else image)
         except Exception as error:  # decoders raise many types on damaged data
             raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+
+
+def load_image(source: str | Path | Image.Image) -> Image.Image:
+    """The RGB image in a file, at an http(s) URL, or of another image. Raises UnreadableImage, naming the source."""
+    if isinstance(source, Image.Image):
+        return _as_rgb(source)
+    content: str | Path | bytes = source
+    try:
+        if str(source).startswith(("http://", "https://")):
+            with urllib.request.urlopen(str(source), timeout=_DOWNLOAD_TIMEOUT_S) as response:
+                content = response.read(_LARGEST_DOWNLOAD + 1)
+            if len(content) > _LARGEST_DOWNLOAD:
+                raise UnreadableImage(f"is larger than {_LARGEST_DOWNLOAD >> 20} MiB; download it yourself")
+        return read_image(content)
+    except UnreadableImage as error:
+        raise UnreadableImage(f"image {source} {error}") from error
+    except (OSError, ValueError) as error:
+        raise UnreadableImage(f"image {source} cannot be fetched: {error}") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image as RGB, decoded. 16-bit gray keeps its upper 8 bits: Pillow alone would make nearly all of it white."""
+    image.load()
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.clip(np.asarray(image, dtype=np.int64), 0, 65535) >> 8).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def check_image(source: str | Path | bytes) -> None:
@@ -148,8 +178,7 @@ async def _off_loop(function, image: Image.Image):
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     try:
-        image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return to_rgb(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = getattr(image, "filename", "") or "in memory"
         raise UnreadableImage(f"image {name} cannot be read: {error}") from error

@@ -12,6 +12,9 @@ from typing import Any
 
 from paco_judge.verdict import ANSWER_TOKENS
 
+# With thinking off, Qwen3.5's prompts end with an empty block of thoughts, and answers begin with Yes or No. Other
+# chat templates ignore it.
+CHAT_OPTIONS = {"enable_thinking": False}
 EDITING = ("editing_consistency", "editing_instruction")
 BETTER = ("better", "better_edit")
 EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them

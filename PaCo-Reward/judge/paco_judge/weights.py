@@ -25,7 +25,7 @@ class WrongWeights(ValueError):
     """Weights that do not make up their model; the message names the tensors."""
 
 
-def load_complete(model_class: type, path: str | Path, **options: Any) -> "PreTrainedModel":
+def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> "PreTrainedModel":
     """``model_class.from_pretrained(path, **options)``. With ``device_map="meta"`` it reads headers only.
 
     Raises:
@@ -140,18 +140,18 @@ def _check(path: str, adapters: Sequence[str]) -> None:
         model_class = getattr(transformers, names[0], None)
         if model_class is None:
             raise _CannotCheck(f"transformers {transformers.__version__} has no {names[0]}")
-        model = load_complete(model_class, path, device_map="meta", local_files_only=True)
+        model = from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
     except (WrongWeights, _CannotCheck):
         raise
     except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
         raise _CannotCheck(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
     tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for folder in adapters:
-        check_adapter(tensors, folder, _saved(path))
+        check_adapter(tensors, folder, tensors_in(path))
 
 
-def _saved(path: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors in a folder's files."""
+def tensors_in(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors in a folder's safetensors files, from their headers; nothing for a hub name."""
     from safetensors import safe_open
 
     found = {}

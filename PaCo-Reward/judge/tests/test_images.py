@@ -124,3 +124,12 @@ def test_damaged_files_are_one_kind_of_error(kind, data):
             read(bytes(content))
         except UnreadableImage as error:
             assert "\n" not in str(error)
+
+
+def test_16_bit_gray_keeps_its_shades():
+    """Pillow's own conversion clips: all but the darkest 256 of 65536 shades become white."""
+    shades = np.array([[0, 0x4000, 0x8000, 0xFFFF]], dtype=np.uint16)
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, "PNG")
+    image = read_image(file.getvalue())
+    assert [image.getpixel((x, 0))[0] for x in range(4)] == [0, 64, 128, 255]

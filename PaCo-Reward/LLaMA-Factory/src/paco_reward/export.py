@@ -11,7 +11,7 @@ from PIL import Image
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
-from paco_judge.weights import load_complete
+from paco_judge.weights import from_pretrained_strict
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import processor_folder, trained_limits, write_limits
 from paco_reward.preflight import check_model
@@ -50,7 +50,7 @@ def export(
     config = AutoConfig.from_pretrained(base)
     saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
     try:
-        model = load_complete(AutoModelForImageTextToText, base, dtype=torch.float32)
+        model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
     except ValueError as error:
         raise PacoRewardError(f"{error}; download or export it again") from error
     model = load_adapter(model, adapter).merge_and_unload().to(saved)

@@ -18,7 +18,7 @@ from paco_judge.grid import pairs as index_pairs
 from paco_judge.images import as_received
 from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages, theme_question
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
-from paco_judge.weights import load_complete
+from paco_judge.weights import from_pretrained_strict
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import CHAT_OPTIONS, set_limits, trained_limits
 from paco_reward.images import open_image
@@ -80,7 +80,7 @@ class JudgeScorer:
         if not getattr(processor, "chat_template", None):
             raise PacoRewardError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
         try:
-            loaded = load_complete(AutoModelForImageTextToText, model, dtype=dtype).to(device)
+            loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
         except ValueError as error:
             raise PacoRewardError(f"{error}; download or export it again") from error
         if adapter is not None:

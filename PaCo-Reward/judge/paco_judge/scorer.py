@@ -1,0 +1,273 @@
+"""The judge in this process, with transformers: images and a question become P(Yes).
+
+    judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
+    pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
+    print([verdict.p_yes for verdict in judge.score(pairs)])
+
+Everything in the repository that computes P(Yes) in its own process does it here: `paco-reward`, the benchmarks, and
+the CPU engine. It needs the extra ``scorer`` (torch, transformers, peft). Shapes: B chats, L tokens, V vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from paco_judge.client import Pair
+from paco_judge.grid import pairs as index_pairs
+from paco_judge.images import UnreadableImage, as_received, load_image
+from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, RequestForm, build_messages, theme_question
+from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
+from paco_judge.weights import check_adapter, from_pretrained_strict, tensors_in
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
+
+
+class BadChat(ValueError):
+    """Text or images that the model cannot take; the message says why."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation: messages whose content parts are texts or ``{"type": "image"}``, and the images in order."""
+
+    messages: Sequence[dict]
+    images: Sequence[Image.Image]
+
+
+class JudgeScorer:
+    """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. A score does not depend on what it is batched with.
+
+    Args:
+        batch_size: Pairs per forward pass.
+        form: Image labels, image format, and the tokens that count as answers.
+
+    Raises:
+        ValueError: The batch size is less than 1, or the tokenizer splits Yes or No.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.model, self.processor, self.batch_size, self.form = model.eval(), processor, batch_size, form
+        # With left padding every answer begins at the last position.
+        self.processor.tokenizer.padding_side = "left"
+        self.yes_id, self.no_id = option_ids(processor.tokenizer)
+        encoded = [
+            [processor.tokenizer.encode(word, add_special_tokens=False) for word in words]
+            for words in ANSWER_TOKENS[form.answer_tokens]
+        ]
+        self._answer_ids = [sorted({ids[0] for ids in answer if len(ids) == 1}) for answer in encoded]  # yes, no
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        adapter: str | Path | None = None,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: int = 16,
+        form: RequestForm = DEFAULT_FORM,
+    ) -> "JudgeScorer":
+        """Load a judge.
+
+        Args:
+            model: Folder or hub name of a vision-language model.
+            adapter: Folder or hub name of a peft adapter for it. Images are limited as in its training.
+            device: Default: the first GPU, else the CPU.
+            dtype: Default: as stored on a GPU, float32 on a CPU.
+            batch_size, form: As in the constructor.
+
+        Raises:
+            OSError: There is no such model or adapter (with the library's message).
+            ValueError: Weights are incomplete or damaged (``WrongWeights``), the model is of another kind, or it has no
+                chat template.
+        """
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("auto" if device.startswith("cuda") else torch.float32)
+        processor = AutoProcessor.from_pretrained(model)
+        if not getattr(processor, "chat_template", None):
+            raise ValueError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
+        loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
+        if adapter is not None:
+            loaded = load_adapter(loaded, model, adapter)
+            if limits := trained_limits(adapter):
+                set_limits(processor, limits)
+        return cls(loaded, processor, batch_size, form)
+
+    def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
+        """All unordered pairs of the images (files, URLs, in memory) with the theme question: (0,1), (0,2), …"""
+        opened = [load_image(image) for image in images]
+        question = theme_question(theme)
+        return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
+
+    def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
+        """P(Yes) in [0, 1] or an error for each pair, in order.
+
+        Args:
+            pairs: Images and questions.
+            top: As a server's ``top_logprobs``: no score if neither Yes nor No is among the ``top`` most probable
+                tokens. None: the whole vocabulary counts.
+        """
+        verdicts: list[Verdict | None] = [None] * len(pairs)
+        for start in range(0, len(pairs), self.batch_size):
+            chats = {}
+            for index in range(start, min(start + self.batch_size, len(pairs))):
+                try:
+                    chats[index] = self.chat(pairs[index])
+                except (BadChat, UnreadableImage) as error:
+                    verdicts[index] = Verdict(None, str(error))
+            if chats:
+                logits = self.first_token_logits(list(chats.values()))
+                for index, verdict in zip(chats, self._verdicts(logits, top), strict=True):
+                    verdicts[index] = verdict
+        return verdicts
+
+    def _verdicts(self, logits: np.ndarray, top: int | None) -> list[Verdict]:
+        finite = np.isfinite(logits[:, [self.yes_id, self.no_id]]).all(1)
+        verdicts = []
+        for p_yes, good in zip(p_yes_from_logits(np.nan_to_num(logits), *self._answer_ids, top), finite, strict=True):
+            if not good:
+                verdicts.append(Verdict(None, "the model's logits are not finite"))
+            elif np.isnan(p_yes):
+                verdicts.append(Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens"))
+            else:
+                verdicts.append(Verdict(float(p_yes)))
+        return verdicts
+
+    def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
+        """The whole answer to each pair, greedily decoded: Yes or No, then reasons. Raises BadChat, UnreadableImage."""
+        answers: list[str] = []
+        for start in range(0, len(pairs), self.batch_size):
+            ids = self.generate([self.chat(pair) for pair in pairs[start : start + self.batch_size]], max_new_tokens)
+            answers += self.processor.batch_decode(ids, skip_special_tokens=True)
+        return [answer.strip() for answer in answers]
+
+    def chat(self, pair: Pair) -> Chat:
+        """A pair as the judge is shown it: image 1, image 2, question. Raises BadChat, UnreadableImage."""
+        message = build_messages("", "" if pair.image_b else None, pair.question, self.form, [""] * len(pair.more_images))[0]
+        content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
+        chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
+        self.check(chat)
+        return chat
+
+    def check(self, chat: Chat) -> int:
+        """The number of image tokens of a chat, from its images' sizes: nothing is decoded.
+
+        Raises:
+            BadChat: A text holds one of the model's image places, or an image's sides differ by more than 200 : 1.
+        """
+        reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
+        for text in (part["text"] for message in chat.messages for part in message["content"] if "text" in part):
+            if held := [token for token in reserved if token and token in text]:
+                raise BadChat(f"a text holds {held[0]}, which stands for an image in this model; remove it")
+        images, tokens = self.processor.image_processor, 0
+        for image in chat.images:
+            try:
+                tokens += images.get_number_of_image_patches(image.height, image.width, {}) // images.merge_size**2
+            except ValueError as error:
+                raise BadChat(f"an image of {image.width}x{image.height} pixels cannot be shown: {error}") from error
+        return tokens
+
+    def prompt(self, messages: Sequence[dict]) -> str:
+        """The text of a chat's messages, as the model's chat template renders it."""
+        return self.processor.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.processor.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **CHAT_OPTIONS,
+        )
+
+    def inputs(self, chats: Sequence[Chat]) -> Any:
+        """Model inputs of B chats, padded on the left: input_ids (B, L), pixel_values, …"""
+        text = [self.prompt(chat.messages) for chat in chats]
+        images = [image for chat in chats for image in chat.images]
+        return self.processor(text=text, images=images or None, padding=True, return_tensors="pt").to(self.model.device)
+
+    @torch.inference_mode()
+    def first_token_logits(self, chats: Sequence[Chat]) -> np.ndarray:
+        """Logits of the first answer token, (B, V) float32."""
+        outputs = self.model(**self.inputs(chats), logits_to_keep=1, use_cache=False)
+        return outputs.logits[:, -1].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def generate(self, chats: Sequence[Chat], max_new_tokens: int, **options: Any) -> torch.Tensor:
+        """The greedy answers, (B, at most ``max_new_tokens``) token ids. ``options``: of transformers' ``generate``."""
+        inputs = self.inputs(chats)
+        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        return ids[:, inputs["input_ids"].shape[1] :]
+
+
+def option_ids(tokenizer: Any) -> tuple[int, int]:
+    """Token ids of Yes and No. Raises ValueError: The tokenizer splits one of them."""
+    ids = [tokenizer.encode(option, add_special_tokens=False) for option in ("Yes", "No")]
+    for option, tokens in zip(("Yes", "No"), ids, strict=True):
+        if len(tokens) != 1:
+            raise ValueError(f"this tokenizer splits {option!r} into {len(tokens)} tokens; a judge needs one")
+    return ids[0][0], ids[1][0]
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and warnings, for command lines."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) -> torch.nn.Module:
+    """The model with a peft adapter (folder or hub name), compared with its ``base`` (folder or hub name) first.
+
+    Raises:
+        OSError: There is no adapter.
+        WrongWeights: The adapter does not fit the model, or has values that are not finite.
+    """
+    from peft import PeftModel
+
+    folder = local_folder(adapter, ("adapter_*",))
+    if not (folder / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`")
+    check_adapter({name: tuple(value.shape) for name, value in model.state_dict().items()}, folder, tensors_in(base))
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
+    """A local folder as it is; of a hub name, the folder of the files that match, downloaded if necessary."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"folder {name} does not exist; name a folder or a hub NAME/NAME") from error
+
+
+def trained_limits(adapter: str | Path) -> dict[str, int] | None:
+    """Fewest and most pixels of an image in the training of an adapter; None if its folder has no processor's files."""
+    folder = local_folder(adapter, PROCESSOR_FILES)
+    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
+        settings = json.loads(file.read_bytes())
+        size = settings.get("image_processor", settings).get("size", {})
+        if all(edge in size for edge in _EDGES):
+            return {edge: size[edge] for edge in _EDGES}
+    return None
+
+
+def set_limits(processor: Any, limits: dict[str, int]) -> None:
+    """Give the processor the limits of ``trained_limits``."""
+    # A new object: processors without a size of their own share their class's.
+    processor.image_processor.size = type(processor.image_processor.size)(**limits)

@@ -1,0 +1,98 @@
+"""The scorer against a plain forward of transformers, for each family, on random weights."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from paco_judge.client import Pair
+from paco_judge.questions import RequestForm, theme_question
+from paco_judge.scorer import BadChat, JudgeScorer
+
+TINY = Path(__file__).parents[2] / "tests" / "tiny_judge.py"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    spec = importlib.util.spec_from_file_location("tiny_judge", TINY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def folder(request, tiny, tmp_path_factory):
+    made = tmp_path_factory.mktemp("judges") / request.param
+    return tiny.save_judge(made) if request.param == "qwen2_5_vl" else tiny.save_new_judge(made, request.param)
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    return JudgeScorer.from_pretrained(folder, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny):
+    """Questions and images of different lengths and sizes, so that a batch needs padding."""
+    themes = [*tiny.THEMES, "x", "a paper boat " * 12]
+    return [Pair(tiny.picture(i, 40 + 9 * i), tiny.picture(i + 50), theme_question(t)) for i, t in enumerate(themes)]
+
+
+def p_yes(scorer, pairs, **options):
+    return np.array([verdict.p_yes for verdict in scorer.score(pairs, **options)])
+
+
+def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_batch(scorer, pairs):
+    expected = []
+    for pair in pairs:
+        text = scorer.prompt(scorer.chat(pair).messages)
+        inputs = scorer.processor(text=[text], images=list(pair.images), return_tensors="pt")
+        with torch.no_grad():
+            logits = scorer.model(**inputs).logits[0, -1].double()
+        expected.append(torch.sigmoid(logits[scorer.yes_id] - logits[scorer.no_id]).item())
+    assert np.ptp(expected) > 1e-2  # the judge distinguishes them
+    np.testing.assert_allclose(p_yes(scorer, pairs), expected, atol=1e-5)
+    np.testing.assert_allclose(p_yes(scorer, pairs[::-1])[::-1], expected, atol=1e-5)
+    assert [answer for answer in scorer.reasons(pairs[:2], 5) if answer]
+
+
+def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(scorer, pairs):
+    image = pairs[0].image_a
+    bad = [Pair(image, image, "<|image_pad|>?"), Pair(Image.new("RGB", (1, 300)), image, "same?")]
+    *errors, good = scorer.score([*bad, pairs[0]])
+    assert "<|image_pad|>" in errors[0].error and "1x300" in errors[1].error
+    assert good.p_yes == pytest.approx(p_yes(scorer, pairs[:1])[0], abs=1e-5)
+    with pytest.raises(BadChat):
+        scorer.reasons(bad)
+
+
+def test_top_limits_the_counted_tokens_as_a_server_does(scorer, pairs):
+    row = scorer.first_token_logits([scorer.chat(pairs[0])])[0]
+    rank = int((row > max(row[scorer.yes_id], row[scorer.no_id])).sum()) + 1  # of the first of the two
+    enough, few = scorer.score(pairs[:1], top=len(row))[0], scorer.score(pairs[:1], top=rank - 1)[0]
+    assert enough.p_yes == pytest.approx(p_yes(scorer, pairs[:1])[0], abs=1e-5)
+    assert few.p_yes is None and f"top {rank - 1} tokens" in few.error
+
+
+def test_non_finite_logits_are_a_missing_score(scorer, pairs, monkeypatch):
+    logits = np.zeros((1, len(scorer.processor.tokenizer)), dtype=np.float32)
+    logits[0, scorer.yes_id] = np.nan
+    monkeypatch.setattr(scorer, "first_token_logits", lambda chats: logits)
+    assert "not finite" in scorer.score(pairs[:1])[0].error
+
+
+def test_labels_and_one_image_alone(folder, scorer, pairs):
+    form = RequestForm("<img{n}>: ", "jpeg", "variants")
+    labeled = JudgeScorer.from_pretrained(folder, form=form)
+    assert "<img2>: " in labeled.prompt(labeled.chat(pairs[0]).messages)
+    assert scorer.score([Pair(pairs[0].image_a, None, "red?")])[0].ok
+
+
+def test_what_cannot_be_loaded(folder, tmp_path):
+    with pytest.raises(OSError, match="adapter_config.json"):
+        JudgeScorer.from_pretrained(folder, tmp_path)
+    with pytest.raises(ValueError, match="batch_size"):
+        JudgeScorer.from_pretrained(folder, batch_size=0)
