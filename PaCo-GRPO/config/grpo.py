@@ -17,7 +17,7 @@ from paco_grpo.advantages.aggregation import (  # noqa: F401 - for config.train.
     product_aggregate_fn,
     weighted_advantage_sum_aggregate_fn,
 )
-from paco_grpo.options import did_you_mean
+from paco_grpo.suggest import did_you_mean
 
 # This file is loaded by its path, so ``config`` is not a package that it could import from.
 base = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("base.py"))))

@@ -5,7 +5,7 @@ import pytest
 import judge_study
 import study
 from paco_grpo.options import read_options
-from paco_grpo.options.checks import find_problems
+from paco_grpo.training.checks import contradictions
 from paco_toy.reward_data import verdict
 from paco_toy.world import CHARACTERS
 
@@ -17,7 +17,7 @@ def test_the_trainer_takes_the_options_of_every_run(name, kind, monkeypatch):
     monkeypatch.chdir(study.GRPO)
     run = study.StudyRun(kind, kind.seeds[0])
     options, _ = read_options(["--config", f"config/grpo.py:{kind.config}", *study.arguments_of(run, 10, 5)])
-    assert find_problems(options) == []
+    assert contradictions(options) == []
     assert options.num_epochs == 10 * kind.times and options.train.reward_fn == dict(kind.rewards)
     assert all("model" in options.train.reward_fn_kwargs.get(judged, {}) for judged in study.JUDGE if judged in kind.rewards)
 

@@ -1,7 +1,7 @@
-"""Options of a run: declared once (``schema``), checked (``checks``), read and saved (``parse``)."""
+"""Options of a run: declared once (``schema``), read and saved (``parse``)."""
 
-from paco_grpo.options.checks import ConfigError, find_problems, refuse
 from paco_grpo.options.parse import (  # fmt: skip
+    ConfigError,
     config_dict,
     load_options,
     make_options,
@@ -21,10 +21,9 @@ from paco_grpo.options.schema import (  # fmt: skip
     TestOptions,
     TrainOptions,
 )
-from paco_grpo.suggest import did_you_mean, suggest
 
 __all__ = [
     "OPTIONS", "PUBLISHED", "ConfigError", "HealthOptions", "PretrainedOptions", "RunOptions", "SampleOptions", "SpeedOptions",
-    "TestOptions", "TrainOptions", "config_dict", "did_you_mean", "find_problems", "load_options",
-    "make_options", "options_to_dict", "options_to_yaml", "parse_command_line", "read_options", "refuse", "suggest",
+    "TestOptions", "TrainOptions", "config_dict", "load_options", "make_options", "options_to_dict", "options_to_yaml",
+    "parse_command_line", "read_options",
 ]  # fmt: skip

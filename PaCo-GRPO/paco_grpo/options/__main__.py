@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
+from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
 
 _INTRODUCTION = """\
 # Configuration
@@ -30,10 +33,8 @@ everything but what this repository has by name: use it with a configuration tha
 An unknown option, a wrong type, a value out of range or a combination that cannot work is an error before any model is
 loaded. `None` on the command line gives None where that is allowed.
 """
-_TYPES = {
-    int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table", object: "function", list: "text or names",
-}  # fmt: skip
 _HEADER = ["", "| option | type | default | meaning | range |", "|---|---|---|---|---|"]
+_TYPES = {int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table"}
 
 
 def page() -> str:
@@ -45,18 +46,38 @@ def page() -> str:
 
 def _section(title: str, group: type, prefix: str) -> str:
     lines = [f"## `{title}`", "", inspect.cleandoc(group.__doc__), *_HEADER]
-    for option in OPTIONS.values():
-        if option.name.rpartition(".")[0] == prefix:
-            default = ",".join(map(str, option.default)) if option.kind is tuple and option.default else option.default
-            cells = (f"`{option.name}`", _TYPES[option.kind], str(default), option.meaning, ", ".join(_range(option)))
+    for name, option in OPTIONS.items():
+        if name.rpartition(".")[0] == prefix:
+            default = option.get_default(call_default_factory=True)
+            default = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            kinds, limits = zip(*_alternatives(option.annotation, option.metadata), strict=True)
+            cells = (f"`{name}`", " or ".join(filter(None, kinds)), default, option.description, "".join(limits))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def _range(option: Option) -> Iterator[str]:
-    yield from (str(choice) for choice in option.choices)
-    signs = (("≥", option.at_least), (">", option.above), ("≤", option.at_most), ("<", option.below))
-    yield from (f"{sign} {limit:g}" for sign, limit in signs if limit is not None)
+def _alternatives(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[tuple[str, str]]:
+    """(type, range) of each type in ``annotation`` but None."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        declared = [limit for field in parts[1:] for limit in getattr(field, "metadata", [])]
+        yield from _alternatives(parts[0], declared)
+    elif origin in (typing.Union, types.UnionType):
+        for part in parts:
+            yield from _alternatives(part) if part is not type(None) else ()
+    elif origin is typing.Literal:
+        yield _TYPES[type(parts[0])], ", ".join(map(str, parts))
+    elif origin is Callable:
+        yield "function", ""
+    else:
+        kind = "names" if origin is tuple and parts[0] is str else _TYPES[origin or annotation]
+        yield kind, ", ".join(filter(None, map(_limit, metadata)))
+
+
+def _limit(bound: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [(sign, getattr(bound, name)) for name, sign in signs.items() if hasattr(bound, name)]
+    return "".join(f"{sign} {limit:g}" for sign, limit in found if limit < 2**31)  # larger ones only catch typing errors
 
 
 if __name__ == "__main__":

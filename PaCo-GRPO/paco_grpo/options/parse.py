@@ -1,49 +1,48 @@
 """Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is read only here.
 
 A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``. It is parsed here because
-tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``), saved YAML files and one-line errors are
-needed. Everything that is read becomes ``{option name: value}`` first, then one frozen ``RunOptions``.
+tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and saved YAML files are needed.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
-import numbers
-import re
+import difflib
 import runpy
-from collections.abc import Iterable, Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from ml_collections import ConfigDict
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
-from paco_grpo.options.checks import ConfigError, user_code
 from paco_grpo.options.published import PUBLISHED
-from paco_grpo.options.schema import GROUPS, OPTIONS, Option, RunOptions
-from paco_grpo.suggest import suggestions
+from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
 
 NO_USER_CODE = "--no_user_code"
 _OWN_CONFIGURATIONS = Path(__file__).resolve().parents[2] / "config"
-_NONE = ("none", "null")
-_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
-_EXPECTED = {
-    tuple: "a list of integers such as 1,2", bool: "true or false", int: "an integer", float: "a number", str: "text",
-    dict: "a table such as {'jpeg_compressibility': 1.0}", object: "a name, package.module:function or a function",
-    list: "a text or a list of names",
-}  # fmt: skip
+_RUN_OPTIONS = TypeAdapter(RunOptions)
+_MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the option and what to do."""
 
 
 class _Config(ConfigDict):
     """A ``ConfigDict`` to which plain dicts with any keys can be assigned. Types are checked when it is read."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, table(value) if isinstance(value, dict) else value)
+        super().__setitem__(key, _table(value) if isinstance(value, dict) else value)
 
 
-def table(entries: Mapping[str, Any]) -> ConfigDict:
+def _table(entries: Mapping[str, Any]) -> ConfigDict:
     """A ``ConfigDict`` whose keys may hold dots (reward names are import paths)."""
     result = _Config(type_safe=False, allow_dotted_keys=True)
     for key, value in entries.items():
@@ -53,7 +52,7 @@ def table(entries: Mapping[str, Any]) -> ConfigDict:
 
 def config_dict() -> ConfigDict:
     """All options with their defaults, for a configuration file to change."""
-    return table(dataclasses.asdict(RunOptions()))
+    return _table(dataclasses.asdict(RunOptions()))
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
@@ -70,11 +69,26 @@ def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
     if not trusted and file.endswith(".py") and Path(file).resolve().parent != _OWN_CONFIGURATIONS:
         raise ConfigError(f"{NO_USER_CODE}: {file} is a file of Python that is not in {_OWN_CONFIGURATIONS}")
     options = load_options(source, overrides)
-    for place, code in () if trusted else user_code(options):
+    for place, code in () if trusted else _user_code(options):
         raise ConfigError(
             f"{NO_USER_CODE}: config.{place} names code ({code!r}); read that code, and leave the option out if you trust it"
         )
     return options, name or Path(source).stem
+
+
+def _user_code(options: RunOptions) -> Iterator[tuple[str, object]]:
+    """(option, what it names) for every option that names code by its place: ``package.module:name``, ``file.py:name``."""
+    for group in ("train", "test"):
+        part = getattr(options, group)
+        yield from ((f"{group}.reward_fn", name) for name in part.reward_fn if ":" in name)
+        for name, kwargs in part.reward_fn_kwargs.items():
+            if ":" in str(kwargs.get("reader")):  # the reward ocr imports it
+                yield f"{group}.reward_fn_kwargs.{name}.reader", kwargs["reader"]
+    function = options.train.aggregate_fn
+    if callable(function) or ":" in str(function.get("name") if isinstance(function, Mapping) else function):
+        yield "train.aggregate_fn", function
+    if ":" in options.train.loss_type:
+        yield "train.loss_type", options.train.loss_type
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -111,7 +125,8 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """The options in a file.
 
     Args:
-        source: ``FILE.py:NAME`` (its ``get_config(NAME)`` is called), or a ``config.yaml`` saved by an earlier run.
+        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
+            that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
         overrides: Pairs of dotted option name and text, as on the command line. Entries of a table are set one by one
             (``train.reward_fn.NAME``), or the whole table at once.
 
@@ -123,12 +138,10 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     if not path.is_file():
         raise ConfigError(f"configuration file {file!r} does not exist (current folder: {Path.cwd()})")
     if path.suffix in (".yaml", ".yml"):
-        values = _as_saved(_load_yaml(path))
-    elif path.suffix == ".py":
-        values = _load_python(path, name)
-    else:
-        raise ConfigError(f"configuration file {file!r} is neither a .py file nor the config.yaml of a saved run")
-    return make_options(values, overrides)
+        return make_options(_load_yaml(path), overrides)
+    if path.suffix == ".py":
+        return make_options(_load_python(path, name), overrides)
+    raise ConfigError(f"configuration file {file!r} is neither a .py file nor the config.yaml of a saved run")
 
 
 def _load_yaml(path: Path) -> Mapping[str, Any]:
@@ -142,171 +155,116 @@ def _load_yaml(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _as_saved(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` of a saved run; an option that its version did not have yet gets the value that it computed with."""
-    pretrained = values.get("pretrained")
-    if not isinstance(pretrained, Mapping):
-        return values
-    return {**values, "pretrained": {"image_positions": "stock", **pretrained}}
-
-
-def _load_python(path: Path, name: str) -> Any:
-    get_config = runpy.run_path(str(path), run_name="paco_grpo_run_config").get("get_config")
-    if get_config is None:
-        raise ConfigError(f"configuration file {path} has no function get_config")
+def _load_python(path: Path, name: str) -> ConfigDict:
+    names = runpy.run_path(str(path), run_name=_MODULE)
+    function, get_config = names.get(name), names.get("get_config")
     try:
-        return get_config(name) if name else get_config()
+        if name and not name.startswith("_") and getattr(function, "__module__", None) == _MODULE:
+            found = function()
+        elif get_config is None:
+            raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
+        else:
+            found = get_config(name) if name else get_config()
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]}") from error
+    if not isinstance(found, ConfigDict):
+        raise ConfigError(f"{path}: {name or 'get_config'} returns {type(found).__name__}, not a ConfigDict")
+    return found
 
 
 def make_options(values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
     """Options from nested values, as in a configuration file; what they leave out has its default.
 
     Raises:
-        ConfigError: An unknown option, or a value of the wrong type.
+        ConfigError: A line for each unknown option and each wrong value.
     """
-    flat = {name: copy.deepcopy(declared.default) for name, declared in OPTIONS.items()}
-    flat |= _flatten(values.to_dict() if isinstance(values, ConfigDict) else values)
+    values = _plain(values)
     for name, text in overrides:
-        _override(flat, name, text)
-    groups = {
-        group: kind(**{name.partition(".")[2]: value for name, value in flat.items() if name.startswith(f"{group}.")})
-        for group, kind in GROUPS.items()
-    }
-    return RunOptions(**{name: value for name, value in flat.items() if "." not in name}, **groups)
+        _override(values, name, text)
+    try:
+        return _RUN_OPTIONS.validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(map(_problem, error.errors())))) from error
 
 
-def _flatten(values: Any) -> dict[str, Any]:
-    flat = {}
-    for group in ("", *GROUPS):
-        entries = values.get(group, {}) if group else values
-        if not isinstance(entries, Mapping):
-            raise ConfigError(f"config{group and '.'}{group} is {type(entries).__name__}, not a group of options")
-        flat |= {
-            f"{group}{group and '.'}{field}": value for field, value in entries.items() if group or field not in GROUPS
-        }
-    unknown = [_unknown(name) for name in flat if name not in OPTIONS]
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    return {name: _checked(OPTIONS[name], value) for name, value in flat.items()}
+def _plain(value: Any) -> Any:
+    """``value`` without ``ConfigDict``, tuples and NumPy's numbers."""
+    if isinstance(value, ConfigDict | Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    """One line on one error of pydantic; it begins with the option's name."""
+    words = [str(word) for word in error["loc"]]
+    depth = next((n for n in (1, 2) if ".".join(words[:n]) in OPTIONS), len(words))
+    option = ".".join(words[:depth])
+    if option not in OPTIONS:
+        return _unknown(option) if error["type"] == "unexpected_keyword_argument" else f"config.{option}: {error['msg']}"
+    entry = words[depth:] if option.endswith(("reward_fn", "kwargs")) else []  # else the alternatives of a union
+    message = error["msg"].removeprefix("Value error, ")
+    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {message}{_nearest(error)}"
+
+
+def _nearest(error: Mapping[str, Any]) -> str:
+    known = error.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+    return "".join(f". Did you mean {name!r}?" for name in difflib.get_close_matches(str(error["input"]), known, n=1))
 
 
 def _unknown(name: str) -> str:
     if name in PUBLISHED:
         return f"config.{name} of the published code has another form here: {PUBLISHED[name]}"
-    nearest = " or ".join(f"config.{guess}" for guess in suggestions(name, OPTIONS))
-    hint = f"Did you mean {nearest}?" if nearest else "All options are in docs/configuration.md"
-    return f"unknown option config.{name}. {hint}"
+    last = name.rpartition(".")[2]
+    same = [option for option in OPTIONS if option.rpartition(".")[2] == last]
+    nearest = same or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
+    hint = f"Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?" if nearest else ""
+    return f"unknown option config.{name}. {hint or 'All options are in docs/configuration.md'}"
 
 
-def _checked(declared: Option, value: Any) -> Any:
-    """``value`` in the option's type: an integer becomes a float where one is expected, a list a tuple."""
-    kind = declared.kind
-    if value is None and declared.nullable:
-        return None
-    if kind is dict and not value:
-        return {}  # YAML reads an empty table as None
-    if kind is int and _is_integer(value):
-        return int(value)
-    if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
-    if kind is tuple and isinstance(value, list | tuple) and all(map(_is_integer, value)):
-        return tuple(map(int, value))
-    if kind is list and isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
-        return tuple(value)
-    if kind in (dict, object) and isinstance(value, Mapping):
-        return _plain(f"config.{declared.name}", value)
-    alone = bool if kind is bool else str if kind in (str, list, object) else ()
-    if isinstance(value, alone) or kind is object and callable(value):
-        return value
-    if value is None:
-        raise ConfigError(f"config.{declared.name} cannot be None")
-    raise ConfigError(f"config.{declared.name}={value!r} is not {_EXPECTED[kind]}")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """An entry of a table in the types that a saved configuration can hold."""
-    if isinstance(value, ConfigDict | Mapping):
-        return {key: _plain(f"{name}.{key}", entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(name, entry) for entry in value]
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    raise ConfigError(f"{name} is a {type(value).__name__}; only numbers, text, lists and tables can be saved")
-
-
-def _override(flat: dict[str, Any], name: str, text: str) -> None:
-    if name in OPTIONS:
-        flat[name] = _convert(OPTIONS[name], text)
+def _override(values: dict[str, Any], name: str, text: str) -> None:
+    """Set the option or the entry of a table that the command line calls ``name``."""
+    option = name if name in OPTIONS else next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
+    if option is None:
+        group = f"config.{name} is a group of options; set one of them: config.{name}.NAME=VALUE"
+        raise ConfigError(group if name in GROUPS else _unknown(name))
+    group, _, field = option.rpartition(".")
+    place = values.setdefault(group, {}) if group else values
+    if name == option:
+        place[field] = _value(text, OPTIONS[option].annotation)
         return
-    if name in GROUPS:
-        raise ConfigError(f"config.{name} is a group of options; set one of them: config.{name}.NAME=VALUE")
-    owner = next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
-    if owner is None:
-        raise ConfigError(_unknown(name))
-    entry = name.removeprefix(f"{owner}.")
-    if OPTIONS[owner].kind is not dict:
-        raise ConfigError(f"config.{owner} is a value, it has no field {entry!r}")
-    value = _plain(f"config.{name}", _literal(text))
-    if not owner.endswith("reward_fn_kwargs"):
-        flat[owner] = {**flat[owner], entry: value}
-        return
-    # The reward's name may be an import path with dots; an argument's name follows the factory.
-    module, colon, rest = entry.rpartition(":")
-    factory, dot, argument = rest.partition(".")
-    reward = module + colon + factory
-    if dot:
-        value = {**flat[owner].get(reward, {}), argument: value}
-    elif not isinstance(value, Mapping):
-        raise ConfigError(f"config.{name}={text!r} is not a table of arguments; write config.{name}.ARGUMENT=value")
-    flat[owner] = {**flat[owner], reward: value}
+    if OPTIONS[option].default_factory is not dict:
+        raise ConfigError(f"config.{option} is a value, it has no field {name.removeprefix(f'{option}.')!r}")
+    entry, table = name.removeprefix(f"{option}."), place.setdefault(field, {})
+    if option.endswith("reward_fn_kwargs"):
+        # The reward's name may be an import path with dots; an argument's name follows the factory.
+        module, colon, rest = entry.rpartition(":")
+        factory, dot, argument = rest.partition(".")
+        entry = module + colon + factory
+        if dot:
+            table, entry = table.setdefault(entry, {}), argument
+    table[entry] = _plain(_literal(text))
 
 
-def _convert(declared: Option, text: str) -> Any:
-    """The value that ``text`` means for this option."""
-    kind, stripped = declared.kind, text.strip()
-    word = (text if kind is str else stripped).lower()  # one space is a text (a negative prompt)
-    if declared.nullable and word in (*_NONE, ""):
+def _value(text: str, annotation: Any) -> Any:
+    """What ``text`` means for an option of this type: a text stays as it is."""
+    several = typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Literal)
+    kinds = typing.get_args(annotation) if several else (annotation,)
+    if type(None) in kinds and text.lower() in ("none", "null", ""):
         return None
-    if kind in (str, object):
-        return text
-    try:
-        if word in _NONE:
-            value = None
-        elif kind is bool:
-            value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[word]
-        elif kind is tuple:
-            value = ast.literal_eval(stripped or "()")
-            value = value if isinstance(value, tuple | list) else (value,)
-        elif kind is dict:
-            value = _literal(text) if stripped else {}
-        elif kind is list:  # a comma between names makes a list; in another text it belongs to a regular expression
-            names = re.fullmatch(r"[\w.]+(,[\w.]+)+", stripped)
-            value = stripped.split(",") if names else _literal(text) if stripped.startswith("[") else text
-        else:
-            value = kind(text)
-    except (ValueError, SyntaxError, KeyError):
-        value = text
-    return _checked(declared, value)
+    takes_text = any(kind is str or isinstance(kind, str) for kind in kinds)
+    return text if takes_text and text[:1] not in ("[", "{") else _plain(_literal(text.strip()))
 
 
 def _literal(text: str) -> Any:
-    """An entry of a table: a Python or YAML literal, else the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        pass
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    """A Python or YAML value, else the text itself."""
+    for read in (ast.literal_eval, yaml.safe_load):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def options_to_dict(options: RunOptions) -> dict[str, Any]:
@@ -315,7 +273,10 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
     Raises:
         ConfigError: ``train.aggregate_fn`` is a function, not its description (``paco_grpo.advantages.aggregation.describe``).
     """
-    return _plain("config", dataclasses.asdict(options))
+    try:
+        return _RUN_OPTIONS.dump_python(options, mode="json")
+    except PydanticSerializationError as error:
+        raise ConfigError(f"config.train.aggregate_fn={options.train.aggregate_fn!r} cannot be saved") from error
 
 
 def options_to_yaml(options: RunOptions) -> str:

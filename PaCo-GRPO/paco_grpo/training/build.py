@@ -26,7 +26,7 @@ from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
 from paco_grpo.objectives import Objective
-from paco_grpo.options import ConfigError, RunOptions, SampleOptions
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy, policy_class
 from paco_grpo.policies.lora import add_lora, add_snapshot
@@ -124,9 +124,8 @@ def _build(
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
     train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    sample = main_decides(accelerator, lambda: _as_sampled_before(options, folder))
     # What is saved and used from here on: with the length that applies.
-    options = dataclasses.replace(options, max_sequence_length=length, train=train, sample=sample)
+    options = dataclasses.replace(options, max_sequence_length=length, train=train)
     check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
@@ -213,14 +212,6 @@ def _check_earlier_run(options: RunOptions, folder: Path) -> None:
             raise ConfigError(
                 f"{folder} was trained otherwise: resume with --config.pretrained.image_positions={positions}"
             )
-
-
-def _as_sampled_before(options: RunOptions, folder: Path) -> SampleOptions:
-    """``options.sample``, with an unset ``merge_lora`` as the run in ``folder`` recorded it: False by default in 0.1."""
-    earlier = folder / "config.yaml"
-    if options.sample.merge_lora is not None or not (options.resume_from and earlier.is_file()):
-        return options.sample
-    return dataclasses.replace(options.sample, merge_lora=load_options(str(earlier)).sample.merge_lora)
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.prompts import KINDS, DataError
 from paco_grpo.monitoring.trackers import TRACKERS
 from paco_grpo.objectives import Objective, get_objective
-from paco_grpo.options import PUBLISHED, ConfigError, RunOptions, did_you_mean, find_problems, refuse
+from paco_grpo.options import OPTIONS, PUBLISHED, ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
 from paco_grpo.policies.hub import hub_folder
 from paco_grpo.policies.lora import find_lora
@@ -26,6 +26,7 @@ from paco_grpo.policies.performance import AccelerationError, quantize
 from paco_grpo.policies.performance.attention import attention_problem, try_attention
 from paco_grpo.policies.performance.compile import require_compiler
 from paco_grpo.rewards.registry import RewardError, find_factory, reward_weights
+from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ logger = logging.getLogger(__name__)
 
 _LARGE = 4e9  # bytes of a transformer, for a CPU
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
+
+
+def raise_if_any(problems: Iterable[str]) -> None:
+    """Raise a ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
+    if lines := [f"config.{problem}" for problem in problems]:
+        raise ConfigError("\n".join(lines))
+
+
+def contradictions(options: RunOptions) -> list[str]:
+    """Options that contradict each other: a line for each, beginning with the option's name."""
+    return [problem for rule in (_noise, _tail, _training, _rewards) for problem in rule(options)]
 
 
 def check_run(options: RunOptions) -> Objective:
@@ -49,7 +61,7 @@ def check_run(options: RunOptions) -> Objective:
         ConfigError: All problems found, one line each; every line names the option to change.
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
-    train, problems, objective = options.train, find_problems(options), None
+    train, problems, objective = options.train, contradictions(options), None
     for name, value, known in (
         ("prompt_fn", options.prompt_fn, [*KINDS]),
         ("logging_platform", options.logging_platform, [*TRACKERS]),
@@ -89,9 +101,80 @@ def check_run(options: RunOptions) -> Objective:
         problems.append(str(error).removeprefix("config."))
     else:
         problems += _objective_problems(options, objective)
-    refuse(problems)
+    raise_if_any(problems)
     check_model(options)
     return objective
+
+
+def _noise(options: RunOptions) -> Iterator[str]:
+    sample = options.sample
+    for step in sample.noise_steps:
+        if not 0 <= step < sample.num_steps:
+            yield (
+                f"sample.noise_steps has step {step}, but sample.num_steps={sample.num_steps}: steps are 0 to "
+                f"{sample.num_steps - 1}"
+            )
+    if len(set(sample.noise_steps)) != len(sample.noise_steps):
+        yield f"sample.noise_steps={sample.noise_steps} names a step twice"
+    if sample.num_noise_steps is not None and sample.num_noise_steps > len(sample.noise_steps):
+        yield f"sample.num_noise_steps={sample.num_noise_steps} is more than sample.noise_steps has"
+    if options.train.timesteps == ():
+        yield "train.timesteps is empty; None trains on every noise step"
+
+
+def _tail(options: RunOptions) -> Iterator[str]:
+    sample = options.sample
+    for name in ("tail_steps", "tail_order", "tail_cache", "tail_weights"):
+        value = getattr(sample, name)
+        if value != OPTIONS[f"sample.{name}"].default and not (sample.noise_steps and sample.noise_level):
+            yield f"sample.{name}={value!r} changes the steps after the last noise step, but sampling has no noise"
+    if sample.tail_cache and options.speed.compile:
+        yield "sample.tail_cache cannot be used with speed.compile=True: each forward decides which blocks to skip"
+    if sample.tail_weights == "int8":
+        if options.pretrained.quantize is not None:
+            yield "sample.tail_weights='int8' needs an unquantized base: use it or pretrained.quantize, not both"
+        if options.speed.compile:
+            yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces compiled layers"
+
+
+def _training(options: RunOptions) -> Iterator[str]:
+    train, kind = options.train, options.pretrained.quantize
+    if options.speed.fused_adam and train.use_8bit_adam:
+        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
+    if not options.use_lora and train.beta > 0:
+        yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
+    if not options.use_lora and train.lora_path is not None:
+        yield "train.lora_path needs use_lora=True"
+    if kind is None:
+        return
+    if not options.use_lora:
+        yield f"pretrained.quantize={kind!r} needs use_lora=True: quantized weights cannot be trained"
+    if options.sample.merge_lora:
+        yield f"sample.merge_lora=True cannot be used with pretrained.quantize={kind!r}: the LoRA would be rounded away"
+    if train.sharding is not None:
+        yield f"train.sharding={train.sharding!r} cannot be used with pretrained.quantize={kind!r}"
+    if options.speed.compile:
+        yield f"speed.compile=True is not supported with pretrained.quantize={kind!r}"
+
+
+def _rewards(options: RunOptions) -> Iterator[str]:
+    if not options.dataset:
+        yield "dataset is empty; give the folder of the prompt set"
+    if not options.train.reward_fn:
+        yield "train.reward_fn is empty; give a reward, e.g. --config.train.reward_fn.jpeg_compressibility=1"
+    known = {**options.train.reward_fn, **options.test.reward_fn}
+    for group in ("train", "test"):
+        for name in getattr(options, group).reward_fn_kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                yield f"{group}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{hint}"
+    short_names = [name.rsplit(":", 1)[-1] for name in options.train.reward_fn]
+    for name in options.train.aggregate_fn_kwargs.get("reward_weights") or ():
+        if name not in short_names:
+            yield (
+                f"train.aggregate_fn_kwargs.reward_weights has {name!r}, which is not in train.reward_fn."
+                f"{did_you_mean(name, short_names)}"
+            )
 
 
 def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
@@ -138,7 +221,7 @@ def check_model(options: RunOptions) -> None:
         resolution = getattr(options, group).resolution
         if resolution % multiple:
             problems.append(f"{group}.resolution={resolution} is not a multiple of {multiple}, as {model} needs")
-    refuse(problems)
+    raise_if_any(problems)
     if options.use_lora and options.train.lora_path is not None:
         find_lora(options.train.lora_path)
 

@@ -4,7 +4,7 @@ import pytest
 from named import load
 
 from paco_grpo.objectives import get_objective
-from paco_grpo.options import find_problems
+from paco_grpo.training.checks import contradictions
 
 FLUX = "black-forest-labs/FLUX.1-dev"
 PUBLISHED = {
@@ -87,5 +87,5 @@ def test_named_configuration_is_the_published_table(name, expected):
 @pytest.mark.parametrize("name", AUTHORS)
 def test_the_objectives_accept_their_settings(name, base):
     options = load(f"{base}_{name}")
-    assert list(get_objective(name).check(options)) == [] and find_problems(options) == []
+    assert list(get_objective(name).check(options)) == [] and contradictions(options) == []
     assert (options.sample.noise_level == 0) == (name != "flow_dppo")

@@ -28,4 +28,4 @@ def test_a_test_changes_every_option(option, mentioned):
 
 def test_configuration_page_is_current():
     assert (TESTS.parents[1] / "docs" / "configuration.md").read_text() == page()
-    assert all(option.meaning and f"| `{name}` |" in page() for name, option in OPTIONS.items())
+    assert all(option.description and f"| `{name}` |" in page() for name, option in OPTIONS.items())

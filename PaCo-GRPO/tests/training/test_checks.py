@@ -18,7 +18,6 @@ from paco_grpo.types import Item
         ({"sample.noise_level": "0"}, "sample.noise_level=0"),
         ({"train.timesteps": "9", "train.loss_type": "nft"}, "train.timesteps has step 9, but sample.num_steps=6"),
         ({"train.decay_type": "1"}, "train.decay_type=1"),
-        ({"train.decay_type": "7", "train.loss_type": "nft"}, "train.decay_type=7"),
         ({"use_lora": "0", "train.loss_type": "nft"}, "use_lora=False"),
         ({"train.gradient_step_per_epoch": "200"}, "train.gradient_step_per_epoch=200"),
         ({"train.loss_type": "pppo"}, "train.loss_type='pppo' is unknown. Did you mean 'ppo'"),

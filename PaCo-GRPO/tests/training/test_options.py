@@ -201,13 +201,6 @@ def test_steps_without_noise_are_merged_where_that_only_rounds(make):
     assert merges_lora(run.options, cpu) and not merges_lora(run.options, gpu)
     assert not merges_lora(dataclasses.replace(run.options, mixed_precision="bf16"), cpu)
     assert not merges_lora(dataclasses.replace(run.options, use_lora=False), cpu)
-    # a run that recorded False, the default of 0.1, resumes with it
-    config = run.folder / "config.yaml"
-    config.write_text(config.read_text().replace("merge_lora: null", "merge_lora: false"))
-    run.release()
-    resumed = build_run(dataclasses.replace(run.options, resume_from="latest"))
-    resumed.release()
-    assert resumed.options.sample.merge_lora is False
 
 
 def test_lora_size_and_start(make):
