@@ -6,9 +6,11 @@ Models are loaded by ``check``, before training, or at the first image. Features
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,11 @@ from paco_judge.weights import from_pretrained_strict
 PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
+_DOWNLOADS = {
+    PICKSCORE: "python paco_grpo/rewards/pickscore_scores.py",
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": "python paco_grpo/rewards/subfig_clipT.py",
+}
+_HUB_TIMEOUT_S = 10.0
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -46,6 +53,40 @@ def _loading(model: str) -> Iterator[None]:
         raise RewardError(f"CLIP model {model} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
+def _require_hub(repository: str) -> None:
+    """Ask the hub once for ``repository``, which is not in the cache; its own downloads retry for minutes.
+
+    Raises:
+        RewardError: It does not answer; the message names the command that downloads the weights.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # hub and network errors share no class
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        command = _DOWNLOADS.get(repository, f"hf download {repository}")
+        raise RewardError(
+            f"{repository} is not in the cache, and the hub does not answer ({cause}). Run `{command}` where there is a "
+            "network and copy its cache (HF_HOME), or set HF_ENDPOINT to a mirror that you can reach"
+        ) from error
+
+
+def download(what: str, load: Callable[[], object]) -> None:
+    """What the download commands do: load ``what`` once, so that it is in the cache.
+
+    Raises:
+        SystemExit: That failed; the message says what to do.
+    """
+    try:
+        load()
+    except RewardError as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"{what} is in the cache")
+
+
 class ClipTextImage:
     """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
 
@@ -64,12 +105,21 @@ class ClipTextImage:
     def load(self) -> None:
         """Load the model (downloads it if it is not in the cache)."""
         if self._model is None:
-            from transformers import CLIPModel, CLIPProcessor
-
             with _loading(self.name):
-                self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-                model = from_pretrained_strict(CLIPModel, self.name).eval().requires_grad_(False)
-                self._model = model.to(self.device, self.dtype)
+                try:
+                    self._processor, model = self._files(local_files_only=True)
+                except OSError:
+                    if Path(self.name).is_dir():
+                        raise
+                    _require_hub(self.name)
+                    self._processor, model = self._files()
+                self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
+
+    def _files(self, **options: Any) -> tuple[Any, torch.nn.Module]:
+        from transformers import CLIPModel, CLIPProcessor
+
+        processor = CLIPProcessor.from_pretrained(self.processor_name, **options)
+        return processor, from_pretrained_strict(CLIPModel, self.name, **options)
 
     check = load  # weights that are not whole are found before training
 
@@ -133,11 +183,21 @@ class OpenClip:
                 import open_clip
 
                 with _loading(f"{self.name} ({self.pretrained})"):
+                    self._require_weights()
                     model, _, self._preprocess = open_clip.create_model_and_transforms(
                         self.name, pretrained=self.pretrained, device=self.device
                     )
                     self._tokenize = open_clip.get_tokenizer(self.name)
                 self._model = model.eval().requires_grad_(False).to(self.dtype)
+
+    def _require_weights(self) -> None:
+        from huggingface_hub import try_to_load_from_cache
+        from open_clip import get_pretrained_cfg
+
+        repository = (get_pretrained_cfg(self.name, self.pretrained or "").get("hf_hub") or "").rstrip("/")
+        files = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+        if repository and not any(isinstance(try_to_load_from_cache(repository, file), str) for file in files):
+            _require_hub(repository)
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -172,16 +173,23 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs():
     assert len(loaded) == 1
 
 
+@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT", "clipscore"])
+def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py|hf download openai/clip"):
+        build_rewards({reward: 1.0})[reward].check()
+    assert time.monotonic() - started < 20
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["pickscore_scores", "subfig_clipT"])
 def test_published_download_commands_without_a_hub(name, tmp_path):
     script = Path(pickscore.__code__.co_filename).with_name(f"{name}.py")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, script], env=environment, check=False, capture_output=True, text=True, timeout=500
-    )
-    assert ended.returncode == 1
-    assert "\nerror: " in "\n" + ended.stderr and "HF_ENDPOINT" in ended.stderr  # after open_clip's own log line
+    ended = subprocess.run([sys.executable, script], env=environment, check=False, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 1 and "HF_ENDPOINT" in ended.stderr and "\nerror: " in "\n" + ended.stderr
 
 
 def test_jpeg_rewards_are_the_size_of_a_file(tmp_path):
