@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from paco_grpo.data.files import DataError, json_lines, text_of
 from paco_judge.images import UnreadableImage, read_image
-from paco_judge.outside import DamagedJson, parse
+from paco_judge.json_io import DamagedJson, parse
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory

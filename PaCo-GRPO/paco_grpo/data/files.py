@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paco_judge.outside import DamagedJson, lines, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse_object
 
 _LARGEST_SIDE = 1 << 16  # pixels
 

@@ -19,7 +19,7 @@ from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.images import read_image
-from paco_judge.outside import DamagedJson, parse_object
+from paco_judge.json_io import DamagedJson, parse_object
 
 LEVEL = 0.95  # of the confidence intervals
 _RESAMPLES = 10_000

@@ -9,7 +9,7 @@ from typing import Any
 from paco_grpo.report import figures, page
 from paco_grpo.report.data import ReportError, Run, is_number, read_run
 from paco_grpo.report.style import save_png, svg
-from paco_judge.outside import DamagedJson, parse_object
+from paco_judge.json_io import DamagedJson, parse_object
 
 GALLERY = 12  # image pairs in the page
 SHEET = 8  # and in the picture file

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from paco_judge.images import UnreadableImage, read_image
-from paco_judge.outside import DamagedJson, lines, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse_object
 
 
 class ReportError(RuntimeError):

@@ -19,7 +19,7 @@ import numpy as np
 from paco_grpo.rewards.judge import ServerReward, reference_of
 from paco_judge import transport
 from paco_judge.images import data_url
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from paco_grpo.distributed.processes import Stopped, any_process, gather_rows
 from paco_grpo.rewards.registry import Reward, build_rewards
 from paco_grpo.types import Item
-from paco_judge.outside import DamagedJson, lines, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse_object
 
 if TYPE_CHECKING:
     import torch

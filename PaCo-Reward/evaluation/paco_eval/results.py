@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
-from paco_judge.outside import DamagedJson, lines, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse_object
 
 Row = dict[str, Any]
 Table = list[list[str]]  # headings in the first row

@@ -4,13 +4,14 @@
     verdicts = judge.score_blocking([Pair(image_a, image_b, question)])     # from any thread
     verdicts = await judge.score([Pair(image_a, image_b, question)])        # from any event loop
 
-All clients of a process share one event loop thread, one HTTP session and one cache (``paco_judge.transport``). A
+All clients of a process share one event loop thread, one HTTP session (``paco_judge.transport``) and one cache. A
 verdict is a probability or an error with its cause; errors are not cached.
 """
 
 import asyncio
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from PIL import Image
 
 from paco_judge import transport
 from paco_judge.images import ImageStore, UnreadableImage
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
 from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
@@ -27,6 +28,7 @@ from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
+CACHE_ENTRIES = 200_000
 _CHECK_TIMEOUT_S = 10.0
 _URL_SLOT = "\x00"
 
@@ -69,6 +71,11 @@ class _Request(NamedTuple):
     digests: tuple[bytes, ...]
 
 
+# Used on the event loop thread only: the most recently used scores (the last ones), and the requests in flight.
+_scores: OrderedDict[_Request, float] = OrderedDict()
+_in_flight: dict[_Request, asyncio.Future] = {}
+
+
 class JudgeClient:
     """Asks one model of one server. Cheap to make: the HTTP session and the cache belong to the process.
 
@@ -101,10 +108,8 @@ class JudgeClient:
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.model = model
-        self.max_concurrency = max_concurrency
-        self.deadline_s = deadline_s
-        self.form = form
+        self.model, self.form = model, form
+        self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
         self._cache = cache
         self._headers = transport.json_headers(api_key)
         self._served: str | None = None
@@ -159,7 +164,17 @@ class JudgeClient:
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeUnavailable(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
-        return _pick_name(self.model, served, self.base_url)
+        if self.model in served:
+            return self.model
+        alike = [name for name in served if name.casefold() == self.model.casefold()]
+        if len(alike) == 1:
+            logger.warning("judge at %s serves %r; using it for %r (case-insensitive)", self.base_url, *alike, self.model)
+            return alike[0]
+        raise JudgeModelMissing(
+            f"the judge at {self.base_url} does not serve {self.model!r}; it serves "
+            f"{', '.join(map(repr, served)) or 'nothing'}. Ask for one of these, or launch the server with "
+            f"VLLM_MODEL_NAMES={self.model}"
+        )
 
     async def _score(self, pairs: list[Pair]) -> list[Verdict]:
         runtime = transport.runtime()
@@ -184,26 +199,30 @@ class JudgeClient:
         self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float
     ) -> Verdict:
         """The verdict from the cache, from an identical request in flight, or from the server."""
-        cached = runtime.cache.get(request) if self._cache else None
-        if cached is not None:
-            return Verdict(cached)
-        other = runtime.in_flight.get(request)
-        if other is not None:
+        if self._cache and request in _scores:
+            _scores.move_to_end(request)
+            return Verdict(_scores[request])
+        other = _in_flight.get(request)
+        if other is not None and other.get_loop() is runtime.loop:  # another loop: we were forked
             shared = await asyncio.shield(other)
             if shared.ok or runtime.loop.time() >= deadline:
                 return shared
-        own = runtime.in_flight[request] = runtime.loop.create_future()
+        own = _in_flight[request] = runtime.loop.create_future()
         verdict = Verdict(None, "the request was abandoned")
+        if self._slots is None or self._slots[0] is not runtime:
+            self._slots = (runtime, asyncio.Semaphore(self.max_concurrency))
         try:
-            async with self._semaphore(runtime):
+            async with self._slots[1]:
                 verdict = await self._ask(runtime, request, store, deadline)
             if verdict.ok and self._cache:
-                runtime.cache.put(request, verdict.p_yes)
+                _scores[request] = verdict.p_yes
+                if len(_scores) > CACHE_ENTRIES:
+                    _scores.popitem(last=False)
             return verdict
         finally:
             own.set_result(verdict)
-            if runtime.in_flight.get(request) is own:
-                del runtime.in_flight[request]
+            if _in_flight.get(request) is own:
+                del _in_flight[request]
 
     async def _ask(self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float) -> Verdict:
         try:
@@ -215,11 +234,6 @@ class JudgeClient:
         except (Refused, Unreachable) as error:
             return Verdict(None, f"judge at {self.base_url}: {error}")
         return _read_answer(answer, self.form.answer_tokens)
-
-    def _semaphore(self, runtime: transport.Runtime) -> asyncio.Semaphore:
-        if self._slots is None or self._slots[0] is not runtime:  # another runtime: we were forked
-            self._slots = (runtime, asyncio.Semaphore(self.max_concurrency))
-        return self._slots[1]
 
 
 def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
@@ -237,20 +251,6 @@ def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
     )
     head, *others = text.split(json.dumps(_URL_SLOT)[1:-1], len(image_urls))  # URLs come before the question
     return (head + "".join(url + part for url, part in zip(image_urls, others, strict=True))).encode("ascii")
-
-
-def _pick_name(wanted: str, served: list[str], base_url: str) -> str:
-    if wanted in served:
-        return wanted
-    alike = [name for name in served if name.casefold() == wanted.casefold()]
-    if len(alike) == 1:
-        logger.warning("judge at %s serves %r; using it for %r (case-insensitive match)", base_url, *alike, wanted)
-        return alike[0]
-    listed = ", ".join(repr(name) for name in served) or "nothing"
-    raise JudgeModelMissing(
-        f"the judge at {base_url} does not serve {wanted!r}; it serves {listed}. Ask for one of these, or launch the "
-        f"server with VLLM_MODEL_NAMES={wanted}"
-    )
 
 
 def _read_answer(body: bytes, answer_tokens: str) -> Verdict:

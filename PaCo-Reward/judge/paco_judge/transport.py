@@ -1,27 +1,25 @@
-"""HTTP for every judge client of a process: one event loop thread, one aiohttp session, one score cache."""
+"""HTTP for every judge client of a process: one event loop in a daemon thread, one aiohttp session."""
 
 import asyncio
 import logging
 import math
 import os
 import random
-import socket
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 
 import aiohttp
 from yarl import URL
 
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 
 logger = logging.getLogger(__name__)
 
-CACHE_ENTRIES = 200_000
+LARGEST_ANSWER = 1 << 20  # bytes; a judge's answer has a few thousand
+FAILURES = 3  # attempts at a request that the server fails on (HTTP 500)
 _CONNECT_TIMEOUT_S = 5.0
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _WARN_AGAIN_S = 60.0
 _EXIT_POLL_S = 0.1
 
@@ -42,7 +40,6 @@ class NoConnection(Unreachable):
     """Nothing accepts connections: the server has stopped, or was never started."""
 
 
-@lru_cache(maxsize=64)
 def origin(url: str) -> URL:
     """Scheme, host and port of a URL. Raises ValueError if it is not an http(s) URL."""
     parsed = URL(url)
@@ -61,63 +58,13 @@ def json_headers(api_key: str | None) -> dict[str, str]:
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
 
-class Outages:
-    """Servers that accept no connection at present. Logged at once, then once a minute, and at the end of the outage."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._since: dict[URL, float] = {}
-        self._logged: dict[URL, float] = {}
-
-    def failed(self, server: URL, error: Exception, patience_s: float, left_s: float) -> float:
-        """Record a failed connection of a request with ``left_s`` to its deadline; returns the outage in seconds."""
-        now = self._clock()
-        gone = now - self._since.setdefault(server, now)
-        if now - self._logged.get(server, -math.inf) >= _WARN_AGAIN_S:
-            self._logged[server] = now
-            logger.warning(
-                "no judge answers at %s (%s), for %.0f s now; retrying for %.0f s more. Restart it with "
-                "`bash vllm_server/launch.sh` in PaCo-GRPO",
-                server, error, gone, max(0.0, min(patience_s - gone, left_s)),
-            )  # fmt: skip
-        return gone
-
-    def answered(self, server: URL) -> None:
-        """Record any answer, errors included."""
-        since = self._since.pop(server, None)
-        if since is not None and self._logged[server] >= since:
-            logger.warning("the judge at %s answers again, after %.0f s", server, self._clock() - since)
-
-
-class Cache:
-    """The most recently used scores, at most ``entries``. Used on one thread."""
-
-    def __init__(self, entries: int = CACHE_ENTRIES):
-        self._entries = entries
-        self._scores: OrderedDict[tuple, float] = OrderedDict()
-
-    def get(self, key: tuple) -> float | None:
-        """The score, which then counts as used; None if it is not known."""
-        score = self._scores.get(key)
-        if score is not None:
-            self._scores.move_to_end(key)
-        return score
-
-    def put(self, key: tuple, score: float) -> None:
-        """Add a score; the least recently used one may be dropped."""
-        self._scores[key] = score
-        if len(self._scores) > self._entries:
-            self._scores.popitem(last=False)
-
-
 class Runtime:
-    """An event loop in a daemon thread, with an HTTP session and the cache."""
+    """The event loop in its thread, with the HTTP session."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
-        self.cache = Cache()
-        self.in_flight: dict[tuple, asyncio.Future] = {}
-        self._outages = Outages(self.loop.time)
+        self._down_since: dict[URL, float] = {}
+        self._warned: dict[URL, float] = {}
         self._executor = ThreadPoolExecutor(1, "paco-judge-exit")
         self._idle = self._executor.submit(threading.current_thread).result()
         self._ready = threading.Event()
@@ -145,7 +92,8 @@ class Runtime:
     ) -> bytes:
         """Post until there is an answer, a permanent error, or the deadline.
 
-        Retries 429, 5xx and connection errors, with jittered, doubling pauses; honors Retry-After.
+        Retries a busy server (429, 502, 503, 504) and connection errors, with jittered, doubling pauses that honor
+        Retry-After; other server errors ``FAILURES`` times in all.
 
         Args:
             deadline: Loop time in seconds.
@@ -156,31 +104,40 @@ class Runtime:
             Refused: A permanent error.
             Unreachable: No answer before the deadline, or the server has been down for ``patience_s``.
         """
-        server, pause, attempts = origin(url), _FIRST_BACKOFF_S, 0
+        pause, attempts, failures = _FIRST_PAUSE_S, 0, 0
         while True:
             attempts += 1
             wait = pause * random.uniform(0.5, 1.5)
             try:
-                answer = await self._attempt("POST", url, headers, body, deadline)
-                self._outages.answered(server)
-                return answer
+                return await self._attempt("POST", url, headers, body, deadline)
             except Refused as error:
-                self._outages.answered(server)
-                if error.status != 429 and error.status < 500:
+                failures += error.status not in (429, 502, 503, 504)
+                if error.status < 500 and error.status != 429 or failures == FAILURES:
                     raise
                 last, wait = error, max(wait, error.retry_after_s)
             except NoConnection as error:
-                gone_s = self._outages.failed(server, error, patience_s, deadline - self.loop.time())
+                last, gone_s = error, self._outage(origin(url), error)
                 if gone_s >= patience_s:
                     raise Unreachable(f"the server has been down for {gone_s:.0f} s ({error})") from error
-                last = error
             except Unreachable as error:
                 last = error
             if self.loop.time() + wait >= deadline:
                 raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {last}") from last
-            logger.debug("attempt %d failed (%s), again in %.1f s", attempts, last, wait)
             await asyncio.sleep(wait)
-            pause = min(2 * pause, _MAX_BACKOFF_S)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _outage(self, server: URL, error: Exception) -> float:
+        """Seconds for which nothing has accepted connections; logged at once, then once a minute."""
+        now = self.loop.time()
+        gone_s = now - self._down_since.setdefault(server, now)
+        if now - self._warned.get(server, -math.inf) >= _WARN_AGAIN_S:
+            self._warned[server] = now
+            logger.warning(
+                "no judge answers at %s (%s), for %.0f s now; retrying. Restart it with "
+                "`bash vllm_server/launch.sh` in PaCo-GRPO",
+                server, error, gone_s,
+            )  # fmt: skip
+        return gone_s
 
     async def _attempt(self, method: str, url: str, headers: dict, body: bytes | None, deadline: float) -> bytes:
         try:
@@ -188,7 +145,14 @@ class Runtime:
                 asyncio.timeout_at(deadline),
                 self._session.request(method, url, headers=headers, data=body, allow_redirects=False) as response,
             ):
-                answer = await response.read()
+                if self._down_since and (since := self._down_since.pop(origin(url), None)) is not None:
+                    self._warned.pop(origin(url), None)
+                    logger.warning("the judge at %s answers again, after %.0f s", url, self.loop.time() - since)
+                answer = bytearray()
+                while part := await response.content.readany():
+                    answer += part
+                    if len(answer) > LARGEST_ANSWER:
+                        raise Refused(response.status, f"the answer is larger than {LARGEST_ANSWER} bytes")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             cause = getattr(error, "os_error", error)
             raise NoConnection(f"{type(cause).__name__}: {cause}") from error
@@ -197,8 +161,8 @@ class Runtime:
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise Refused(response.status, _reason(answer) or response.reason or "", _retry_after(response))
-        return answer
+            raise Refused(response.status, _reason(bytes(answer)) or response.reason or "", _retry_after(response))
+        return bytes(answer)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
@@ -210,23 +174,16 @@ class Runtime:
         Python ends idle executor threads at that moment, before it joins any other thread. Without this, a worker
         thread waiting for scores would keep the process alive until its deadline.
         """
-        connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        cookies = aiohttp.DummyCookieJar()
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies) as self._session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"accept-encoding": "identity"},
+            auto_decompress=False,  # a megabyte of gzip would become a gigabyte
+        ) as self._session:
             self._ready.set()
             while self._idle.is_alive():
                 await asyncio.sleep(_EXIT_POLL_S)
-
-
-def _keepalive_socket(address: tuple) -> socket.socket:
-    """A socket that notices within a minute that its peer vanished without closing the connection."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # Linux
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
 
 
 _lock = threading.Lock()
@@ -253,16 +210,15 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _reason(answer: bytes) -> str:
-    """The server's own message (OpenAI's error format), else the start of the body."""
+    """The server's own message (OpenAI's error format), else the start of the body; one line, printable."""
+    text = answer[:200].decode("utf-8", "replace")
     try:
         error = parse(answer)
         error = error.get("error", error)
-        message = error.get("message") if isinstance(error, dict) else error
-        if message:
-            return str(message)[:500]
+        text = (error.get("message") if isinstance(error, dict) else error) or text
     except (ValueError, AttributeError):
         pass  # not JSON, or not an object
-    return answer[:200].decode("utf-8", "replace").strip()
+    return "".join(letter if letter.isprintable() else " " for letter in str(text)[:500]).strip()
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:

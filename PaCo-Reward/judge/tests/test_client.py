@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paco_judge import client as client_module
 from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeModelMissing, JudgeUnavailable, Pair
 from paco_judge.grid import pairs, split_image
@@ -192,13 +194,13 @@ def test_the_cache_distinguishes_question_model_and_server_and_is_optional():
         assert len(judge.requests) == 4
 
 
-def test_the_cache_evicts_the_least_recently_used():
-    cache = transport.Cache(entries=2)
-    cache.put(("a",), 0.1)
-    cache.put(("b",), 0.2)
-    assert cache.get(("a",)) == 0.1
-    cache.put(("c",), 0.3)
-    assert [cache.get((key,)) for key in "abc"] == [0.1, None, 0.3]
+def test_the_cache_evicts_the_least_recently_used(monkeypatch):
+    monkeypatch.setattr("paco_judge.client.CACHE_ENTRIES", 2)
+    client_module._scores.clear()
+    with FakeJudge() as judge:
+        for question, requests in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
+            client(judge).score_blocking([Pair(picture(1), picture(2), f"evict {question}")])
+            assert len(judge.requests) == requests
 
 
 def test_concurrency_is_bounded_and_connections_are_kept_alive():
@@ -242,6 +244,27 @@ def test_temporary_faults_are_retried(fault):
     with FakeJudge(respond) as judge:
         (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
         assert verdict.p_yes == pytest.approx(0.6) and len(judge.requests) == 3
+
+
+def test_a_request_that_always_fails_is_tried_three_times():
+    with FakeJudge(lambda number, request: (500, {"error": {"message": "out of memory"}}, {})) as judge:
+        (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, "always 500"))
+        assert "HTTP 500: out of memory" in verdict.error and len(judge.requests) == 3
+
+
+@pytest.mark.parametrize("encoding", [{}, {"content-encoding": "gzip"}])
+def test_an_answer_without_end_is_an_error_and_fills_no_memory(encoding):
+    """A gzip bomb is not unpacked; what exceeds 1 MiB is not read."""
+    endless = zlib.compress(b" " * (64 << 20), wbits=31) if encoding else b" " * (8 << 20)
+    with FakeJudge(lambda number, request: (200, endless, encoding)) as judge:
+        tracemalloc.start()
+        (verdict,) = client(judge).score_blocking(batch(1, f"endless {encoding}"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert not verdict.ok and peak < 16 << 20
+        judge.models = ["x" * (2 << 20)]
+        with pytest.raises(JudgeUnavailable, match="larger than"):
+            JudgeClient(judge.url, "m").check()
 
 
 @pytest.mark.parametrize("status", [301, 400, 404, 413])

@@ -12,7 +12,7 @@ import numpy as np
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
 from paco_judge import transport
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.client import Pair
-from paco_judge.outside import DamagedJson, lines, parse
+from paco_judge.json_io import DamagedJson, lines, parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm
 from paco_reward.errors import PacoRewardError
 from paco_reward.images import open_image

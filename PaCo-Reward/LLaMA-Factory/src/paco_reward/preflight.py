@@ -12,7 +12,7 @@ import httpx
 from tqdm import tqdm
 
 from paco_judge.images import UnreadableImage, check_image
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 from paco_reward.datasets import load_examples
 from paco_reward.errors import PacoRewardError
 

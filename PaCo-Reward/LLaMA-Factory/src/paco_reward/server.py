@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeError, Pair
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 from paco_judge.questions import RequestForm
 from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict

@@ -14,7 +14,7 @@ from typing import Any
 
 from paco_judge.client import Pair
 from paco_judge.images import data_url
-from paco_judge.outside import DamagedJson, parse_object
+from paco_judge.json_io import DamagedJson, parse_object
 from paco_judge.questions import EDITING, Question
 from paco_reward.errors import PacoRewardError, writing
 from paco_reward.images import open_image

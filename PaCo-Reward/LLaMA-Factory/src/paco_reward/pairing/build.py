@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from paco_judge.outside import parse
+from paco_judge.json_io import parse
 from paco_judge.questions import Question, load_editing_questions, load_question, record
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError

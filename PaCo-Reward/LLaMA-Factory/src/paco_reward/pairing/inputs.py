@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.grid import PromptLayoutError, split_prompt
-from paco_judge.outside import DamagedJson, lines, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse_object
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.records import TEST, TRAIN, EditRow, PromptItem, Ranking
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paco_judge import transport
 from paco_judge.client import JudgeClient, _read_answer
 from paco_judge.grid import PromptLayoutError, split_prompt
-from paco_judge.outside import DamagedJson, lines, parse, parse_object
+from paco_judge.json_io import DamagedJson, lines, parse, parse_object
 from paco_judge.verdict import Verdict
 
 top_logprobs = [{"token": "Yes", "logprob": -0.25}, {"token": "No", "logprob": -1.5}, {"token": "A", "logprob": -9.0}]
