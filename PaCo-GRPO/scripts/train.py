@@ -2,7 +2,8 @@
 
 ``--no_user_code``: refuse a configuration that names code outside this repository.
 
-Usually started by scripts/single_node/*.sh through ``accelerate launch``. All options: docs/configuration.md.
+Usually started by scripts/single_node/*.sh. All options: docs/configuration.md. Exit status: 0 done, 2 refused before
+training, 3 stopped with state saved, 4 failed while training with one message, 128+n ended by signal n.
 """
 
 import logging
@@ -11,20 +12,17 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Run to the end; returns the exit status: 0 done, 2 refused, 3 stopped with state saved, 128+n by signal n."""
+    """Run to the end; returns the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if is_main else logging.WARNING,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    level = logging.INFO if is_main else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of faster kernels wherever it is imported
+    for noisy in ("bitsandbytes", "diffusers"):  # diffusers warns of each truncated prompt, where we count them once
+        logging.getLogger(noisy).setLevel(logging.ERROR)
 
     from paco_grpo.options import ConfigError, read_options
 
@@ -39,28 +37,27 @@ def main(arguments: list[str]) -> int:
 def train(options, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
     from paco_grpo.training.build import REFUSALS, build_run
-    from paco_grpo.training.checks import is_disk_full
+    from paco_grpo.training.checks import is_disk_full, require_promised_gpu
     from paco_grpo.training.trainer import Trainer, TrainingStopped
 
+    trainer = None
     try:
+        require_promised_gpu(os.environ)
         trainer = Trainer(build_run(options, name))
-        name = trainer.options.run_name
         trainer.fit()
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
-    except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if not is_disk_full(error):
+    except (*REFUSALS, OSError) as error:
+        if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        print(
-            f"error: the disk is full ({error}); finished checkpoints are intact. Free some space, then: the same command "
-            f"with --config.run_name={name} --config.resume_from=latest",
-            file=sys.stderr,
-        )
-        return 2
+        full = "the disk is full; finished checkpoints are intact, free some space: " if isinstance(error, OSError) else ""
+        print(f"error: {full}{error}", file=sys.stderr)
+        if trainer is None:
+            return 2
+        again = f"--config.run_name={trainer.options.run_name} --config.resume_from=latest"
+        print(f"To continue from the last checkpoint: the same command with {again}", file=sys.stderr)
+        return 4
     return 0
 
 

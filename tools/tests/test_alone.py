@@ -1,6 +1,6 @@
 """Each subproject installs alone in an empty environment, by the command of its published guide, and then works.
 
-`pip install` is `uv pip install` here: the same arguments and build backends, from the wheels that setup.sh fetched.
+`pip install` is `uv pip install` here: the same arguments and build backends, and today's newest versions.
 """
 
 import json
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
@@ -41,10 +40,12 @@ def place(tmp_path):
     uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
     run([uv, "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "env"], tmp_path)
     python = tmp_path / "env" / "bin" / "python"
+
     def pip(arguments: list[str], folder: Path) -> None:
-        # The guide's command with today's newest packages would be another test every day: the tested versions are asked for.
-        constraint = REPO / "constraints" / f"{TAG}.txt"
-        run([uv, "pip", "install", "-q", "--python", python, "-c", constraint, "-b", constraint, *arguments], folder)
+        # Without our constraints: what a user who follows the guide gets is what has to work.
+        certificates = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
+        index = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
+        run([uv, "pip", "install", "-q", "--python", python, *arguments], folder, **certificates, **index)
 
     pip(["setuptools", "wheel"], tmp_path)
     yield copy, python, pip

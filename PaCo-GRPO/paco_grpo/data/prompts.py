@@ -33,9 +33,11 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
         raise DataError(f"unknown config.prompt_fn {kind!r}. Known: {', '.join(KINDS)}")
     folder = Path(dataset)
     if not folder.is_dir():
+        public = folder.name.removeprefix("public-") if folder.name.startswith("public-") else ""
+        fetch = f"Fetch it with `python dataset/fetch.py {public}`" if public else "Put its train and test files there"
         raise DataError(
             f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}). "
-            "Put its train and test files there, or give another folder with --config.dataset=FOLDER"
+            f"{fetch}, or give another folder with --config.dataset=FOLDER"
         )
     items = KINDS[kind](folder, split)
     if not items:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from huggingface_hub import errors, hf_hub_download, snapshot_download
 
 from paco_grpo.policies.base import PolicyLoadError
+
+# huggingface_hub speaks HTTP through httpx, or since its version 2 through httpx2.
+HTTP_ERRORS = tuple(
+    importlib.import_module(name).HTTPError for name in ("httpx", "httpx2") if importlib.util.find_spec(name)
+)
 
 
 class NoSuchFile(PolicyLoadError):
@@ -50,7 +56,6 @@ def _explained(name: str, file: str) -> Iterator[None]:
     except (
         errors.LocalEntryNotFoundError,
         errors.OfflineModeIsEnabled,
-        httpx.TransportError,
         ConnectionError,
     ) as error:
         raise PolicyLoadError(
@@ -65,5 +70,5 @@ def _explained(name: str, file: str) -> Iterator[None]:
         raise PolicyLoadError(f"the hub has no {name!r} that you may read. {remedy} Check the name.") from error
     except errors.EntryNotFoundError as error:
         raise NoSuchFile(f"{name!r} on the hub has no {file}") from error
-    except errors.HfHubHTTPError as error:
-        raise PolicyLoadError(f"the model hub refused {name!r}: {error}. {remedy} Try again later.") from error
+    except (errors.HfHubHTTPError, *HTTP_ERRORS) as error:
+        raise PolicyLoadError(f"the model hub fails for {name!r} ({error}). {remedy} Try again later.") from error

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
-from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
+from paco_grpo.policies.hub import HTTP_ERRORS, NoSuchFile, hub_file, looks_like_a_path
 from paco_grpo.policies.performance.quantize import missing_library
 from paco_grpo.suggest import did_you_mean
 
@@ -76,7 +75,7 @@ def load_policy(
         options["image_positions"] = image_positions
     try:
         return found.from_pretrained(model_path, **options)
-    except httpx.HTTPError as error:
+    except HTTP_ERRORS as error:
         raise PolicyLoadError(
             f"the download of {model_path} was interrupted ({type(error).__name__}: {error}). "
             "Check the network and run again: it resumes where it stopped."

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,10 @@ def check_run(options: RunOptions) -> Objective:
     else:
         problems += _objective_problems(options, objective)
     raise_if_any(problems)
+    if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
+        logger.warning("config.sample.num_images_per_prompt=1: images of different prompts are compared with each other")
+    if train.learning_rate == 0:
+        logger.warning("config.train.learning_rate=0: nothing is trained")
     check_model(options)
     return objective
 
@@ -224,6 +229,27 @@ def check_model(options: RunOptions) -> None:
     raise_if_any(problems)
     if options.use_lora and options.train.lora_path is not None:
         find_lora(options.train.lora_path)
+
+
+def require_promised_gpu(environment: Mapping[str, str]) -> None:
+    """Refuse a machine with GPUs that torch does not see, usually because the driver is older than torch's CUDA.
+
+    Raises:
+        ConfigError: It is so, and ``ACCELERATE_USE_CPU`` is not true.
+    """
+    if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None and shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
+        promise = "nvidia-smi lists GPUs" if "GPU " in listed else ""
+    else:
+        promise = f"CUDA_VISIBLE_DEVICES={visible}" if visible and visible != "-1" else ""
+    if promise:
+        raise ConfigError(
+            f"{promise}, but torch {torch.__version__} sees none: update the driver or install a torch for it, or set "
+            "ACCELERATE_USE_CPU=true to use the CPU"
+        )
 
 
 def check_device(options: RunOptions, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Options from configuration files, the command line and saved runs."""
 
+import shutil
 import textwrap
 from dataclasses import FrozenInstanceError, replace
 
@@ -278,6 +279,18 @@ def test_unusable_source_is_named(source, tmp_path):
         load_options(f"{folder}/{source}")
     if source == "grpo.py:toy_t2iss":
         assert "'toy_t2is'" in str(caught.value) and ", ".join(sorted(NAMES)) in str(caught.value)
+
+
+def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
+    for file in CONFIG.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    with (tmp_path / "grpo.py").open("a") as file:
+        file.write("\n\ndef my_set() -> ConfigDict:\n    config = t2is()\n    config.seed = 7\n    return config\n")
+    assert load_options(f"{tmp_path}/grpo.py:my_set").seed == 7
+    assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
+    for wrong in ("np", "did_you_mean", "_editing", "my_sett"):
+        with pytest.raises(ConfigError):
+            load_options(f"{tmp_path}/grpo.py:{wrong}")
 
 
 def test_options_do_not_change_after_parsing():

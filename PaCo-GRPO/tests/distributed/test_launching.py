@@ -1,4 +1,4 @@
-"""The launch scripts: the arguments they pass to accelerate, its configurations, several machines."""
+"""The launch scripts: the arguments they pass to torchrun or accelerate, several machines."""
 
 import json
 import os
@@ -7,43 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command_parser
 from serving_reward import free_port
 from tiny_run import ROOT, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import get_args_parser
 
 SCRIPTS = ROOT / "scripts"
-CONFIGS = ("cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp2") + tuple(
-    f"deepspeed_zero{stage}" for stage in ("1", "2", "2_offload", "3", "3_offload")
-)
-
-
-def parsed(*arguments: str):
-    """accelerate's own reading of a command line."""
-    parsed, _, _ = _validate_launch_command(launch_command_parser().parse_args([*arguments, "train.py"]))
-    return parsed
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_accelerate_reads_the_configuration(name):
-    path = SCRIPTS / "accelerate_configs" / f"{name}.yaml"
-    content = yaml.safe_load(path.read_text())
-    assert "num_processes" not in content and content["mixed_precision"] == "no"  # decided elsewhere
-    read = parsed("--config_file", str(path), "--num_processes", "4")
-    assert read.num_processes == 4
-    assert bool(read.use_deepspeed) == name.startswith("deepspeed")
-    assert bool(read.use_fsdp) == (name == "fsdp2")
-    assert bool(read.multi_gpu) == name.startswith("multi")
-    assert bool(read.use_cpu) == (name == "cpu")
-    assert read.num_machines == (2 if name == "multi_node" else 1)
-    if read.use_deepspeed:
-        assert str(read.zero_stage) == name.removeprefix("deepspeed_zero")[0]
-        assert (read.offload_optimizer_device == "cpu") == name.endswith("offload")
-    if read.use_fsdp:
-        assert read.fsdp_version == 2
-
-
 def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run a script with an interpreter that only records how it was called."""
     python = tmp_path / "python"
@@ -73,16 +43,19 @@ def test_processes_have_time_to_stop(tmp_path, monkeypatch, given, seconds):
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == seconds
 
 
-def test_several_machines_reach_accelerate(tmp_path):
+def test_several_machines_reach_the_launcher(tmp_path):
     machines = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29601", "NUM_PROCESSES": "3"}
     assert launch(tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines).returncode == 0
-    *arguments, _ = called(tmp_path)
-    assert arguments[:2] == ["-m", "accelerate.commands.launch"]
-    script = arguments.index("scripts/train.py")
-    read = parsed(*[str(ROOT / a) if a.endswith(".yaml") else a for a in arguments[2:script]])
-    assert (read.num_machines, read.machine_rank, read.num_processes) == (2, 1, 6)
-    assert (read.main_process_ip, read.main_process_port, read.rdzv_backend) == ("node0", 29601, "static")
-    assert arguments[script + 1 :] == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
+    _module, _torchrun, *arguments, _cpu = called(tmp_path)
+    read = get_args_parser().parse_args(arguments)
+    assert (read.nnodes, read.node_rank, read.nproc_per_node, read.master_addr, read.master_port) == ("2", 1, "3", "node0", 29601)
+    assert read.training_script_args == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
+    config = tmp_path / "own.yaml"
+    config.write_text("distributed_type: MULTI_GPU\n")
+    assert launch(tmp_path, "multi_node/train_flux.sh", "t2is", ACCELERATE_CONFIG=str(config), **machines).returncode == 0
+    _module, _accelerate, *arguments, _cpu = called(tmp_path)
+    read = launch_command_parser().parse_args(arguments)
+    assert (read.num_machines, read.machine_rank, read.num_processes, read.main_process_port) == (2, 1, 6, 29601)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +64,10 @@ def test_several_machines_reach_accelerate(tmp_path):
         ({}, "NNODES"),
         ({"NNODES": "two"}, "NNODES=two"),
         ({"NNODES": "2", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "08", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
+        ({"NNODES": "1", "NUM_PROCESSES": "18446744073709551617"}, "NUM_PROCESSES="),
+        ({"NNODES": "1", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
+        ({"NNODES": "1", "ACCELERATE_CONFIG": "/no/such.yaml"}, "ACCELERATE_CONFIG=/no/such.yaml"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
     ],
@@ -108,11 +85,12 @@ def test_missing_setting_of_several_machines_is_named(tmp_path, environment, nam
 def test_a_users_configuration_may_state_its_processes(tmp_path, stated, given, expected):
     config = tmp_path / "own.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
-    environment = {"ACCELERATE_CONFIG": str(config)} | ({"NUM_PROCESSES": given} if given else {})
+    environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | ({"NUM_PROCESSES": given} if given else {})
     ended = launch(tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment)
     assert ended.returncode == 0, ended.stderr
     arguments = called(tmp_path)
     assert ("--num_processes" in arguments) == (expected is not None)
+    assert arguments[arguments.index("--main_process_port") + 1] == "29700"
     if expected:
         assert arguments[arguments.index("--num_processes") + 1] == expected
 

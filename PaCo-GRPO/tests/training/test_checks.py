@@ -1,11 +1,13 @@
 """Checks that need objectives, rewards, libraries or a model's small files run before weights are loaded."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from named import load as load_named
 from tiny_policies import FAMILIES, NAMES, load
 
-from paco_grpo.data.prompts import DataError
+from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.training.checks import check_device, check_images, check_model, check_run, check_writable
@@ -35,6 +37,20 @@ def test_contradiction_names_the_option(overrides, named):
     with pytest.raises(ConfigError) as caught:
         check_run(options)
     assert named in str(caught.value) and str(caught.value).startswith("config.")
+
+
+@pytest.mark.parametrize("overrides", [{"sample.num_images_per_prompt": "1", "sample.latents_per_prompt": "1"}, {"train.learning_rate": "0"}])
+def test_options_that_train_nothing_are_warned_about(tmp_path, caplog, overrides):
+    model = {"pretrained.model": str(small_files(tmp_path)), "test.reward_fn": "", "train.reward_fn": "{'ocr': 1}", "train.reward_fn_kwargs": ""}
+    check_run(load_named("toy_t2is", *(model | overrides).items()))
+    assert next(iter(overrides)) in caplog.text
+
+
+@pytest.mark.parametrize("name", ["kontext_editing", "ocr"])
+def test_a_missing_public_set_names_its_download(name):
+    options = load_named(name, ("dataset", f"/nowhere/{Path(load_named(name).dataset).name}"))
+    with pytest.raises(DataError, match=r"python dataset/fetch\.py (sharegpt-4o-image|ocr)`"):
+        load_prompts(options.dataset, "train", options.prompt_fn)
 
 
 def small_files(folder, pipeline="FluxPipeline"):

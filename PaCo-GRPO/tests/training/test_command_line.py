@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from forked_runs import weights
 from named import NAMES
-from tiny_run import ROOT, load_script, overrides_for, write_edits
+from tiny_run import ROOT, load_script, overrides_for, tiny_options, write_edits
 
+from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.options import ConfigError, load_options, options_to_yaml, read_options
+from paco_grpo.training.checks import require_promised_gpu
 
 SINGLE_NODE = ROOT / "scripts" / "single_node"
 
@@ -86,6 +91,41 @@ def test_no_user_code_in_python(tmp_path, tiny_flux_dir):
 def test_configuration_name_is_required(script):
     result = subprocess.run(["bash", SINGLE_NODE / script], check=False, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
+
+
+def test_the_first_command_of_the_readme(tmp_path, monkeypatch):
+    """Copied as it stands, but for the number of images."""
+    monkeypatch.chdir(ROOT)
+    page = Path("README.md").read_text()
+    command = re.search(r"train_flux\.sh (toy_t2is --config.run_name=first .*?)\n```", page, flags=re.DOTALL)[1]
+    name, *words = shlex.split(command.replace("\\\n", " "))
+    few = {"save_dir": tmp_path, "num_epochs": 1, "sample.num_images_per_prompt": 4, "test.num_images": 1, "test.resolution": 64}
+    words += [f"--config.{option}={value}" for option, value in few.items()]
+    assert load_script("train").main(["--config", f"config/grpo.py:{name}", *words]) == 0
+    assert (tmp_path / "first" / "checkpoints" / "epoch_0001").is_dir()
+
+
+def test_an_error_while_training_is_not_a_refused_start(monkeypatch, tiny_flux_dir, tmp_path, capsys):
+    def fit(trainer):
+        trainer.run.release()
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr("paco_grpo.training.trainer.Trainer.fit", fit)
+    options = tiny_options(tiny_flux_dir, tmp_path)
+    assert load_script("train").train(options, "toy_t2is") == 4
+    assert "error: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": "0,1"}, {}])
+def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, environment):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: A100'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU=true"):
+        require_promised_gpu(environment)
+    for hidden in ({"CUDA_VISIBLE_DEVICES": ""}, environment | {"ACCELERATE_USE_CPU": "true"}):
+        require_promised_gpu(hidden)
 
 
 @pytest.mark.slow
