@@ -9,12 +9,13 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
     --no_user_code  refuse a configuration that names code outside this repository
     --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
-The same command continues where it stopped: images and scores that are there are kept. What is sampled and scored
+The same command continues where it stopped: images that are there are kept, and what is complete is not scored again. What is sampled and scored
 otherwise is config.test; through `accelerate launch` several processes share the images.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -90,11 +91,8 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
         check_run(each)
     strategy = start_processes(options)
     prepared = [prepare(each, strategy.accelerator, own.output / name) for name, each in sets.items()]
-    adapters = [own.adapter] + ([None if own.against == BASE else own.against] if own.against else [])
-    for number, adapter in enumerate(adapters):
-        for name, (ready, items, rewards) in zip(sets, prepared, strict=True):
-            folder = own.output / name / ("" if own.against is None else "ab"[number])
-            sample(ready, items, rewards, strategy, adapter, folder)
+    for name, (ready, items, rewards) in zip(sets, prepared, strict=True):
+        sample_adapters(ready, items, rewards, strategy, own, own.output / name)
     strategy.accelerator.end_training()
     if not strategy.accelerator.is_main_process:
         return ""
@@ -105,10 +103,9 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
 
 
 def prepare(options, accelerator, folder: Path) -> tuple:
-    """Options with the text length that applies, items, and rewards that have answered and keep their scores."""
+    """Options with the text length that applies, items, and rewards that have answered."""
     from paco_grpo.data.prompts import load_prompts
-    from paco_grpo.rewards.queue import ScoreJournal, journaled
-    from paco_grpo.rewards.registry import short_name, write_records
+    from paco_grpo.rewards.registry import build_rewards, write_records
     from paco_grpo.training.build import test_reward_kwargs
     from paco_grpo.training.checks import check_device, check_images, check_writable, text_length
 
@@ -119,12 +116,8 @@ def prepare(options, accelerator, folder: Path) -> tuple:
     train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
     options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
     check_device(options, accelerator.device)
-    journal = ScoreJournal(folder / "scores", accelerator.process_index)
-    journal.load()
-    rewards = {
-        short_name(name): journaled(name, kwargs, accelerator.device, journal)
-        for name, kwargs in test_reward_kwargs(options).items()
-    }
+    kwargs = test_reward_kwargs(options)
+    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():
         reward.check()
         reward.check_items(items)
@@ -133,22 +126,47 @@ def prepare(options, accelerator, folder: Path) -> tuple:
     return options, items, rewards
 
 
-def sample(options, items: list, rewards: dict, strategy, adapter: str | None, folder: Path) -> None:
-    """Images and scores of ``adapter`` (None = the base model) in ``folder``, with ``metrics.json``."""
+def sample_adapters(options, items: list, rewards: dict, strategy, own: argparse.Namespace, folder: Path) -> None:
+    """Images and scores of the adapter, and of its opponent, on one test set; the generator is loaded once for both."""
+    from paco_grpo.distributed.processes import main_decides
     from paco_grpo.evaluation.benchmarks import begin
+    from paco_grpo.policies.lora import remove_lora
+    from paco_grpo.training.build import apply_speed, find_adapter, load_adapter, load_generator
+
+    adapters = {folder: own.adapter}
+    if own.against:
+        adapters = {folder / "a": own.adapter, folder / "b": None if own.against == BASE else own.against}
+    # Neither sharded nor compiled weights take another adapter.
+    exchanges = not (strategy.collective_forwards or options.speed.compile)
+    found = {adapter: find_adapter(adapter) if adapter else None for adapter in adapters.values()}
+    policy, attached = None, False
+    for place, adapter in adapters.items():
+        if main_decides(strategy.accelerator, lambda: begin(place, options, items, rewards, adapter, found[adapter])):  # noqa: B023
+            continue
+        logging.getLogger(__name__).info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
+        if policy is not None and not exchanges:
+            policy = None
+            gc.collect()
+        fresh = policy is None
+        if fresh:
+            policy = load_generator(options, strategy.loading_device)
+        elif attached:
+            remove_lora(policy)
+        attached = adapter is not None
+        if attached:
+            load_adapter(policy, str(found[adapter]))
+        if fresh:
+            strategy.place(policy)
+            apply_speed(options, policy)
+        sample(policy, options, items, rewards, strategy, place, attached)
+
+
+def sample(policy, options, items: list, rewards: dict, strategy, folder: Path, adapted: bool) -> None:
+    """Images and scores of ``policy`` in ``folder``, with ``metrics.json``."""
     from paco_grpo.evaluation.evaluate import evaluate
-    from paco_grpo.training.build import apply_speed, load_adapter, load_generator
     from paco_grpo.training.plan import merges_lora
 
-    policy = load_generator(options, strategy.loading_device)
-    if adapter is None:
-        logging.getLogger(__name__).info("evaluating the base model %s", options.pretrained.model)
-    else:
-        load_adapter(policy, adapter)
-    strategy.place(policy)
-    apply_speed(options, policy)
-    begin(folder, options, items, policy, adapter, write=strategy.accelerator.is_main_process)
-    merge = adapter is not None and merges_lora(options, policy.device)
+    merge = adapted and merges_lora(options, policy.device)
     metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
     if strategy.accelerator.is_main_process:
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
@@ -164,8 +182,7 @@ def results(folder: Path, adapter: str | None, against: str | None, heading: str
     if second is not None:
         others = read_rows(second)
         columns |= {against: summarize_prompts(others), "difference": compare(rows, others)}
-        if rows[0]["file"]:
-            side_by_side(first, second, rows, folder / "side_by_side.png")
+        side_by_side(first, second, rows, folder / "side_by_side.png")
     questions = folder / "questions.json"
     found = {
         "adapter": adapter or BASE,

@@ -30,14 +30,14 @@ import paco_grpo.policies.flux  # imported in the server, not in each run
 from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import ConfigError
-from paco_grpo.rewards.queue import JournaledReward
+from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 from paco_grpo.training.update import Updater
 
 RUN = {
     "num_epochs": 3, "save_freq": 1, "train__gradient_step_per_epoch": 2, "sample__num_images_per_prompt": 8,
-    "train__reward_fn": "{'forked_runs:counted': 1}",
+    "train__reward_fn": "{'forked_runs:counted': 1}", "sample__reward_batch_size": 4,
 }  # fmt: skip
 # For comparing numbers of processes. Adam's epsilon is large, because with a tiny one the first step is the sign of the
 # gradient, and rounding of gradients near 0 then shows at full size. Weights move by about 1e-4 a step.
@@ -101,7 +101,7 @@ class Fault:
 
 _METHODS = {
     "decode": (paco_grpo.policies.flux.FluxPolicy, "decode"),
-    "score": (JournaledReward, "__call__"),
+    "score": (CheckedReward, "__call__"),
     "backward": (Updater, "_backward"),
     "update": (Updater, "_optimizer_step"),
     "write": (ckpt, "save_tensors"),

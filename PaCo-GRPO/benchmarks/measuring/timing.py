@@ -200,7 +200,7 @@ def result_of(epochs: Sequence[list[dict]], flops: dict[str, int | None], peak: 
     for phase in ("denoising", "sampling", "training", "epoch"):
         took = medians[phase] * peak * len(epochs[-1])
         rates[f"{phase}_mfu"] = counted[phase] / took if counted[phase] is not None and took else None
-    hidden = [each[0]["metrics"].get("time/reward_hidden_share") for each in epochs]
+    hidden = [each[0]["metrics"].get("time/reward_overlap_fraction") for each in epochs]
     rates["reward_hidden"] = summary(hidden)["median"]
     waited = [process["seconds"]["collectives"] / process["seconds"]["epoch"] for each in epochs for process in each]
     rates["collectives_share"] = summary(waited)["median"]

@@ -14,8 +14,7 @@ import numpy as np
 
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies.base import Policy
-from paco_grpo.policies.lora import lora_parameters
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.images import read_image
@@ -83,19 +82,26 @@ def options_for(options: RunOptions, benchmark: str, edits_images: bool) -> RunO
 
 
 def begin(
-    folder: Path, options: RunOptions, items: Sequence[Item], policy: Policy, adapter: str | None, write: bool = True
-) -> None:
-    """Record in ``folder`` what its images depend on, so that only the same command continues there.
+    folder: Path,
+    options: RunOptions,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    adapter: str | None,
+    adapter_folder: Path | None,
+) -> bool:
+    """Record in ``folder`` what its images and scores depend on, so that only the same command continues there.
 
-    Processes that share the folder all call it; those with ``write`` False only check.
+    Returns:
+        Whether everything is there already: all images, with all scores of these rewards.
 
     Raises:
         ConfigError: The folder holds images of something else.
     """
     test = {name: value for name, value in dataclasses.asdict(options.test).items() if not name.startswith("reward")}
     weights = hashlib.sha256()
-    for parameter in lora_parameters(policy) if adapter else ():
-        weights.update(parameter.detach().float().cpu().numpy().tobytes())
+    for file in sorted(adapter_folder.iterdir()) if adapter_folder else ():
+        if file.suffix == ".safetensors" or file.name == "adapter_config.json":
+            weights.update(file.read_bytes())
     content = {
         "model": str(options.pretrained.model),
         "adapter": adapter,
@@ -106,22 +112,33 @@ def begin(
         "max_sequence_length": options.max_sequence_length,
         "seed": options.seed,
         "test": test,
+        "rewards": {
+            name: [{key: value for key, value in reward.kwargs.items() if key != "api_key"}, reward.record]
+            for name, reward in rewards.items()
+        },
     }
     content = json.loads(json.dumps(content, default=str))
-    path = folder / "evaluation.json"
+    path, done = folder / "evaluation.json", False
     if path.is_file():
         try:
             found = parse_object(path.read_bytes())
         except DamagedJson:
             found = {}
         changed = [name for name in content if name != "adapter" and found.get(name) != content[name]]
-        if changed:
-            raise ConfigError(f"{folder} holds images with another {', '.join(changed)}: choose another --output")
+        if of_images := [name for name in changed if name != "rewards"]:
+            raise ConfigError(f"{folder} holds images with another {', '.join(of_images)}: choose another --output")
+        done = not changed and (folder / "metrics.json").is_file() and _complete(read_rows(folder))
     elif any(folder.glob("[0-9]*.png")):
         raise ConfigError(f"{folder} holds images of another evaluation: choose another --output")
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not done:
+        (folder / "metrics.json").unlink(missing_ok=True)
         path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return done
+
+
+def _complete(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(None not in row["rewards"].values() for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +204,14 @@ def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> d
 
 
 def side_by_side(a: Path, b: Path, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts."""
-    files = [row["file"] for row in rows[:_SHEET_PAIRS]]
-    left, right = ([read_image(folder / file) for file in files] for folder in (b, a))
-    contact_sheet(right, [row["prompt"] for row in rows[:_SHEET_PAIRS]], left).save(path)
+    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts.
+
+    A row whose image is missing on either side is left out.
+    """
+    rows = [r for r in rows[:_SHEET_PAIRS] if r["file"] and (a / r["file"]).is_file() and (b / r["file"]).is_file()]
+    if rows:
+        left, right = ([read_image(folder / row["file"]) for row in rows] for folder in (b, a))
+        contact_sheet(right, [row["prompt"] for row in rows], left).save(path)
 
 
 def markdown(columns: Mapping[str, Mapping[str, Interval | None]]) -> str:

@@ -19,7 +19,7 @@ from paco_grpo.distributed.processes import Replicated, Stopped, rounds
 from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.images import Batch, plan_batches, sample_images
 from paco_grpo.types import Item
@@ -87,11 +87,10 @@ def evaluate(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    queue = ScoringQueue(rewards, options.sample.reward_batch_size)
+    queue = ScoreQueue(rewards, options.sample.reward_batch_size)
     try:
         _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images)
-        local = len(range(accelerator.process_index, len(chosen), accelerator.num_processes))
-        scores = queue.gathered(accelerator, local, len(chosen), should_stop)
+        scores = queue.gathered(accelerator, len(chosen), should_stop)
     except Stopped:
         return None
     finally:
@@ -99,11 +98,11 @@ def evaluate(
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
-    names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
+    names, categories = list(rewards), [_category(item) for item, _ in chosen]
     metrics = summarize(scores, names)
     by_category = {
-        str(category): summarize(scores[[other == category for other in categories]], names)
-        for category in sorted({*categories} - {None}, key=str)
+        category: summarize(scores[[other == category for other in categories]], names)
+        for category in sorted({*categories} - {None})
     }
     if accelerator.is_main_process:
         _write_rows(folder / "eval_data.jsonl", chosen, scores, names, options.test.save_eval_images)
@@ -122,7 +121,7 @@ def _sample(
     options: RunOptions,
     strategy: Replicated,
     folder: Path,
-    queue: ScoringQueue,
+    queue: ScoreQueue,
     should_stop: Callable[[], bool],
     merge_lora: bool,
     keep_images: bool,
@@ -198,6 +197,11 @@ def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch
     }
 
 
+def _category(item: Item) -> str | None:
+    category = item.metadata.get("category")
+    return None if category is None else str(category)
+
+
 def _sized(item: Item, batch: Batch) -> Item:
     return dataclasses.replace(item, height=batch.height, width=batch.width)
 
@@ -237,13 +241,14 @@ def _write_rows(
         for number, (item, seed) in enumerate(chosen):
             reference = reference_file(number)
             row: dict[str, Any] = {
-                "file": f"{number:05d}.png" if saved else None,
+                # None also for an image that is not finite
+                "file": image_file(path.parent, number).name if saved and image_file(path.parent, number).is_file() else None,
                 "reference": reference if (path.parent / reference).is_file() else None,
                 "prompt": item.prompt,
                 "item_id": item.item_id,
                 "seed": seed,
                 "idx": item.metadata.get("idx"),
-                "category": item.metadata.get("category"),
+                "category": _category(item),
                 "rewards": {
                     name: None if math.isnan(score) else float(score)
                     for name, score in zip(names, scores[number], strict=True)

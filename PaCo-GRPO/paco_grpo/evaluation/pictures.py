@@ -67,13 +67,15 @@ def reference_file(number: int) -> str:
 
 
 def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
-    """The first ``count`` images of the evaluation in ``folder``, each with its prompt and scores.
+    """Images of the first ``count`` rows of the evaluation in ``folder``, each with its prompt and scores.
 
-    An edited image has its reference on the left.
+    An edited image has its reference on the left. An image that was not finite is left out.
     """
     shown = []
     for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
         row = json.loads(line)
+        if row["file"] is None:
+            continue
         scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
         picture = read_image(folder / row["file"])
         if row.get("reference"):
@@ -84,7 +86,8 @@ def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
 
 def log_pictures(tracker: Tracker, folder: Path, epoch: int, images: bool) -> None:
     """Send an evaluation's contact sheet, and its first ``images`` with prompts and scores, to the tracker."""
-    sheet = read_image(folder / "sheet.png")
-    tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
-    if images:
-        tracker.log_images("eval/images", captioned(folder, _TRACKED_IMAGES), epoch)
+    if (folder / "sheet.png").is_file():  # otherwise no image was finite
+        sheet = read_image(folder / "sheet.png")
+        tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
+    if images and (shown := captioned(folder, _TRACKED_IMAGES)):
+        tracker.log_images("eval/images", shown, epoch)

@@ -50,8 +50,8 @@ def epoch_metrics(
 def epoch_line(metrics: Mapping[str, float]) -> str:
     """The log line of an epoch."""
     rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
-    hidden = metrics.get("time/reward_hidden_share")
-    share = "" if hidden is None else f", {hidden:.0%} of their time hidden"
+    overlap = metrics.get("time/reward_overlap_fraction")
+    share = "" if overlap is None else f", {overlap:.0%} of their time overlapped"
     return (
         f"{rewards}; loss {metrics.get('train/loss', math.nan):.2e}, gradient norm "
         f"{metrics.get('train/grad_norm', math.nan):.3g}; {metrics['time/epoch_s']:.1f} s (sampling "

@@ -97,7 +97,7 @@ class SampleOptions:
     batch_size: Whole = option(1, "images per process and forward; 0 = as many as fit into memory")
     num_images_per_prompt: Count = option(16, "k, images of each prompt (the size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
-    reward_batch_size: Count | None = option(None, "images per call of a reward; None = a sampling batch")
+    reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
     tail_steps: Count | None = option(None, "steps after the last noise step; None = those of the schedule")
     tail_order: Literal[1, 2] = option(1, "their order: 1 = Euler, 2 = Adams-Bashforth")
     tail_cache: NonNegative = option(0.0, "threshold of the first-block cache in them (0.05 to 0.2); 0 = off")

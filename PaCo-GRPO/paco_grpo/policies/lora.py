@@ -121,6 +121,11 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     return names
 
 
+def remove_lora(policy: Policy) -> None:
+    """Take the LoRA off again, before the transformer is sharded; another one may follow."""
+    unwrap(policy.transformer).unload_lora()
+
+
 def add_snapshot(policy: Policy, name: str) -> None:
     """Add a frozen copy of the trained LoRA as adapter ``name`` (such as ``old`` of DiffusionNFT)."""
     transformer = unwrap(policy.transformer)

@@ -74,6 +74,11 @@ class ServerReward:
             form=self.form(),
         )
 
+    @property
+    def parallel_calls(self) -> int:
+        """Calls that may run at the same time, of one image each: the client limits the requests in flight."""
+        return self.max_concurrency
+
     def form(self) -> RequestForm:
         """How images and answers travel."""
         return RequestForm()

@@ -4,9 +4,10 @@ A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; 
 parameter ``device`` is given the process's device. The callable may have a method ``check()``, called once before
 anything expensive (does the server answer? are the weights there?), and an attribute ``record``, a dictionary for the
 run's ``questions.json``. With an attribute ``compares_images = True`` it gets whole groups: all images of an item in one
-call, once an epoch's images are sampled (alone where an item has one image, as in most evaluations). The factory may have an attribute ``check_item``, a
-function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is called with every
-item of a prompt set before a model is loaded.
+call, once an epoch's images are sampled (alone where an item has one image, as in most evaluations). An attribute
+``parallel_calls`` says how many threads may call it at the same time (default 1). The factory may have an attribute
+``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is
+called with every item of a prompt set before a model is loaded.
 
 Any reward runs in another process if ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
 called there, by ``paco_grpo.rewards.remote.service``, and not here.
@@ -52,6 +53,7 @@ REWARDS: dict[str, str] = {
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
+_LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 REMOTE_ARGUMENTS = ("server", "api_key", "deadline_s", "request_size")
 
 
@@ -100,7 +102,7 @@ def build_rewards(
                 + did_you_mean(name, reward_fn)
             )
     reward_weights(reward_fn)
-    return {short_name(name): _CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
+    return {short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
@@ -131,7 +133,7 @@ def find_factory(name: str) -> Callable[..., Reward]:
     return getattr(module, attribute)
 
 
-class _CheckedReward:
+class CheckedReward:
     """A reward whose arguments, items and scores are checked; see ``build_rewards``."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> None:
@@ -182,6 +184,11 @@ class _CheckedReward:
         """Whether the reward needs all images of an item in one call."""
         return bool(getattr(self.function, "compares_images", False))
 
+    @property
+    def parallel_calls(self) -> int:
+        """How many calls may run at the same time; 1 for a reward that is not thread-safe."""
+        return getattr(self.function, "parallel_calls", 1)
+
     def check(self) -> None:
         """Call the reward's own ``check``, if it has one."""
         if hasattr(self.function, "check"):
@@ -205,6 +212,9 @@ class _CheckedReward:
         scores = np.asarray(self.function(images, items), dtype=np.float64)
         if scores.shape != (len(images),):
             raise RewardError(f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images")
-        if np.isinf(scores).any():
-            raise RewardError(f"reward {self.name!r} returned an infinite score; a missing score is NaN")
+        if (np.abs(scores) > _LARGEST).any():
+            raise RewardError(
+                f"reward {self.name!r} returned a score of {np.nanmax(np.abs(scores)):g}, which float32 does not hold; a "
+                "missing score is NaN"
+            )
         return scores

@@ -29,12 +29,11 @@ from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy, policy_class
-from paco_grpo.policies.lora import add_lora, add_snapshot
+from paco_grpo.policies.lora import add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
-from paco_grpo.rewards.queue import JournaledReward, ScoreJournal, journaled
-from paco_grpo.rewards.registry import Reward, RewardError, reward_weights, short_name, write_records
+from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
 from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
 from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
 from paco_grpo.training.update import Updater
@@ -57,7 +56,6 @@ class RewardSets:
     evaluation_only: Mapping[str, Reward]  # those of the test alone, on training samples (train.watch_test_rewards)
     weights: Mapping[str, float]  # of the training rewards
     aggregate_fn: Callable | None
-    journal: ScoreJournal
 
 
 @dataclass
@@ -234,13 +232,12 @@ def _reward_sets(
         aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    journal = ScoreJournal(folder / "scores", accelerator.process_index)
-    built: dict[str, JournaledReward] = {}
+    built: dict[str, Reward] = {}
 
-    def build(name: str, kwargs: Mapping) -> JournaledReward:
+    def build(name: str, kwargs: Mapping) -> Reward:
         identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
         if identity not in built:  # the same scorer for training and test is loaded once
-            built[identity] = journaled(name, kwargs, accelerator.device, journal)
+            (built[identity],) = build_rewards({name: 1.0}, {name: kwargs}, accelerator.device).values()
         return built[identity]
 
     trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}
@@ -254,7 +251,7 @@ def _reward_sets(
         others = {f"test {name}": reward for name, reward in tested.items() if reward is not trained.get(name)}
         write_records(trained | others, folder)
     only_test = {name: reward for name, reward in tested.items() if name not in trained}
-    return RewardSets(trained, tested, only_test if train.watch_test_rewards else {}, weights, aggregate_fn, journal)
+    return RewardSets(trained, tested, only_test if train.watch_test_rewards else {}, weights, aggregate_fn)
 
 
 # --- the generator ------------------------------------------------------------------------------------------------------
@@ -280,15 +277,11 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     return policy
 
 
-def load_adapter(policy: Policy, place: str) -> None:
-    """Attach the adapter at ``place`` to ``policy``.
-
-    Args:
-        policy: The base model.
-        place: A checkpoint of ours, a folder in PEFT or diffusers format, or a hub name.
+def find_adapter(place: str) -> Path:
+    """The folder of the adapter at ``place``: a checkpoint of ours, a folder in PEFT or diffusers format, or a hub name.
 
     Raises:
-        PolicyLoadError: It is none of these, or belongs to another model.
+        PolicyLoadError: It is none of these.
     """
     folder = Path(place).expanduser()
     if (folder / "transformer").is_dir() and not (folder / "adapter").is_dir():
@@ -296,7 +289,16 @@ def load_adapter(policy: Policy, place: str) -> None:
             f"--adapter {place} is a checkpoint of a run without LoRA, whose whole transformer was trained: put "
             "transformer/ in place of the base model's and leave out --adapter"
         )
-    add_lora(policy, lora_path=folder / "adapter" if (folder / "adapter").is_dir() else place)
+    return find_lora(folder / "adapter" if (folder / "adapter").is_dir() else place)
+
+
+def load_adapter(policy: Policy, place: str) -> None:
+    """Attach the adapter at ``place`` to the base model ``policy``; see ``find_adapter``.
+
+    Raises:
+        PolicyLoadError: There is none, or it belongs to another model.
+    """
+    add_lora(policy, lora_path=find_adapter(place))
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:

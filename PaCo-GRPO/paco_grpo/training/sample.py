@@ -15,7 +15,7 @@ from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.processes import Replicated, rounds
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.sampling.denoise import Tail
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
 from paco_grpo.sampling.schedule import sample_noise_steps
@@ -65,7 +65,7 @@ def sample_epoch(
     policy: Policy,
     items: Sequence[Item],
     samples: EpochSamples,
-    queue: ScoringQueue,
+    queue: ScoreQueue,
     options: RunOptions,
     strategy: Replicated,
     *,

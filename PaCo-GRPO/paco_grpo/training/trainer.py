@@ -25,7 +25,7 @@ from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics, evaluation_line
 from paco_grpo.monitoring.observe import SampleObserver
 from paco_grpo.policies import lora
-from paco_grpo.rewards.queue import ScoringError, ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
@@ -95,17 +95,16 @@ class Trainer:
 
     def _epoch(self) -> None:
         started = time.perf_counter()
-        self.run.rewards.journal.epoch = self.progress.epoch
         self.rng = capture_rng()
         samples = self.state.sampler.samples()
         rewards = {**self.run.rewards.train, **self.run.rewards.evaluation_only}
-        queue, observer = ScoringQueue(rewards, self.options.sample.reward_batch_size), SampleObserver()
+        queue, observer = ScoreQueue(rewards, self.options.sample.reward_batch_size), SampleObserver()
         try:
             rollouts = self._sample(samples, queue, observer)
             sampled = time.perf_counter()
             observed = self._work_while_rewards_arrive(rollouts, samples, observer)
             ready = time.perf_counter()
-            scores = self._wait_for_rewards(queue, rollouts, len(samples.item_ids))
+            scores = self._wait_for_rewards(queue, len(samples.item_ids))
         finally:
             queue.close()
         trained = {name: scores[name] for name in self.run.rewards.train}
@@ -138,12 +137,12 @@ class Trainer:
             "health": ended - updated,
             "epoch": ended - started,
         }
-        observed["time/reward_hidden_share"] = queue.hidden_share
+        observed["time/reward_overlap_fraction"] = queue.overlap_fraction
         self._report_epoch(epoch_metrics(scores, result.stats, losses, times, observed, self.options.enable_mem_log))
 
     # --- parts of an epoch ----------------------------------------------------------------------------------------------
 
-    def _sample(self, samples: EpochSamples, queue: ScoringQueue, observer: SampleObserver) -> Rollouts | None:
+    def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts | None:
         """None: sampling ended early because a reward has failed; waiting for the rewards then reports it."""
         snapshot = self.run.objective.sampling_snapshot(self.state.step)
         try:
@@ -176,11 +175,10 @@ class Trainer:
         latents = [part.clean_latents for part in rollouts.parts]
         return observer.metrics(latents, np.concatenate(rollouts.samples), samples.item_ids, self.accelerator)
 
-    def _wait_for_rewards(self, queue: ScoringQueue, rollouts: Rollouts | None, total: int) -> dict[str, np.ndarray]:
+    def _wait_for_rewards(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
-        local = 0 if rollouts is None else len(rollouts.positions)
         try:
-            scores = queue.gathered(self.accelerator, local, total, self._signaled)
+            scores = queue.gathered(self.accelerator, total, self._signaled)
         except ScoringError as error:
             self._stop(f"a reward failed in epoch {self.progress.epoch + 1} ({error})")
         except Stopped:
@@ -252,7 +250,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         started = time.perf_counter()
-        epoch = self.run.rewards.journal.epoch = self.progress.epoch
+        epoch = self.progress.epoch
         folder = self.run.folder / "eval" / files.checkpoint_name(epoch)
         try:
             with self.state.averaged():
@@ -306,7 +304,6 @@ class Trainer:
                     for path in files.archive_superseded(self.run.folder / name, self.progress.epoch):
                         logger.info("%s is later than the resumed checkpoint; it is now %s", name, path)
             logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
-        self.run.rewards.journal.load()
         if self.accelerator.is_main_process:
             self.run.metrics.keep_until(self.progress.epoch if found else -1)
         self.accelerator.wait_for_everyone()
@@ -333,7 +330,6 @@ class Trainer:
         """Save a checkpoint of the last finished epoch, unless there is one already."""
         if self.saved_epoch != self.progress.epoch:
             self._write_checkpoint()
-            self.run.rewards.journal.forget_before(self.progress.epoch)
             self.saved_epoch = self.progress.epoch
 
     def _write_checkpoint(self, name: str | None = None) -> Any:

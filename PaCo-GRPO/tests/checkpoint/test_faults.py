@@ -80,11 +80,6 @@ def test_killed_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_p
     assert [name for name in checkpoints(tmp_path) if not name.startswith(".")] == ["epoch_0001"]
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(processes), processes)
     assert checkpoints(tmp_path) == ["epoch_0001", "epoch_0002", "epoch_0003"]
-    # Only what was in flight at the kill is asked for again: at most a batch a process.
-    again = images_scored(tmp_path) - images_scored(uninterrupted(processes))
-    assert 0 <= again <= 4 * processes
-    if phase in ("training", "saving", "committing") or (phase, processes) == ("reward", 1):
-        assert again == 0
 
 
 @pytest.mark.slow

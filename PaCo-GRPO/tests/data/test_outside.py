@@ -1,14 +1,12 @@
 """Prompt sets and journals that someone or a crash has damaged: one sentence with file and line, or a line skipped."""
 
 import json
-import math
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from paco_grpo.data.prompts import KINDS, DataError, load_prompts
-from paco_grpo.rewards.queue import ScoreJournal
 
 GOOD = '{"prompt": "a cat", "height": 64, "width": 64, "criteria": {"style": {"a": "same"}}}'
 JSON = st.recursive(
@@ -68,43 +66,3 @@ def test_any_prompt_set_is_read_or_a_data_error(tmp_path, kind, content):
         assert "\n" not in str(error).replace(repr("\n"), "")
         return
     assert items and all(item.prompt.strip() and item.prompt.encode() for item in items)
-
-
-# ---------------------------------------------------------------- the journal of scores
-
-
-def journal(folder, content: bytes) -> ScoreJournal:
-    folder.mkdir(exist_ok=True)
-    (folder / "process_0.jsonl").write_bytes(content)
-    read = ScoreJournal(folder, 0)
-    read.load()
-    return read
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"\xff", b"[" * 100_000, b"1" * 5000, b"[1]", b"{}", b'{"epoch": 1}', b'{"epoch": "1", "scores": {"b": 1}}', b"\0\0",
-     b'{"epoch": 1, "scores": {"b": "1"}}', b'{"epoch": 1, "scores": {"b": NaN}}', b'{"epoch": 1, "scores": {"b": true}}',
-     b'{"epoch": 1, "scores": [1]}', b'{"epoch": 1, "scores": {"b": 1'],
-)  # fmt: skip
-def test_a_damaged_line_of_the_journal_is_scored_again(tmp_path, line, caplog):
-    good = b'{"epoch": 1, "scores": {"a": 0.5}}\n'
-    read = journal(tmp_path, good + line + b"\n" + good.replace(b'"a"', b'"c"'))
-    assert (read.find("a"), read.find("c")) == (0.5, 0.5) and math.isnan(read.find("b"))
-    assert "line 2 is skipped, its images are scored again" in caplog.text
-    read.add({"b": 0.25})
-    again = ScoreJournal(tmp_path, 0)
-    caplog.clear()
-    again.load()
-    assert again.find("b") == 0.25 and "skipped" not in caplog.text  # the damaged line is gone
-
-
-@FILES
-@given(st.binary(max_size=80) | st.lists(st.fixed_dictionaries({"epoch": JSON, "scores": JSON}) | JSON, max_size=4))
-def test_any_journal_gives_scores_or_none(tmp_path, content):
-    if isinstance(content, list):
-        content = "\n".join(map(json.dumps, content)).encode()
-    read = journal(tmp_path / "scores", content)
-    read.forget_before(1)
-    read.add({"x": 0.5})
-    assert read.find("x") == 0.5

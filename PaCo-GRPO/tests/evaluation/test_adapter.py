@@ -12,7 +12,10 @@ from fakes import fake_judge
 from PIL import Image
 from tiny_run import load_script, rows_of, tiny_options, train
 
+from paco_grpo.evaluation import evaluate
+from paco_grpo.evaluation.benchmarks import side_by_side
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
+from paco_grpo.evaluation.pictures import captioned
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.base import PolicyLoadError
@@ -107,6 +110,28 @@ def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
     assert "eval/brightness_mean" in json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert main([*arguments, "--adapter", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, tmp_path, monkeypatch):
+    sample_images = evaluate.sample_images
+
+    def without_the_second(policy, batches, inputs, deliver, **options):
+        def deliver_others(images, batch):
+            deliver([None if n == 1 else image for n, image in zip(batch.numbers, images, strict=True)], batch)
+
+        return sample_images(policy, batches, inputs, deliver_others, **options)
+
+    monkeypatch.setattr(evaluate, "sample_images", without_the_second)
+    changes = {"num_epochs": 1, "test__save_eval_images": True, "logging_platform": "tensorboard"}
+    options = tiny_options(tiny_flux_dir, tmp_path, **changes)
+    train(options)
+    folder = Path(options.save_dir) / options.run_name / "eval" / "epoch_0001"
+    rows = data(folder)
+    assert [row["file"] is None for row in rows] == [False, True, False, False, False]
+    assert rows[1]["rewards"] == {"brightness": None} and len(captioned(folder, 3)) == 2
+    side_by_side(folder, folder, rows, tmp_path / "sheet.png")
+    side_by_side(folder, folder, rows[1:2], tmp_path / "empty.png")
+    assert (tmp_path / "sheet.png").is_file() and not (tmp_path / "empty.png").exists()
 
 
 def test_categories_are_means_of_their_images(trained):

@@ -15,6 +15,7 @@ from tiny_run import load_script, tiny_options, train, write_edits, write_prompt
 from paco_grpo.evaluation import benchmarks
 from paco_grpo.evaluation.benchmarks import compare, interval, markdown, summarize_prompts
 from paco_grpo.options import ConfigError, options_to_yaml
+from paco_grpo.training import build
 
 
 def rows(scores: dict[int, list[float | None]]) -> list[dict]:
@@ -85,18 +86,22 @@ def test_two_adapters_on_t2is(trained, tmp_path, capsys, monkeypatch):
             "--config", str(config), "--adapter", str(checkpoint), "--against", "base", "--benchmarks", f"t2is={prompts}",
             "--output", str(tmp_path / "out"), f"--config.test.reward_fn_kwargs={kwargs!r}",
         ]  # fmt: skip
-        sample, stop = evaluate.sample, iter([False, True])
+        sample, stop, loaded = evaluate.sample, iter([False, True]), []
+        load = build.load_generator
+        monkeypatch.setattr(build, "load_generator", lambda *given: loaded.append(1) or load(*given))
         with monkeypatch.context() as patch:
             patch.setattr(evaluate, "sample", lambda *given: sample(*given) if not next(stop) else 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 evaluate.main(command)
         asked = len(judge.requests)
         made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png") if path.stem.isdigit()}
-        assert len(made) == 4 and asked
+        assert len(made) == 4 and asked and len(loaded) == 1  # one generator for both adapters
         assert evaluate.main(command) == 0
         assert all(path.stat().st_mtime_ns == made[path] for path in made)
         posts = len(judge.requests)
+        assert len(loaded) == 2
         assert evaluate.main(command) == 0  # nothing is left to do
+        assert len(loaded) == 2
         assert len(judge.requests) == posts == 2 * asked
         out = capsys.readouterr().out
         assert "## t2is" in out and "| difference |" in out

@@ -1,69 +1,110 @@
-"""Scoring in the background: order, batch sizes, failures, and how much of its time is hidden."""
+"""Scoring in the background: order, batch sizes, failures, and how much of its time is overlapped."""
 
 import threading
 import time
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
+from PIL import Image
 from reward_factories import sleeping
 from tiny_policies import picture
 
 from paco_grpo.distributed.processes import Stopped
-from paco_grpo.rewards.queue import ScoringError, ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue, ScoringError
+
+
+def gray(level):
+    return Image.new("RGB", (4, 4), (level,) * 3)
+
+
+def levels(images, items):
+    return np.array([image.getpixel((0, 0))[0] for image in images], dtype=float)
+
+
+def submit(queue, values, start=0):
+    queue.submit([gray(v) for v in values], [None] * len(values), range(start, start + len(values)))
 
 
 def test_submitting_does_not_wait_and_scores_keep_their_rows():
     gate = threading.Event()
-
-    def slow(images, items):
-        gate.wait(5)
-        return np.array(images, dtype=float)
-
-    queue = ScoringQueue(
-        {"slow": slow, "double": lambda images, items: 2 * np.array(images, dtype=float)}, batch_size=2
-    )
-    queue.submit([10, 11, 12], [None] * 3, [2, 0, 1])
-    queue.submit([13], [None], [3])
+    queue = ScoreQueue({"slow": lambda *given: gate.wait(5) and levels(*given), "double": lambda *given: 2 * levels(*given)}, 2)
+    queue.submit([gray(10), gray(11), None, gray(12)], [None] * 4, [2, 0, 4, 1])
+    submit(queue, [13], start=3)
     gate.set()
     assert queue.results(5)[:4].tolist() == [[11, 22], [12, 24], [10, 20], [13, 26]]
     assert np.isnan(queue.results(1)).all()
     queue.close()
 
 
-def test_batch_size():
+@pytest.mark.parametrize(("batch_size", "expected"), [(2, [2, 2, 1]), (4, [4, 1]), (None, [5])])
+def test_images_are_collected_across_sampling_batches(batch_size, expected):
     sizes = []
-    queue = ScoringQueue({"r": lambda images, items: sizes.append(len(images)) or np.zeros(len(images))}, batch_size=2)
-    queue.submit([1, 2, 3, 4, 5], [None] * 5, range(5))
-    queue.results(5)
-    assert sizes == [2, 2, 1]
+    queue = ScoreQueue({"r": lambda images, items: sizes.append(len(images)) or levels(images, items)}, batch_size)
+    for row in range(5):
+        submit(queue, [10 * row], start=row)
+    assert queue.results(5)[:, 0].tolist() == [0, 10, 20, 30, 40] and sizes == expected
+
+
+def test_a_reward_that_allows_it_has_several_images_in_flight():
+    together = threading.Barrier(3)
+
+    def judge(images, items):
+        together.wait(5)
+        return levels(images, items)
+
+    judge.parallel_calls = 3
+    queue = ScoreQueue({"judge": judge})
+    for row in range(3):
+        submit(queue, [row], start=row)
+    assert queue.results(3)[:, 0].tolist() == [0, 1, 2]
+
+
+def test_a_reward_that_paints_on_its_images_changes_no_other():
+    def painter(images, items):
+        for image in images:
+            image.paste((200, 200, 200), (0, 0, 4, 4))
+        return levels(images, items)
+
+    queue, own = ScoreQueue({"painter": painter, "gray": lambda *given: time.sleep(0.2) or levels(*given)}), gray(10)
+    queue.submit([own], [None], [0])
+    assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
+
+
+def failing(images, items):
+    raise ConnectionError("gone")
 
 
 def test_failed_reward_is_named():
-    def failing(images, items):
-        raise ConnectionError("gone")
-
-    queue = ScoringQueue({"judge": failing})
-    queue.submit([1], [None], [0])
+    queue = ScoreQueue({"judge": failing})
+    submit(queue, [1])
     with pytest.raises(ScoringError, match="judge: ConnectionError: gone") as caught:
         queue.results(1)
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert queue.failed()
 
 
+def test_a_failure_in_the_middle_of_an_epoch_is_reported_whatever_else_was_scored():
+    queue = ScoreQueue({"good": levels, "bad": lambda images, items: failing(images, items) if items[0] else levels(images, items)}, 1)
+    queue.submit([gray(1), gray(2)], [None, "fails"], [0, 1])  # of 10 images, when the sampling ends
+    with pytest.raises(ScoringError, match="bad: ConnectionError"):
+        queue.gathered(Accelerator(cpu=True), 10, lambda: False)
+
+
 def test_waiting_can_be_interrupted():
-    queue = ScoringQueue({"slow": lambda images, items: time.sleep(0.3) or np.zeros(1)})
-    queue.submit([1], [None], [0])
+    queue = ScoreQueue({"slow": lambda images, items: time.sleep(0.3) or np.zeros(1)})
+    submit(queue, [1])
     with pytest.raises(Stopped):
         queue.results(1, should_stop=lambda: True)
 
 
-@pytest.mark.parametrize(("sleep", "hidden"), [(0.6, True), (0.0, False)])
-def test_hidden_share_of_reward_time(sleep, hidden):
-    queue = ScoringQueue({"slow": sleeping(0.2), "quick": sleeping(0.0)})
+@pytest.mark.parametrize(("sleep", "overlaps"), [(0.6, True), (0.0, False)])
+def test_share_of_reward_time_that_is_overlapped(sleep, overlaps):
+    queue = ScoreQueue({"slow": sleeping(0.2), "quick": sleeping(0.0)}, 1)
     for row in range(2):
         queue.submit([picture(row)], [None], [row])
     time.sleep(sleep)
     queue.results(2)
     queue.close()
-    assert queue.hidden_share > 0.6 if hidden else queue.hidden_share < 0.4
-    assert np.isnan(ScoringQueue({}).hidden_share)
+    assert queue.overlap_fraction > 0.6 if overlaps else queue.overlap_fraction < 0.4
+    assert np.isnan(ScoreQueue({}).overlap_fraction)

@@ -1,5 +1,6 @@
 """Rewards by name and import path; a mistake names the nearest known name."""
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -57,7 +58,7 @@ def test_a_key_that_no_header_can_hold_is_one_sentence_without_the_key(name):
 
 @pytest.mark.parametrize("name", ["broken_shape", "infinite"])
 def test_scores_are_checked(name):
-    with pytest.raises(RewardError, match=f"{name}.*(shape|infinite)"):
+    with pytest.raises(RewardError, match=f"{name}.*(shape|score of inf)"):
         build_rewards({f"reward_factories:{name}": 1})[name](IMAGES, ITEMS)
 
 
@@ -94,3 +95,10 @@ def test_any_keyword_is_taken_by_a_factory_with_kwargs():
 
 def test_weights_by_short_name():
     assert reward_weights({"jpeg_compressibility": 1, "a.b:c": 0.5}) == {"jpeg_compressibility": 1.0, "c": 0.5}
+
+
+@pytest.mark.parametrize("score", [np.inf, 1e300, -1e39])
+def test_a_score_beyond_float32_is_an_error_that_names_the_reward(score):
+    reward = build_rewards({"reward_factories:factory": 1.0}, {"reward_factories:factory": {"scale": score}})["factory"]
+    with pytest.raises(RewardError, match="'factory' returned a score of"):
+        reward([None], [None])

@@ -12,7 +12,7 @@ from tiny_run import tiny_options, write_prompts
 from torch.overrides import TorchFunctionMode
 
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
@@ -140,7 +140,7 @@ def test_micro_batches_wait_for_nothing_on_the_device(build, monkeypatch, loss_t
     monkeypatch.setattr(updater, "_backward", on_meta)
     with pytest.raises(NonFiniteWeights):
         samples = run.state.sampler.samples()
-        queue = ScoringQueue({})
+        queue = ScoreQueue({})
         rollouts = sample_epoch(
             policy, run.train_items, samples, queue, run.options, run.state.strategy, batch_size=16, epoch=0
         )

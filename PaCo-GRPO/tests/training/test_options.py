@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_run import rows_of, tiny_edit_options, tiny_options
 
 from paco_grpo.options import ConfigError
-from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import sample_epoch
@@ -41,7 +41,7 @@ def epoch(run, batch_size=None, resolution=16, **sample):
         sample=dataclasses.replace(run.options.sample, **sample),
         train=dataclasses.replace(run.options.train, resolution=resolution),
     )
-    queue = ScoringQueue(run.rewards.train)
+    queue = ScoreQueue(run.rewards.train)
     rollouts = sample_epoch(
         run.state.policy, run.train_items, samples, queue, options, run.state.strategy,
         batch_size=batch_size or run.plan.sample_batch_size, epoch=0,

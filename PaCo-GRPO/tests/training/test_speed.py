@@ -193,7 +193,7 @@ def test_work_without_scores_runs_while_the_last_scores_are_awaited(make):
     Trainer(run).fit()
     assert awaited == [True, True]
     row = rows_of(config, "train")[0]
-    assert 0 <= row["time/reward_hidden_share"] <= 1
+    assert 0 <= row["time/reward_overlap_fraction"] <= 1
     assert row["train/ratio_deviation"] == 0
 
 

@@ -9,7 +9,7 @@ from forked_runs import COMPARABLE, rows, run_to_end, state
 from tiny_run import rows_of, tiny_options, train
 from user_objectives import joint_loss, matching_error
 
-from paco_grpo.rewards.queue import ScoringQueue
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
 
@@ -30,7 +30,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
     rollouts = sample_epoch(
-        policy, run.train_items, samples, ScoringQueue({}), run.options, strategy, batch_size=4, epoch=0
+        policy, run.train_items, samples, ScoreQueue({}), run.options, strategy, batch_size=4, epoch=0
     )
     advantages = np.linspace(-1, 1, len(samples.item_ids))
     found = {}
