@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -81,5 +80,5 @@ def test_an_image_that_is_not_finite_is_none():
     policy, got, items = Diverging(), [], [Item(0, "x")] * 3
     inputs = lambda batch: {"conditioning": policy.encode(items), "item_ids": range(3), "seeds": range(3)}
     list(sample_images(policy, [(Batch([4, 5, 6], 8, 8), False)], inputs, lambda *images: got.append(images), num_steps=2))
-    ((images, batch),) = got
+    ((images, _),) = got
     assert [image is None for image in images] == [False, True, False]
