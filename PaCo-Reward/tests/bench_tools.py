@@ -163,7 +163,7 @@ def save_answering(source: Path, folder: Path, tiny, least: float = 40) -> Path:
     """
     import torch
 
-    from paco_reward.scorer import JudgeScorer
+    from paco_judge.scorer import JudgeScorer
 
     judge = JudgeScorer.from_pretrained(source)
     states = []

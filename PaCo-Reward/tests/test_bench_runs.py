@@ -13,7 +13,7 @@ from PIL import Image
 
 from paco_eval.engines import ask_once, make_engine, server_engine
 from paco_eval.results import BenchError, ItemError, ResultsFile
-from paco_eval.runner import GIVE_UP_AFTER, Progress, score_items
+from paco_eval.runner import GIVE_UP_AFTER, score_items
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
 from paco_judge.verdict import Verdict
@@ -112,19 +112,6 @@ def test_weights_of_a_hub_model_are_those_in_the_cache(rank, tmp_path, monkeypat
     assert "other weights" in capsys.readouterr().err
 
 
-def test_results_without_weights_continue_with_a_warning(rank, tmp_path, capsys):
-    """As older versions wrote them; behind a server nothing else is known."""
-    model = tmp_path / "judge"
-    assert rank(BrightnessJudge(stop_after=1), "--model", model) == 130  # not a folder yet: no weights
-    rows = [{**row, "model": str(model)} for row in rank.rows]
-    rank.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    assert rank(BrightnessJudge(), "--model", model) == 0
-    assert "do not record which weights" in capsys.readouterr().err
-    assert ["weights" in row for row in rank.rows].count(False) == len(rows)
-
-
 def test_two_runs_do_not_write_one_file(rank, capsys):
     assert rank(BrightnessJudge(stop_after=1)) == 130
     keys = {(row["index"], row["folder"]) for row in rank.rows}
@@ -156,7 +143,7 @@ def test_a_killed_command_continues(name, fake_judge, request, tmp_path):
         kept = kept[: kept.rfind(b"\n") + 1]
         status, output = outcome(start_script(script, *arguments, folder=folder))
     assert kept.count(b"\n") < count
-    assert status == 0 and f"{count}/{count} items" in output, output[-2000:]
+    assert status == 0 and f"{count}/{count}" in output, output[-2000:]
     assert command.file.read_bytes().startswith(kept) and [row["index"] for row in command.rows] == list(range(count))
     if name == "edits":
         assert (tmp_path / "summary.txt").read_text() in output
@@ -263,7 +250,7 @@ def test_unavailable_engines(name, arguments, named, request, capsys, monkeypatc
 def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
     from argparse import Namespace
 
-    from paco_reward.scorer import JudgeScorer
+    from paco_judge.scorer import JudgeScorer
 
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
     for model, judge in ((judge_dir, scorer), (answering_judge, JudgeScorer.from_pretrained(answering_judge))):
@@ -290,7 +277,7 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
 
 
-@pytest.mark.parametrize("package, module", [("numpy", "numpy"), ("pillow", "PIL"), ("scipy", "scipy")])
+@pytest.mark.parametrize("package, module", [("pillow", "PIL"), ("scipy", "scipy"), ("pandas", "pandas")])
 @pytest.mark.parametrize("script", ["eval_vllm.py", "eval.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
 def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
     """The interpreter is a real one without the package: a finder before all others denies it."""
@@ -311,29 +298,3 @@ def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
     )
     assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
     assert f" lacks {package}; run: pip install -r " in run.stderr
-
-
-# ---------------------------------------------------------------- progress
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys):
-    progress = Progress(3, 1)
-    progress.step()
-    progress.step(scored=False)
-    assert "items" not in capsys.readouterr().err
-    progress.step()
-    assert "3/3 items  elapsed 0:00:00  left 0:00:00" in capsys.readouterr().err
-    monkeypatch.setattr("paco_eval.runner.LINE_EVERY_S", 0.0)
-    progress = Progress(8, 4)
-    monkeypatch.setattr(progress, "_started", time.monotonic() - 100)
-    progress.step()
-    assert "5/8 items  elapsed 0:01:40  left 0:05:00" in capsys.readouterr().err
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress(2, 0)
-    progress.step()
-    progress.write("row 1: broken")
-    progress.step()
-    progress.close()
-    shown = capsys.readouterr().err
-    assert "row 1: broken" in shown and "100%" in shown and "elapsed" not in shown

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import calculate_statistics
 import numpy as np
+import pandas as pd
 import pytest
 from bench_tools import TASKS, BrightnessJudge, edit_lines, save_jsonl
-from calculate_statistics import GROUPS, group_of, group_table, task_table
+from calculate_statistics import GROUP_OF, GROUPS, KINDS, group_table, parse_row, task_table
 from edit_reward_bench import load_bench
 from evaluation import parse
 from hypothesis import given
@@ -21,16 +22,6 @@ from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_qu
 
 QUESTIONS = load_editing_questions()
 
-
-def share(rows, lenient):
-    """Accuracy as a table shows it."""
-    if not rows:
-        return "-"
-    right = sum(better > worse or (lenient and better == worse) for better, worse in (row["scores"] for row in rows))
-    return f"{right / len(rows):.4f}"
-
-
-# ---------------------------------------------------------------- tables
 
 scores = st.sampled_from([0.0, 0.2, 0.5, 0.500001, 1.0])
 rows_of_results = st.lists(
@@ -46,41 +37,37 @@ rows_of_results = st.lists(
 )
 
 
+def share(rows, kind):
+    """Accuracy by counting; NaN for no rows."""
+    right = [a > b or (kind == "lenient" and a == b) for a, b in (row["scores"] for row in rows)]
+    return sum(right) / len(right) if right else float("nan")
+
+
 @given(rows_of_results)
 def test_tables_of_random_results(rows):
-    heading, *lines = group_table({"m": rows})
-    present = [dimension for dimension in EDIT_DIMENSIONS if any(row["dimension"] == dimension for row in rows)]
-    assert [line[1:3] for line in lines] == [[name, kind] for name in present for kind in ("strict", "lenient")]
-    assert ("other" in heading) == any(row["task_type"] == "own_task" for row in rows)
-    for line in lines:
-        mine, lenient = [row for row in rows if row["dimension"] == line[1]], line[2] == "lenient"
-        cells = dict(zip(heading, line))
-        for group in (*GROUPS, *(["other"] if "other" in cells else [])):
-            members = GROUPS.get(group, ("own_task",))
-            assert cells[group] == share([row for row in mine if row["task_type"] in members], lenient)
-        assert cells["average"] == share(mine, lenient) and cells["pairs"] == str(len(mine))
-        assert cells["ties"] == str(sum(row["scores"][0] == row["scores"][1] for row in mine))
-        by_task = {row["task_type"]: [] for row in mine}
-        for task in by_task:
-            of_task = [row["scores"] for row in mine if row["task_type"] == task]
-            by_task[task] = np.mean([a > b or (lenient and a == b) for a, b in of_task])
-        assert float(cells["task mean"]) == pytest.approx(np.mean(list(by_task.values())), abs=6e-5)
-
-    _, *lines = task_table({"m": rows})
-    assert [line[2] for line in lines[:13]] == TASKS and [line[1] for line in lines] == [group_of(x[2]) for x in lines]
-    assert [line[2] for line in lines[13:]] == ["own_task"] * any(row["task_type"] == "own_task" for row in rows)
-    for line in lines:
-        for position, dimension in enumerate(EDIT_DIMENSIONS):
-            of_task = [row for row in rows if row["dimension"] == dimension and row["task_type"] == line[2]]
-            expected = [str(len(of_task)), share(of_task, False), share(of_task, True)]
-            assert line[3 + 3 * position : 6 + 3 * position] == expected
+    results = pd.DataFrame([{"model": "m"} | parse_row(row) for row in rows])
+    table = group_table(results)
+    assert {*zip(table["dimension"], table["right when"])} == {(row["dimension"], kind) for row in rows for kind in KINDS}
+    for line in table.to_dict("records"):
+        mine, kind = [row for row in rows if row["dimension"] == line["dimension"]], line["right when"]
+        for group in (*GROUPS, *(["other"] if any(row["task_type"] == "own_task" for row in rows) else [])):
+            members = [row for row in mine if row["task_type"] in GROUPS.get(group, ("own_task",))]
+            assert line[group] == pytest.approx(share(members, kind), nan_ok=True)
+        assert line["average"] == pytest.approx(share(mine, kind)) and line["pairs"] == len(mine)
+        assert line["ties"] == sum(row["scores"][0] == row["scores"][1] for row in mine)
+        tasks = {row["task_type"] for row in mine}
+        of_tasks = [share([row for row in mine if row["task_type"] == task], kind) for task in tasks]
+        assert line["task mean"] == pytest.approx(np.mean(of_tasks))
+    for line in task_table(results).to_dict("records"):
+        for dimension in {row["dimension"] for row in rows}:
+            of_task = [row for row in rows if (row["dimension"], row["task_type"]) == (dimension, line["task type"])]
+            for kind in KINDS:
+                assert line[f"{dimension}: {kind}"] == pytest.approx(share(of_task, kind), nan_ok=True)
 
 
 def test_groups_are_the_published_ones():
     assert len(TASKS) == len(set(TASKS)) == 13
-    assert [group_of(task) for task in ("subject-add", "tone_transfer", "extract", "compose", "new")] == [
-        *("object", "appearance", "scene", "advanced", "other")
-    ]
+    assert [GROUP_OF[task] for task in ("subject-add", "tone_transfer", "extract", "compose")] == [*GROUPS]
 
 
 def test_table_files(edits, tmp_path, capsys):
@@ -91,17 +78,18 @@ def test_table_files(edits, tmp_path, capsys):
     second.write_text("".join(json.dumps(row) + "\n" for row in edits.rows if row["dimension"] != "overall"))
     output = tmp_path / "tables" / "v1.5"
     output.parent.mkdir()
-    command = ["--results_dir", str(second.parent), "--output", str(output)]
+    command = ["--result_dir", str(second.parent), "--output", str(output)]
     assert calculate_statistics.main(command) == 0
     text = Path(f"{output}.txt").read_text()
     assert capsys.readouterr().out == text
     lines = [line.split() for line in text.splitlines()]
-    assert [line[1:3] for line in lines if line[:1] == ["second_judge"]][:4] == [
-        [dimension, kind] for dimension in EDIT_DIMENSIONS[:2] for kind in ("strict", "lenient")
-    ]
+    shown = [line[1:3] for line in lines if line[:1] == ["second_judge"]][:4]
+    assert shown == [[dimension, kind] for dimension in ("consistency", "prompt_following") for kind in KINDS]
     latex = Path(f"{output}.tex").read_text()
     assert latex.count(r"\begin{tabular}{lllr") == latex.count(r"\bottomrule") == 2
     assert r"second\_judge & prompt\_following & lenient" in latex
+    assert calculate_statistics.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
+    assert "judge  " not in Path(f"{output}.txt").read_text().replace("second_judge", "")
 
     capsys.readouterr()
     good = '{"scores": [0.5, 0.1], "dimension": "overall", "task_type": "extract"}'
@@ -174,22 +162,13 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     )
     assert edits(BrightnessJudge()) == 1
     lines = capsys.readouterr().err.splitlines()
-    for start, named in (
-        ("row 4 [edit10a, edit10b] consistency: ", "output_images[0]"),
-        ("row 5 [edit10a, edit10b] overall: ", "input_image"),
-        ("row 6 [edit20a, edit20b] prompt_following: ", "output_images[1]"),
-        ("row 8 [edit20a, edit20b] beauty: ", "beauty"),
-        ("row 9 [edit30a, edit30b] prompt_following: ", "output_images"),
-        ("row 10 [edit30a, edit30b] consistency: ", "instruction"),
-        ("row 11 [edit30a, edit30b] overall: ", "task_type"),
-        ("row 13 edit40a consistency: ", "key"),
-        ("row 14 [edit40a, edit40b] overall: ", "input_image"),
-        ("row 15: ", "broken row"),
-        ("row 16 [edit50a] consistency: ", "key"),
-        ("row 17 [edit50a, edit50b] overall: ", "output_images"),
-        ("row 18 [edit60a, edit60b] prompt_following: ", "output_images"),
-    ):
-        assert any(line.startswith(start) and named in line for line in lines), start
+    named = {
+        4: "output_images[0]", 5: "input_image", 6: "output_images[1]", 8: "beauty", 9: "output_images",
+        10: "instruction", 11: "task_type", 13: "key", 14: "input_image", 15: "broken row", 16: "key",
+        17: "output_images", 18: "output_images",
+    }  # fmt: skip
+    for row, cause in named.items():
+        assert any(line.startswith(f"row {row} ") and cause in line for line in lines), row
     good = [0, 1, 2, 3, 7, 12, 19]
     assert [row["index"] for row in edits.rows] == good and (tmp_path / "summary.txt").exists()
 
@@ -314,6 +293,9 @@ def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
 def test_command_line_defaults(capsys):
     assert parse([]).model == "X-GenGroup/PaCo-Reward-7B"
     assert parse(["--server", "http://h:1"]).model == "PaCo-Reward-7B"
+    published = parse(["--benchmark_dir", "b", "--result_dir", "r", "--backbone", "m"])
+    assert (published.dataset, published.results_dir, published.model) == ("b", "r", "m")
+    assert parse(["--port", "8001"]).server == "http://127.0.0.1:8001"
     with pytest.raises(SystemExit):
         parse(["--batch_size", "0"])
     assert "--batch_size" in capsys.readouterr().err

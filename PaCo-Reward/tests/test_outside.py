@@ -153,7 +153,7 @@ def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
     file = write(tmp_path / "m.jsonl", good + line + b"\n")
     for read in (
         lambda: ResultsFile(file, "m", {(0,)}, lambda row: (row["index"],)).__enter__(),
-        lambda: read_results(tmp_path, lambda row: row["index"], "eval_vllm.py"),
+        lambda: read_results(tmp_path, lambda row: {"index": row["index"]}, "eval_vllm.py"),
         lambda: read_jsonl(file),
     ):
         with pytest.raises(BenchError, match=r"m.jsonl line 2") as caught:
@@ -207,7 +207,7 @@ def test_a_full_disk_costs_a_benchmark_one_row_at_most(tmp_path):
     with ResultsFile(file, "m", known, lambda row: (row["index"],)) as results:
         results.append({"index": 0})
         whole = file.read_bytes()
-        with room(file, 5), pytest.raises(BenchError, match="the disk is full; .* its 1 results are kept") as caught:
+        with room(file, 5), pytest.raises(BenchError, match="the disk is full: .* keeps its 1 results") as caught:
             results.append({"index": 1})
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     with ResultsFile(file, "m", known, lambda row: (row["index"],)) as results:

@@ -14,12 +14,11 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 
 # isort: split
 import numpy as np
-from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names, weights_of
 from paco_eval.results import BenchError, ItemError, read_jsonl
-from paco_eval.runner import Benchmark, Prepared, read_image, run_benchmark
+from paco_eval.runner import Benchmark, Prepared, open_image, run_benchmark
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
 from paco_judge.questions import Question, form_of, load_question, record
@@ -192,7 +191,9 @@ def prepare(root: Path, prompts: dict[str, dict], question: Question, item: Rank
     except (KeyError, ValueError, TypeError, AttributeError) as error:  # the last two: a value of another type
         raise ItemError(f"{PROMPTS}: {error}") from error
     texts = [text for dimension in asked.values() for text in dimension]
-    reference, *candidates = (_open(root, item.folder, name) for name in (item.ref_image, *item.comp_images))
+    folder = root / "images" / item.folder
+    names = (item.ref_image, *item.comp_images)
+    reference, *candidates = (open_image(n, root if (root / n).is_file() else folder, "") for n in names)
     pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
     def to_row(values: list[float]) -> dict[str, Any]:
@@ -213,13 +214,6 @@ def prepare(root: Path, prompts: dict[str, dict], question: Question, item: Rank
         }
 
     return pairs, to_row
-
-
-def _open(root: Path, folder: str, name: str) -> Image.Image:
-    file = root / "images" / folder / name
-    if not file.is_file() and (root / name).is_file():
-        file = root / name
-    return read_image(file, str(file))
 
 
 def predicted_order(scores: Sequence[float]) -> list[int]:

@@ -2,9 +2,9 @@
 
   python eval.py --scorer clip_i                       cosine of OpenCLIP image features
   python eval.py --scorer dreamsim                     DreamSim (pip install dreamsim)
-  python eval.py --scorer pixel                        mean difference of the images at 32 x 32
   python eval.py --scorer histogram                    overlap of the color histograms
   python eval.py --scorer Qwen/Qwen2.5-VL-7B-Instruct  any VLM, folder or hub name, asked as by eval_vllm.py
+  python eval.py --model PaCo-Reward-7B --port 8000    the model served at this port
 
 Weights come from the hub (DreamSim: from its authors' release page). Local ones:
 
@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 from consistency_rank import add_arguments, run, run_judge
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
-from paco_eval.results import BenchError
+from paco_eval.engines import check_engine_arguments
+from paco_eval.results import BenchError, fingerprint
 from paco_eval.runner import exit_status
-from paco_eval.weights import fingerprint
 
 BASELINE_OPTIONS = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
 FORM_OPTIONS = ("image_labels", "image_format", "answer_tokens")
-VLM_OPTIONS = ("engine", "server", "adapter", "prompt_template", "question", *FORM_OPTIONS)
+VLM_OPTIONS = ("model", "engine", "server", "adapter", "prompt_template", "question", *FORM_OPTIONS)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -48,7 +48,6 @@ def evaluate(args: argparse.Namespace) -> int:
             scorers = ", ".join(BASELINE_OPTIONS.get(name, ("a VLM",)))
             raise BenchError(f"--{name} is an option of {scorers}; --scorer {args.scorer} does not use it")
     if args.scorer not in BASELINES:
-        args.model = args.scorer
         return run_judge(args)
     options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
     folders = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
@@ -59,12 +58,15 @@ def evaluate(args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit status is that of eval_vllm.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scorer", required=True, help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name")
+    parser.add_argument("--scorer", help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name; default: --model")
     parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
     parser.add_argument("--clip_model", help=f"OpenCLIP architecture, or hf-hub:NAME; default: {CLIP_MODEL}")
     parser.add_argument("--dreamsim_type", help=f"type of DreamSim; default: {DREAMSIM_TYPE}")
     add_arguments(parser)
     args = parser.parse_args(arguments)
+    if args.scorer not in BASELINES:
+        args.model = args.scorer or args.model
+        check_engine_arguments(parser, args)
     return exit_status(lambda: evaluate(args))
 
 

@@ -21,15 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from consistency_rank import add_arguments, run_judge
 
+from paco_eval.engines import check_engine_arguments
 from paco_eval.runner import exit_status
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="model folder, hub name, or served name with --server")
     add_arguments(parser)
     args = parser.parse_args(arguments)
+    check_engine_arguments(parser, args)
     return exit_status(lambda: run_judge(args))
 
 

@@ -14,26 +14,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 import paco_eval  # noqa: F401 - first: it names the packages that are missing
 
 # isort: split
-import numpy as np
+import pandas as pd
 from consistency_rank import METRICS
 
-from paco_eval.results import BenchError, Row, Table, as_latex, as_text, read_results
+from paco_eval.results import BenchError, Row, as_latex, as_text, read_results
 
 
-def make_table(results: dict[str, list[Row]], print_std: bool) -> Table:
-    """Headings, then a row of means (± standard deviations, without Bessel's correction) per results file."""
-    table = [["model", "items", *METRICS.values(), "ties"]]
-    for name, rows in results.items():
-        cells = []
-        for metric in METRICS:
-            values = [row[metric] for row in rows]
-            cells.append(f"{np.mean(values):.4f}" + (f" ± {np.std(values):.4f}" if print_std else ""))
-        table.append([name, str(len(rows)), *cells, f"{sum(row['ties'] for row in rows):.0f}"])
-    return table
+def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
+    """A row of means (± standard deviations, without Bessel's correction) for each results file."""
+    by_model = results.groupby("model")
+    table = by_model[list(METRICS)].mean()
+    if print_std:
+        deviations = by_model[list(METRICS)].std(ddof=0)
+        table = table.map("{:.4f}".format) + " ± " + deviations.map("{:.4f}".format)
+    table = table.rename(columns=METRICS)
+    table.insert(0, "items", by_model.size())
+    table["ties"] = by_model["ties"].sum().astype(int)
+    return table.reset_index()
 
 
 def parse_row(row: Row) -> Row:
-    """The metrics of a row of a results file."""
+    """The metrics of a row of a results file. Raises ValueError, KeyError or TypeError."""
     metrics = {name: row["metrics"][name] for name in (*METRICS, "ties")}
     if odd := [name for name, value in metrics.items() if type(value) not in (int, float) or not abs(value) < 1e300]:
         raise ValueError(f"{odd[0]} is not a number")

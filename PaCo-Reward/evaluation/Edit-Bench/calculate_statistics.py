@@ -1,20 +1,23 @@
 """Tables over the results of evaluation.py: pairwise accuracy by group and by task type, for each model and dimension.
 
-python calculate_statistics.py --results_dir results --output results_summary
+python calculate_statistics.py --results_dir results --output results_summary [--backbone MODEL]
 
 A pair is right when the better edit's score is higher (strict) or not lower (lenient). Groups and `average` count every
 pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`: no such pairs among the results.
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from paco_eval.results import BenchError, Row, Table, as_latex, as_text, read_results
+import paco_eval  # noqa: F401 - first: it names the packages that are missing
+
+# isort: split
+import pandas as pd
+
+from paco_eval.results import BenchError, Row, as_latex, as_text, read_results
 from paco_judge.questions import EDIT_DIMENSIONS
 
 GROUPS = {
@@ -23,86 +26,65 @@ GROUPS = {
     "scene": ("background_change", "extract"),
     "advanced": ("ps_human", "text_change", "motion_change", "compose"),
 }
+GROUP_OF = {task: group for group, tasks in GROUPS.items() for task in tasks}
 OTHER = "other"  # task types of the user's own data set
 KINDS = ("strict", "lenient")
 
 
-def accuracy(rows: Sequence[Row], kind: str) -> float:
-    """Share in [0, 1] of rows whose better edit scores higher (strict), or not lower (lenient); NaN for no rows."""
-    right = [
-        better > worse or (kind == "lenient" and better == worse) for better, worse in (row["scores"] for row in rows)
-    ]
-    return sum(right) / len(right) if right else math.nan
-
-
-def group_of(task_type: str) -> str:
-    """The group of a task type; ``other`` for one that EditReward-Bench does not have."""
-    return next((group for group, tasks in GROUPS.items() if task_type in tasks), OTHER)
-
-
-def task_order(tasks: Iterable[str]) -> list[str]:
-    """All task types of EditReward-Bench, then the others by name."""
-    known = [task for group in GROUPS.values() for task in group]
-    return [*known, *sorted(set(tasks) - set(known))]
-
-
-def group_table(models: dict[str, list[Row]]) -> Table:
-    """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
-    found = {group_of(row["task_type"]) for rows in models.values() for row in rows}
-    groups = [*GROUPS, *([OTHER] if OTHER in found else [])]
-    table = [["model", "dimension", "right when", "pairs", *groups, "average", "task mean", "ties"]]
-    for model, rows in models.items():
-        for dimension in EDIT_DIMENSIONS:
-            selected = [row for row in rows if row["dimension"] == dimension]
-            parts = [[row for row in selected if group_of(row["task_type"]) == group] for group in groups]
-            tasks = {row["task_type"]: [] for row in selected}
-            for row in selected:
-                tasks[row["task_type"]].append(row)
-            ties = str(sum(better == worse for better, worse in (row["scores"] for row in selected)))
-            for kind in KINDS if selected else ():
-                task_mean = sum(accuracy(own, kind) for own in tasks.values()) / len(tasks)
-                cells = [_cell(accuracy(part, kind)) for part in (*parts, selected)]
-                table.append([model, dimension, kind, str(len(selected)), *cells, _cell(task_mean), ties])
-    return table
-
-
-def task_table(models: dict[str, list[Row]]) -> Table:
-    """A row for each model and task type; for each dimension pairs, strict and lenient accuracy."""
-    headings = [heading for name in EDIT_DIMENSIONS for heading in (f"{name}: pairs", *KINDS)]
-    table = [["model", "group", "task type", *headings]]
-    for model, rows in models.items():
-        for task in task_order(row["task_type"] for row in rows):
-            cells = []
-            for dimension in EDIT_DIMENSIONS:
-                own = [row for row in rows if (row["task_type"], row["dimension"]) == (task, dimension)]
-                cells += [str(len(own)), *(_cell(accuracy(own, kind)) for kind in KINDS)]
-            table.append([model, group_of(task), task, *cells])
-    return table
-
-
-def _cell(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.4f}"
-
-
 def parse_row(row: Row) -> Row:
-    """The parts of a row of a results file that the tables need. Raises ValueError."""
+    """The columns that the tables need. Raises ValueError, KeyError or TypeError."""
     better, worse = row["scores"]
     if row["dimension"] not in EDIT_DIMENSIONS or not all(
         isinstance(score, float) and 0 <= score <= 1 for score in (better, worse)
     ):
         raise ValueError(f"dimension {row['dimension']!r} with scores {row['scores']}")
-    return {"task_type": str(row["task_type"]), "dimension": row["dimension"], "scores": (better, worse)}
+    task = str(row["task_type"])
+    columns = {"dimension": row["dimension"], "group": GROUP_OF.get(task, OTHER), "task type": task}
+    return columns | {"strict": better > worse, "lenient": better >= worse, "ties": better == worse}
 
 
-def save_tables(results_dir: Path, output: Path) -> str:
-    """Write ``<output>.txt`` and ``<output>.tex`` from all results in the folder; returns the text.
+def group_table(results: pd.DataFrame) -> pd.DataFrame:
+    """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
+    groups = [*GROUPS, *([OTHER] if (results["group"] == OTHER).any() else [])]
+    table = []
+    for (model, dimension), own in results.groupby(["model", "dimension"]):
+        for kind in KINDS:
+            by_group = own.groupby("group")[kind].mean().reindex(groups)
+            table.append(
+                {"model": model, "dimension": dimension, "right when": kind, "pairs": len(own)}
+                | by_group.to_dict()
+                | {"average": own[kind].mean(), "task mean": own.groupby("task type")[kind].mean().mean()}
+                | {"ties": int(own["ties"].sum())}
+            )
+    return pd.DataFrame(table)
+
+
+def task_table(results: pd.DataFrame) -> pd.DataFrame:
+    """A row for each model, group and task type; for each dimension pairs, strict and lenient accuracy."""
+    shares = results.groupby(["model", "group", "task type", "dimension"]).agg(
+        pairs=("strict", "size"), strict=("strict", "mean"), lenient=("lenient", "mean")
+    )
+    table = shares.unstack("dimension").swaplevel(axis=1).sort_index(axis=1, level=0, sort_remaining=False)
+    table.columns = [f"{dimension}: {column}" for dimension, column in table.columns]
+    return table.reset_index()
+
+
+def save_tables(results_dir: Path, output: Path, model: str | None = None) -> str:
+    """Write ``<output>.txt`` and ``<output>.tex`` from the results in the folder; returns the text.
+
+    Args:
+        model: Only results files whose name begins with it.
 
     Raises:
         BenchError: No results, or an invalid line.
         OSError: A file cannot be read or written.
     """
-    models = read_results(results_dir, parse_row, "evaluate_vllm_PaCoReward.sh")
-    tables = [group_table(models), task_table(models)]
+    results = read_results(results_dir, parse_row, "evaluate_vllm_PaCoReward.sh")
+    if model:
+        results = results[results["model"].str.startswith(Path(model).name)]
+        if results.empty:
+            raise BenchError(f"no results of {model} in {results_dir}")
+    tables = [group_table(results), task_table(results)]
     text = "\n".join(map(as_text, tables))
     # Suffixes are appended because with_suffix would cut a name like v1.5.
     Path(f"{output}.txt").write_text(text, encoding="utf-8")
@@ -113,11 +95,12 @@ def save_tables(results_dir: Path, output: Path) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results_dir", default="results")
+    parser.add_argument("--results_dir", "--result_dir", default="results")
     parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")
+    parser.add_argument("--backbone", help="only the results of this model")
     args = parser.parse_args(arguments)
     try:
-        print(save_tables(Path(args.results_dir), Path(args.output)), end="")
+        print(save_tables(Path(args.results_dir), Path(args.output), args.backbone), end="")
     except (OSError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,33 +1,20 @@
 """EditReward-Bench: its rows (from the hub or from disk) and the pairs that each row asks about."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from paco_eval.results import BenchError, ItemError, first_line, read_jsonl
-from paco_eval.runner import Benchmark, Prepared, read_image
+from paco_eval.data import Source, open_source
+from paco_eval.results import ItemError
+from paco_eval.runner import Benchmark, Prepared, open_image
 from paco_judge.client import Pair
 from paco_judge.questions import Question, editing_texts
 from paco_judge.verdict import Verdict, editing_score
 
 HUB_NAME = "EditScore/EditReward-Bench"
-LOCAL_NAME = "EditReward-Bench"
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
-DOWNLOAD = f"`hf download {HUB_NAME} --repo-type dataset --local-dir {LOCAL_NAME}`"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Rows without their images, and a function that returns the stored images of one row."""
-
-    root: Path  # relative image paths start here
-    rows: list[dict[str, Any]]
-    images: Callable[[int], dict[str, Any]]  # values: paths, or dicts of bytes and path
 
 
 @dataclass(frozen=True)
@@ -48,13 +35,7 @@ class EditRow:
     @property
     def name(self) -> str:
         """In messages."""
-        return row_name(self.index, self.edits, self.dimension)
-
-
-def row_name(index: int, edits: Any, dimension: Any) -> str:
-    """``row 12 [a, b] consistency``; unknown parts are left out."""
-    edits = f"[{', '.join(map(str, edits))}]" if isinstance(edits, list | tuple) else edits
-    return " ".join(["row", str(index), *(str(part) for part in (edits, dimension) if part)])
+        return f"row {self.index} [{', '.join(self.edits)}] {self.dimension}"
 
 
 def load_bench(
@@ -63,20 +44,14 @@ def load_bench(
     """Read all rows but not their images. Broken rows are listed, not raised.
 
     Args:
-        dataset: Hub name, folder or file; default: ``EditReward-Bench`` in ., .. or ../.., else the name on the hub.
+        dataset, split: As in ``open_source``.
         questions: One or two (``paco_judge.questions.load_editing_questions``).
-        split: Default: train, or the only one.
         resize_edits: Give every edit the size of its input image (Pillow's default resampling).
 
     Raises:
         BenchError: The data set is missing, not readable, empty, or lacks a column.
     """
-    if not dataset:
-        local = (Path(place) / LOCAL_NAME for place in (".", "..", "../.."))
-        dataset = next((str(folder) for folder in local if folder.is_dir()), HUB_NAME)
-    source = _open_source(dataset, split)
-    if not source.rows:
-        raise BenchError(f"dataset {dataset} holds no rows")
+    source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
     bench = Benchmark(
         prepare=partial(prepare, source, resize_edits=resize_edits),
         row_key=lambda row: (row["index"], *row["key"], row["dimension"]),
@@ -86,7 +61,7 @@ def load_bench(
             bench.items.append(_row(index, raw, questions))
         except (KeyError, TypeError, ValueError) as error:
             reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            bench.broken.append((row_name(index, raw.get("key"), raw.get("dimension")), f"broken row: {reason}"))
+            bench.broken.append((f"row {index} {raw.get('key')} {raw.get('dimension')}", f"broken row: {reason}"))
     return bench
 
 
@@ -107,16 +82,12 @@ def prepare(source: Source, row: EditRow, resize_edits: bool = False) -> Prepare
     Raises:
         ItemError: Not one input and two outputs, or an unreadable image.
     """
-    try:
-        stored = source.images(row.index)
-        reference, outputs = stored["input_image"], stored["output_images"]
-    except (KeyError, OSError, ValueError) as error:
-        raise ItemError(f"its images cannot be read: {error!r}") from error
+    stored = source.images(row.index)
+    outputs = stored.get("output_images")
     if not isinstance(outputs, list) or len(outputs) != 2:
-        number = f"{len(outputs)} images" if isinstance(outputs, list) else f"a {type(outputs).__name__}"
-        raise ItemError(f"output_images must hold 2 images, the better first, not {number}")
-    before = _open_image(reference, source.root, "input_image")
-    edits = [_open_image(image, source.root, f"output_images[{i}]") for i, image in enumerate(outputs)]
+        raise ItemError("output_images must hold 2 images, the better first")
+    before = open_image(stored.get("input_image"), source.root, "input_image")
+    edits = [open_image(image, source.root, f"output_images[{i}]") for i, image in enumerate(outputs)]
     if resize_edits:
         edits = [edit.resize(before.size) for edit in edits]
     pairs = [Pair(before, edit, question) for edit in edits for question in row.questions.values()]
@@ -134,87 +105,3 @@ def prepare(source: Source, row: EditRow, resize_edits: bool = False) -> Prepare
         }
 
     return pairs, to_row
-
-
-def _open_image(stored: Any, root: Path, column: str) -> Image.Image:
-    if isinstance(stored, dict):
-        stored = stored.get("bytes") or stored.get("path")
-    if isinstance(stored, bytes):
-        return read_image(stored, column)
-    if not isinstance(stored, str) or not stored:
-        raise ItemError(f"{column} holds no image but {stored!r}")
-    return read_image(root / stored, f"{column} {root / stored}")
-
-
-def _open_source(name: str, split: str | None) -> Source:
-    path = Path(name).expanduser()
-    if not path.exists():
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-            raise BenchError(
-                f"dataset {name} does not exist; download it with {DOWNLOAD} and pass --dataset {LOCAL_NAME}"
-            )
-        problem = (
-            f"dataset {name} is not a local folder and could not be loaded from the hub (set HF_ENDPOINT to a mirror "
-            f"that you can reach, or download it elsewhere with {DOWNLOAD} and pass --dataset {LOCAL_NAME})"
-        )
-        loaded = _load(lambda datasets: datasets.load_dataset(name), problem, quiet=False)
-        return _from_dataset(loaded, Path("."), name, split)
-    problem, root = f"dataset {path} cannot be read", path if path.is_dir() else path.parent
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _from_dataset(_load(lambda datasets: datasets.load_from_disk(str(path)), problem), root, name, split)
-    files = [path] if path.is_file() else sorted(path.rglob("*.parquet")) or sorted(path.rglob("*.jsonl"))
-    if not files:
-        raise BenchError(
-            f"dataset folder {path} holds no parquet files, no JSON lines and no saved data set; download it with "
-            f"{DOWNLOAD}"
-        )
-    if len(files) == 1 and files[0].suffix == ".jsonl":
-        return _from_jsonl(files[0])
-    if any(file.suffix != ".parquet" for file in files):
-        found = ", ".join(file.name for file in files[:5])
-        raise BenchError(f"dataset {path}: pass one .jsonl file, or .parquet files, not {found}")
-    names = [str(file) for file in files]
-    loaded = _load(lambda datasets: datasets.load_dataset("parquet", data_files=names, split="train"), problem)
-    return _from_dataset(loaded, root, name, split)
-
-
-def _load(load: Callable[[Any], Any], problem: str, quiet: bool = True) -> Any:
-    try:
-        import datasets
-
-        if quiet:
-            datasets.disable_progress_bars()
-        return load(datasets)
-    except ImportError as error:
-        raise BenchError(f"the package datasets cannot be imported ({error}); run: bash setup.sh") from error
-    except Exception as error:  # hub, network, cache and format errors share no base class
-        raise BenchError(f"{problem}: {first_line(error)}") from error
-
-
-def _from_dataset(loaded: Any, root: Path, name: str, split: str | None) -> Source:
-    """A Hugging Face data set. Images are read undecoded, so that a broken image affects only its row."""
-    if isinstance(loaded, dict):
-        wanted = split or ("train" if "train" in loaded else next(iter(loaded)))
-        if wanted not in loaded or (split is None and "train" not in loaded and len(loaded) > 1):
-            raise BenchError(f"dataset {name} has the splits {', '.join(loaded)}; choose one with --split")
-        loaded = loaded[wanted]
-    _check_columns(loaded.column_names, root)
-    rows = loaded.select_columns(list(TEXT_COLUMNS)).with_format("arrow")[:].to_pylist()
-    images = loaded.select_columns(list(IMAGE_COLUMNS)).with_format("arrow")
-    return Source(root, rows, lambda index: images[index].to_pylist()[0])
-
-
-def _from_jsonl(file: Path) -> Source:
-    """JSON lines; a row that lacks a column affects only itself."""
-    rows = read_jsonl(file)
-    if rows:
-        _check_columns({column for row in rows for column in row}, file)
-    return Source(file.parent, rows, rows.__getitem__)
-
-
-def _check_columns(columns: Collection[str], name: Path) -> None:
-    missing = [column for column in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if column not in columns]
-    if missing:
-        raise BenchError(
-            f"dataset {name} lacks the columns {', '.join(missing)}; it has {', '.join(sorted(columns)) or 'none'}"
-        )

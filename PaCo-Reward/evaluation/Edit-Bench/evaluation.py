@@ -26,33 +26,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from calculate_statistics import save_tables
-from edit_reward_bench import HUB_NAME, LOCAL_NAME, load_bench
+from edit_reward_bench import HUB_NAME, load_bench
 
-from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, model_names, weights_of
+from paco_eval.engines import (
+    ScorePairs,
+    add_engine_arguments,
+    ask_once,
+    check_engine_arguments,
+    make_engine,
+    model_names,
+    weights_of,
+)
 from paco_eval.results import BenchError
 from paco_eval.runner import exit_status, run_benchmark
-from paco_judge.client import DEFAULT_MODEL
 from paco_judge.questions import EDITING, form_of, load_editing_questions, record
-
-HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="evaluate_vllm_PaCoReward.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="evaluate_vllm_PaCoReward.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model",
-        help=f"model folder, hub name, or served name with --server; default: {HUB_MODEL}, of a server {DEFAULT_MODEL}",
-    )
-    parser.add_argument(
-        "--dataset",
-        "--dataset_dir",
-        help=f"hub name, folder or file; default: {LOCAL_NAME} in ., .. or ../.., else {HUB_NAME}",
-    )
+    text = f"hub name, folder or file; default: EditReward-Bench in ., .. or ../.., else {HUB_NAME}"
+    parser.add_argument("--dataset", "--dataset_dir", "--benchmark_dir", help=text)
     parser.add_argument("--split", help="split of the data set; default: train, or the only one")
     text = "shipped templates or text files: whether the rest is kept, and whether the instruction is followed; one "
     text += "alone decides every dimension; default: " + " ".join(EDITING)
@@ -61,9 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_engine_arguments(parser)
     parser.add_argument("--output", default="results_summary", help="the tables: <output>.txt and <output>.tex")
     args = parser.parse_args(arguments)
-    if args.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
-    args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
+    check_engine_arguments(parser, args)
     return args
 
 

@@ -1,4 +1,4 @@
-"""What the two benchmarks share: running, engines, baselines, results files and tables."""
+"""What the benchmarks share: engines, baselines, data sets, results files and tables."""
 
 import importlib.util
 import sys
@@ -7,6 +7,6 @@ from pathlib import Path
 EVALUATION = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("paco_judge") is None:  # an environment with vLLM and nothing of ours
     sys.path.append(str(EVALUATION.parent / "judge"))
-needed = {name: name for name in ("aiohttp", "numpy", "scipy", "tqdm")} | {"PIL": "pillow"}
+needed = {name: name for name in ("aiohttp", "numpy", "pandas", "scipy", "tqdm")} | {"PIL": "pillow"}
 if missing := [package for module, package in needed.items() if importlib.util.find_spec(module) is None]:
     sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -r {EVALUATION}/requirements.txt")

@@ -12,10 +12,9 @@ from paco_eval.results import BenchError, first_line
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
 
-BASELINES = ("clip_i", "dreamsim", "pixel", "histogram")
+BASELINES = ("clip_i", "dreamsim", "histogram")
 CLIP_MODEL, CLIP_PRETRAINED = "ViT-H-14", "laion2b_s32b_b79k"
 DREAMSIM_TYPE = "ensemble"
-PIXEL_SIDE = 32
 HISTOGRAM_BINS = 8
 
 Describe = Callable[[Sequence[Image.Image]], np.ndarray]  # n images -> descriptions (n, D) float64
@@ -50,8 +49,6 @@ def make_baseline(name: str, weights: str | None = None, kind: str | None = None
         return Similarity(_clip_features(weights, kind, batch_size), half_cosine)
     if name == "dreamsim":
         return Similarity(_dreamsim_features(weights, kind, batch_size), half_cosine)
-    if name == "pixel":
-        return Similarity(pixels, lambda a, b: 1.0 - np.abs(a - b).mean())
     return Similarity(histograms, lambda a, b: min(np.minimum(a, b).sum(), 1.0))
 
 
@@ -61,12 +58,6 @@ def baseline_names(name: str, weights: str | None = None, kind: str | None = Non
     chosen = [part for part in (kind, weights and str(Path(weights).resolve())) if part]
     short = [name, *(Path(part).name.removesuffix(".safetensors") for part in chosen)]
     return " ".join([name, *(chosen or default)]), "+".join(short)
-
-
-def pixels(images: Sequence[Image.Image]) -> np.ndarray:
-    """RGB values in [0, 1] of the images at 32 x 32 (area-averaged), (n, 3072)."""
-    small = [image.convert("RGB").resize((PIXEL_SIDE, PIXEL_SIDE), Image.Resampling.BOX) for image in images]
-    return np.stack([np.asarray(image, dtype=np.float64).ravel() / 255 for image in small])
 
 
 def histograms(images: Sequence[Image.Image]) -> np.ndarray:

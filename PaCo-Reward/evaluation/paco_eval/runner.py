@@ -1,12 +1,8 @@
 """One benchmark run: items become pairs, pairs become scores, scores become rows of a results file."""
 
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +11,13 @@ from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs
 from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line
-from paco_judge import images
 from paco_judge.client import Pair
+from paco_judge.images import UnreadableImage, read_image
 from paco_judge.verdict import Verdict
 
 # The pairs of an item, and the function that makes its row from their scores (in the same order).
 Prepared = tuple[list[Pair], Callable[[list[float]], Row]]
 GIVE_UP_AFTER = 16  # items in a row on which the engine fails: then it is the engine, not the items
-LINE_EVERY_S = 10.0
 
 
 @dataclass
@@ -63,8 +58,10 @@ def run_benchmark(
         weights: As in ``ResultsFile``: results of other weights under the same name are refused.
 
     Raises:
-        BenchError: The run cannot continue.
+        BenchError: The run cannot continue, or the benchmark has no items.
     """
+    if not bench.items and not bench.broken:
+        raise BenchError("the benchmark has no items")
     with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked, weights) as results:
         print(f"{len(bench.items)} items, {len(results.done)} already in {file}", flush=True)
         for name, reason in bench.broken:
@@ -73,14 +70,15 @@ def run_benchmark(
         todo = [item for item in bench.items if item.key not in results.done]
         if todo:
             engine_name, engine = make_engine()
-            with closing(Progress(len(bench.items), len(results.done))) as progress:
+            pace = {} if sys.stderr.isatty() else {"mininterval": 10.0}  # seconds between lines of a log
+            with tqdm(total=len(bench.items), initial=len(results.done), unit="item", **pace) as progress:
                 for item, row in score_items(todo, bench.prepare, engine, batch_size):
                     if isinstance(row, ItemError):
                         failed.append(item.name)
-                        progress.write(f"{item.name}: {row}")
+                        tqdm.write(f"{item.name}: {row}", file=sys.stderr)
                     else:
                         results.append({"engine": engine_name, **row})
-                    progress.step(scored=not isinstance(row, ItemError))
+                        progress.update()
     if failed:
         names = ", ".join(failed[:10]) + (" …" if len(failed) > 10 else "")
         print(f"{len(failed)} items have no result: {names}; run the same command to retry them", file=sys.stderr)
@@ -139,41 +137,6 @@ def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict
         yield [next(verdicts) for _ in pairs]
 
 
-class Progress:
-    """A bar on a terminal, else a line every ten seconds and at the end; everything goes to stderr."""
-
-    def __init__(self, total: int, done: int):
-        self.total, self.before, self.count = total, done, done
-        self._started = self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        # The size is passed because tqdm shows no bar on a terminal that does not report its own.
-        size = shutil.get_terminal_size()
-        options = {"ncols": size.columns, "nrows": size.lines, "disable": not self._terminal}
-        self._bar = tqdm(total=total, initial=done, unit="item", **options)
-
-    def close(self) -> None:
-        """Remove the bar's hold on the terminal."""
-        self._bar.close()
-
-    def step(self, scored: bool = True) -> None:
-        """One item further; an item without a result is not counted."""
-        if scored:
-            self.count += 1
-            self._bar.update()
-        now = time.monotonic()
-        if not self._terminal and (now - self._last >= LINE_EVERY_S or self.count == self.total):
-            self._last = now
-            elapsed = now - self._started
-            left = elapsed / max(self.count - self.before, 1) * (self.total - self.count)
-            clock = [timedelta(seconds=round(seconds)) for seconds in (elapsed, left)]
-            self.write(f"{self.count}/{self.total} items  elapsed {clock[0]}  left {clock[1]}")
-
-    def write(self, text: str) -> None:
-        """A line above the bar."""
-        tqdm.write(text, file=sys.stderr)
-        sys.stderr.flush()
-
-
 def exit_status(run: Callable[[], int]) -> int:
     """The exit status of a command whose ``run`` returns the number of items without a result.
 
@@ -189,9 +152,18 @@ def exit_status(run: Callable[[], int]) -> int:
         return 2
 
 
-def read_image(source: str | Path | bytes, name: str) -> Image.Image:
-    """An RGB image from a path or from encoded bytes. Raises ItemError with ``name`` if it cannot be read."""
+def open_image(stored: Any, root: Path, column: str) -> Image.Image:
+    """An RGB image of a data set's cell: a path relative to ``root``, encoded bytes, or a dict with either.
+
+    Raises:
+        ItemError: There is none, or it cannot be read; the message names ``column``.
+    """
+    if isinstance(stored, dict):
+        stored = stored.get("bytes") or stored.get("path")
+    if not isinstance(stored, bytes) and not (isinstance(stored, str) and stored):
+        raise ItemError(f"{column} holds no image but {stored!r}")
     try:
-        return images.read_image(source)
-    except images.UnreadableImage as error:
+        return read_image(stored if isinstance(stored, bytes) else root / stored)
+    except UnreadableImage as error:
+        name = column if isinstance(stored, bytes) else f"{column} {root / stored}".strip()
         raise ItemError(f"image {name} {error}") from error

@@ -1,0 +1,167 @@
+"""VCReward-Bench (arXiv 2603.28547): does the judge agree with experts on which of two edits is more consistent?
+
+  hf download GEditBench-v2/VCReward-Bench --repo-type dataset --local-dir VCReward-Bench
+  python evaluation.py --model ../../models/judge --engine transformers     the judge scores each edit
+  python evaluation.py --server http://127.0.0.1:8000 --compare FILE        one question compares both edits
+
+The judge scores each edit against its source image with --question (default: is the rest kept?); the higher score wins.
+A judge that compares directly is asked with --compare instead: the source and both edits are shown, in both orders, and
+the answer is Yes if the first edit is better (a shipped template such as better_edit, or your own text file).
+
+Columns: key, instruction, source_image, edited_images [2], winner, task. `winner` is 0 or 1; 1 or 2 (where a 2 occurs);
+or A or B.
+
+Results are appended to <results_dir>/<model>.jsonl and continue; the table of all models in the folder is printed at the
+end. Ties are wrong. Exit status: 0 all rows have a result, 1 some have none, 2 the run could not continue.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
+
+import paco_eval  # noqa: F401 - first: it names the packages that are missing
+
+# isort: split
+import pandas as pd
+
+from paco_eval.data import Source, open_source
+from paco_eval.engines import add_engine_arguments, check_engine_arguments, make_engine, model_names, weights_of
+from paco_eval.results import BenchError, ItemError, Row, as_latex, as_text, read_results
+from paco_eval.runner import Benchmark, Prepared, exit_status, open_image, run_benchmark
+from paco_judge.client import Pair
+from paco_judge.questions import Question, form_of, load_question, record
+
+HUB_NAME = "GEditBench-v2/VCReward-Bench"
+QUESTION = "editing_consistency"
+TEXT_COLUMNS = ("key", "instruction", "winner", "task")
+IMAGE_COLUMNS = ("source_image", "edited_images")
+
+
+@dataclass(frozen=True)
+class VCRow:
+    """Two edits of one image; ``winner`` is the index of the one that the expert chose."""
+
+    index: int  # position in the data set
+    id: str
+    task: str
+    question: str
+    winner: int
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Identifies the row in a results file."""
+        return self.index, self.id
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return f"row {self.index} [{self.id}]"
+
+
+def load_bench(dataset: str | None, question: Question, compares: bool, split: str | None = None) -> Benchmark:
+    """Read all rows but not their images; broken rows are listed. Raises BenchError, as ``open_source``."""
+    source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
+    from_one = any(str(row["winner"]) == "2" for row in source.rows)
+    bench = Benchmark(partial(prepare, source, compares), lambda row: (row["index"], row["key"]))
+    for index, raw in enumerate(source.rows):
+        try:
+            instruction = str(raw["instruction"]).strip()
+            text = question.text(instruction=instruction, prompt=instruction)
+            winner = winner_index(raw["winner"], from_one)
+            bench.items.append(VCRow(index, str(raw["key"]), str(raw["task"]), text, winner))
+        except ValueError as error:
+            bench.broken.append((f"row {index} [{raw['key']}]", f"broken row: {error}"))
+    return bench
+
+
+def winner_index(winner: Any, from_one: bool) -> int:
+    """0 or 1 for the ``winner`` of a row. Raises ValueError for anything else."""
+    names = ("1", "2") if from_one else ("0", "1")
+    for first, second in (names, ("A", "B")):
+        if str(winner).strip().upper() in (first, second):
+            return int(str(winner).strip().upper() == second)
+    raise ValueError(f"winner must be {' or '.join(names)}, or A or B, not {winner!r}")
+
+
+def prepare(source: Source, compares: bool, row: VCRow) -> Prepared:
+    """A row's two questions and the function that makes its result. Raises ItemError: An image cannot be read."""
+    stored = source.images(row.index)
+    edits = stored.get("edited_images")
+    if not isinstance(edits, list) or len(edits) != 2:
+        raise ItemError("edited_images must hold 2 images")
+    before = open_image(stored.get("source_image"), source.root, "source_image")
+    a, b = (open_image(image, source.root, f"edited_images[{i}]") for i, image in enumerate(edits))
+    if compares:
+        pairs = [Pair(before, a, row.question, (b,)), Pair(before, b, row.question, (a,))]
+    else:
+        pairs = [Pair(before, edit, row.question) for edit in (a, b)]
+
+    def to_row(values: list[float]) -> Row:
+        result = {"index": row.index, "key": row.id, "task": row.task, "winner": row.winner}
+        return result | {"scores": values}
+
+    return pairs, to_row
+
+
+def parse_row(row: Row) -> Row:
+    """The columns of the table. Raises ValueError, KeyError or TypeError."""
+    scores, winner = [float(score) for score in row["scores"]], row["winner"]
+    if len(scores) != 2 or winner not in (0, 1):
+        raise ValueError(f"scores {scores}, winner {winner}")
+    tie = scores[0] == scores[1]
+    return {"task": str(row["task"]), "right": not tie and scores[winner] > scores[1 - winner], "ties": tie}
+
+
+def save_tables(results_dir: Path, output: Path) -> str:
+    """Write ``<output>.txt`` and ``.tex``: accuracy per task and over all pairs, for each model. Returns the text."""
+    results = read_results(results_dir, parse_row, "evaluation.py")
+    by_model = results.groupby("model")
+    table = results.pivot_table(index="model", columns="task", values="right", aggfunc="mean")
+    table.insert(0, "pairs", by_model.size())
+    table = table.assign(average=by_model["right"].mean(), ties=by_model["ties"].sum().astype(int)).reset_index()
+    text = as_text(pd.DataFrame(table))
+    Path(f"{output}.txt").write_text(text, encoding="utf-8")
+    Path(f"{output}.tex").write_text(as_latex(table), encoding="utf-8")
+    return text
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Score the rows without a result and print the table; returns the number of rows left without."""
+    try:
+        question = load_question(args.compare or args.question, ("instruction", "prompt"))
+    except ValueError as error:
+        raise BenchError(f"--{'compare' if args.compare else 'question'}: {error}") from error
+    bench = load_bench(args.dataset, question, bool(args.compare), args.split)
+    bench.asked = record((question,), form_of(args)) | {"compares": bool(args.compare)}
+    exact, short = model_names(args.model, args.adapter)
+    version = "" if question.name == QUESTION else f"-v{question.name}"
+    file = Path(args.results_dir) / f"{short}{version}.jsonl"
+    failed = run_benchmark(bench, file, exact, lambda: make_engine(args), args.batch_size, weights_of(args))
+    if file.exists():
+        print(save_tables(Path(args.results_dir), Path(args.output)))
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = f"hub name, folder or file; default: VCReward-Bench in ., .. or ../.., else {HUB_NAME}"
+    parser.add_argument("--dataset", "--dataset_dir", help=text)
+    parser.add_argument("--split", help="split of the data set; default: train, or the only one")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--question", default=QUESTION, metavar="NAME|FILE", help="about one edit; default: %(default)s")
+    asked.add_argument("--compare", metavar="NAME|FILE", help="about both edits: is the first better?")
+    add_engine_arguments(parser)
+    parser.add_argument("--output", default="results_summary", help="the table: <output>.txt and <output>.tex")
+    args = parser.parse_args(arguments)
+    check_engine_arguments(parser, args)
+    return exit_status(lambda: evaluate(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

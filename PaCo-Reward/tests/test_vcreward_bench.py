@@ -1,0 +1,127 @@
+"""VCReward-Bench: accuracy by hand, both ways of asking, winners, broken rows."""
+
+import importlib.util
+import io
+import json
+
+import pytest
+from bench_tools import EVALUATION, BenchCommand, BrightnessJudge
+from PIL import ImageStat
+
+spec = importlib.util.spec_from_file_location("vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py")
+vc_reward = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(vc_reward)
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def light(image):
+    return ImageStat.Stat(image.convert("L")).mean[0] / 255
+
+
+@pytest.fixture
+def pictures(tiny):
+    """Source and two edits of eight rows."""
+    return [[tiny.picture(10 * row + i) for i in range(3)] for row in range(8)]
+
+
+@pytest.fixture
+def bench(pictures, tmp_path):
+    """``evaluation.py`` on a folder with Parquet files, as the hub stores them."""
+    import datasets
+
+    image = datasets.Image()
+    features = {name: datasets.Value("string") for name in ("key", "instruction", "winner", "task")}
+    features |= {"source_image": image, "edited_images": datasets.Sequence(image)}
+    rows = [
+        {
+            "key": f"k{index}",
+            "instruction": "make it red",
+            "winner": str(index % 2),
+            "task": ("subject_add", "cref")[index // 4],
+            "source_image": {"bytes": png(source)},
+            "edited_images": [{"bytes": png(edit)} for edit in edits],
+        }
+        for index, (source, *edits) in enumerate(pictures)
+    ]
+    folder = tmp_path / "VCReward-Bench" / "data"
+    folder.mkdir(parents=True)
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(folder / "test-0.parquet")
+    arguments = ["--dataset", folder.parent, "--results_dir", tmp_path / "results", "--output", tmp_path / "table"]
+    command = BenchCommand(vc_reward, vc_reward, folder, tmp_path, arguments)
+    command.file = tmp_path / "results" / "judge.jsonl"
+    return command
+
+
+def expected_accuracy(pictures, rows):
+    """Share of rows where the edit nearer in brightness to its source is the winner."""
+    right = 0
+    for index in rows:
+        source, *edits = map(light, pictures[index])
+        distance = [abs(source - edit) for edit in edits]
+        right += distance[index % 2] < distance[1 - index % 2]
+    return right / len(rows)
+
+
+def test_the_edit_with_the_higher_score_wins(bench, pictures, tmp_path):
+    judge = BrightnessJudge()
+    assert bench(judge) == 0
+    assert len(judge.questions) == 16 and "make it red" in judge.questions[0]
+    assert [row["winner"] for row in bench.rows] == [0, 1] * 4
+    heading, line = (text.split() for text in (tmp_path / "table.txt").read_text().splitlines())
+    cells = dict(zip(heading, line))
+    assert cells["pairs"] == "8" and cells["ties"] == "0"
+    for name, rows in (("subject_add", range(4)), ("cref", range(4, 8)), ("average", range(8))):
+        assert float(cells[name]) == pytest.approx(expected_accuracy(pictures, rows), abs=1e-4)
+    again = BrightnessJudge()
+    assert bench(again) == 0 and again.batches == []
+
+
+def test_a_judge_that_compares_is_asked_in_both_orders(bench, tmp_path):
+    class Comparing(BrightnessJudge):
+        def score(self, pair):
+            first, second = light(pair.image_b), light(pair.more_images[0])
+            return 0.5 if first == second else float(first > second)
+
+    file = tmp_path / "mine.txt"
+    file.write_text("Edit: {instruction}. Is the first edit better?")
+    judge = Comparing()
+    assert bench(judge, "--compare", file) == 0
+    bench.file = bench.file.with_name("judge-vmine.jsonl")
+    assert set(judge.questions) == {"Edit: make it red. Is the first edit better?"}
+    assert all(sorted(row["scores"]) == [0.0, 1.0] and row["asked"]["compares"] for row in bench.rows)
+
+
+def test_ties_are_wrong_and_missing_rows_are_counted(bench, capsys):
+    class Tied(BrightnessJudge):
+        def __call__(self, pairs):
+            if len(self.batches) == 1:
+                self.batches.append(0)
+                raise RuntimeError("out of memory")
+            return super().__call__(pairs)
+
+        def score(self, pair):
+            return 0.5
+
+    assert bench(Tied(), "--batch_size", "2") == 1
+    output = capsys.readouterr()
+    assert "1 items have no result" in output.err
+    assert output.out.splitlines()[-2].split()[-1] == "7" and "0.0000" in output.out
+
+
+def test_winners(bench, tmp_path, capsys):
+    assert [vc_reward.winner_index(value, False) for value in (0, "1", "A", "b")] == [0, 1, 0, 1]
+    assert [vc_reward.winner_index(value, True) for value in (1, "2")] == [0, 1]
+    with pytest.raises(ValueError):
+        vc_reward.winner_index("left", False)
+    file = tmp_path / "rows.jsonl"
+    row = {"key": "k", "instruction": "i", "task": "t", "source_image": "a.png", "edited_images": ["a.png", "b.png"]}
+    file.write_text(json.dumps(row | {"winner": "left"}) + "\n")
+    assert bench(BrightnessJudge(), "--dataset", file) == 1
+    assert "row 0 [k]: broken row: winner" in capsys.readouterr().err
+    file.write_text("")
+    assert bench(BrightnessJudge(), "--dataset", file) == 2
