@@ -98,7 +98,7 @@ def test_rewards_run_while_sampling_continues(build):
     run.state.policy.pipeline.vae.decoder.register_forward_hook(decoded)
     run.rewards = dataclasses.replace(run.rewards, train={"brightness": reward})
     Trainer(run)._epoch()
-    assert begun_early == [True, False]  # 8 images a call
+    assert begun_early[0] and not any(begun_early[1:])
 
 
 class Copies(TorchFunctionMode):
