@@ -4,9 +4,12 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
     --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
     --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
-    --seeds 0,1,2        one image per prompt and seed        --output DIR   default: generated
-    --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if not the
+    --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
+    --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if it is not the
                          configuration's
+    --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
+    --panels             also write each panel of a grid as its own file
+    --output DIR         default: generated
     --no_user_code       refuse a configuration that names code outside this repository
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
@@ -16,44 +19,66 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 
+import torch
+
+from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.evaluation.evaluate import test_batches, test_inputs
+from paco_grpo.evaluation.pictures import contact_sheet
+from paco_grpo.options import ConfigError, RunOptions, read_options
+from paco_grpo.policies import Policy
+from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.sampling.images import sample_images
+from paco_grpo.training.build import REFUSALS, apply_speed, load_adapter, load_generator
+from paco_grpo.training.checks import check_device, check_images, is_disk_full, require_promised_gpu, text_length
+from paco_grpo.types import Item
+from paco_judge.grid import parse_layout, split_image
+from paco_judge.images import UnreadableImage, read_image
+
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 0 done, 2 refused or failed with one message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapter")
+    for flag in ("--adapter", "--judge", "--judge-model"):
+        parser.add_argument(flag)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
     parser.add_argument("--image", action="append", default=[], type=Path)
-    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--best", type=int)
+    parser.add_argument("--panels", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("generated"))
-    parser.add_argument("--judge")
-    parser.add_argument("--judge-model")
     own, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-
-    from paco_grpo.options import read_options
-    from paco_grpo.training.build import REFUSALS
-    from paco_grpo.training.checks import is_disk_full
-
     try:
         options, _ = read_options(rest)
         items = read_items(own.prompt, own.prompts_file, own.image)
-        options, wanted, policy, judge = prepare(options, own, items)
+        wanted = [(item, seed) for item in items for seed in read_seeds(own.seeds)]
+        options, policy, judge = prepare(options, own, items)
+        kept = generate(options, wanted, policy, judge, own)
     except (*REFUSALS, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        full = "the disk is full: " if isinstance(error, OSError) and is_disk_full(error) else ""
+        print(f"error: {full}{error}", file=sys.stderr)
         return 2
-    try:
-        generate(options, wanted, policy, judge, own.output)
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        print(f"error: the disk is full ({error}); free some space, or choose another --output", file=sys.stderr)
-        return 2
-    print(f"{len(wanted)} images and sheet.png in {own.output}")
+    print(f"{kept} images and sheet.png in {own.output}")
     return 0
+
+
+def read_seeds(text: str) -> list[int]:
+    """``8`` is the seeds 0 to 7; ``0,1,5`` are these. Raises ConfigError for anything else."""
+    try:
+        seeds = [int(seed) for seed in text.split(",") if seed.strip()]
+    except ValueError:
+        seeds = []
+    if len(seeds) == 1 and "," not in text:
+        seeds = list(range(seeds[0]))
+    if not seeds or min(seeds) < 0 or max(seeds) >= 2**63:
+        raise ConfigError(f"--seeds {text} is neither a number of seeds such as 8 nor a list such as 0,1,5")
+    return seeds
 
 
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
@@ -63,13 +88,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         ConfigError: The numbers of images and prompts do not fit.
         DataError: The file cannot be read; the message names line and field.
     """
-    from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
-    from paco_grpo.options import ConfigError
-    from paco_grpo.types import Item
-    from paco_judge.images import UnreadableImage, read_image
 
-    if file is not None and not file.is_file():
-        raise ConfigError(f"--prompts-file {file} does not exist")
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
     if file is not None and file.suffix == ".jsonl":
         rows += json_lines(file)
@@ -84,52 +103,29 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         paths = [images[number if len(images) > 1 else 0]] if images else []
         if not paths:
             paths = [file.parent / name for name in row.get("images") or [row.get("image")] if name]
-        own = []
-        for path in paths:
-            try:
-                own.append(read_image(path, upright=True))
-            except UnreadableImage as error:
-                raise DataError(f"{where}: image {path} {error}") from error
-        first, *more = own or [None]
-        given = {"metadata": row, "image": first, "more_images": tuple(more)}
-        items.append(Item(number, prompt_of(row, where), *given_size(row, where), **given))
+        try:
+            first, *more = [read_image(path, upright=True) for path in paths] or [None]
+        except UnreadableImage as error:
+            raise DataError(f"{where}: {', '.join(map(str, paths))}: {error}") from error
+        size = given_size(row, where)
+        items.append(Item(number, prompt_of(row, where), *size, metadata=row, image=first, more_images=tuple(more)))
     return items
 
 
-def prepare(options, own: argparse.Namespace, items: list) -> tuple:
-    """Check, and load the model with its adapter.
-
-    Returns:
-        The options with the text length that applies; an (item, seed) for each image; the policy; the judge or None.
+def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
+    """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None).
 
     Raises:
         ConfigError, PolicyLoadError, JudgeError, DataError: One clear message each.
     """
-    import torch
 
-    from paco_grpo.data.prompts import load_prompts
-    from paco_grpo.options import ConfigError
-    from paco_grpo.policies import policy_class
-    from paco_grpo.rewards.registry import build_rewards
-    from paco_grpo.training.build import apply_speed, load_adapter, load_generator
-    from paco_grpo.training.checks import check_device, text_length
-
-    model, judge = options.pretrained.model, None
-    try:
-        seeds = [int(seed) for seed in own.seeds.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--seeds {own.seeds} is not a list such as 0,1,2") from error
-    policy = policy_class(model)
-    edits_images = any(item.num_images for item in items)
-    for item in items:
-        if policy.needs_image and not item.num_images:
-            raise ConfigError(f"{model} edits images: give --image FILE (prompt {item.prompt[:40]!r} has none)")
-        if item.num_images and not policy.edits_images:
-            raise ConfigError(f"{model} generates from text alone: leave out --image, or choose an editing model")
-        if item.num_images > 1 and not policy.several_images:
-            raise ConfigError(f"{model} edits one image, but prompt {item.prompt[:40]!r} has {item.num_images}")
+    require_promised_gpu(os.environ)
+    check_images(options, {"given": items})
+    judge = None
+    if own.best is not None and (own.best < 1 or not own.judge):
+        raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
-        name = "consistency_for_editing" if edits_images else "consistency_score"
+        name = "consistency_for_editing" if items[0].num_images else "consistency_score"
         kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}
         kwargs |= {"model": own.judge_model} if own.judge_model else {}
         (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
@@ -144,25 +140,29 @@ def prepare(options, own: argparse.Namespace, items: list) -> tuple:
     if own.adapter:
         load_adapter(policy, own.adapter)
     apply_speed(options, policy)
-    return options, [(item, seed) for item in items for seed in seeds], policy, judge
+    return options, policy, judge
 
 
-def generate(options, wanted: list, policy, judge, output: Path) -> None:
-    """Write an image for each of ``wanted``, scores.jsonl if there is a judge (a missing score is null), and a sheet."""
-    from paco_grpo.evaluation.evaluate import test_batches, test_inputs
-    from paco_grpo.evaluation.pictures import contact_sheet
-    from paco_grpo.sampling.images import sample_images
+def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace) -> int:
+    """Write an image for each (item, seed), scores.jsonl if there is a judge (a missing score is null), and a sheet.
 
-    output.mkdir(parents=True, exist_ok=True)
+    Returns:
+        The number of images that are kept.
+
+    Raises:
+        ConfigError: An image is not finite.
+    """
+
+    own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
-    names = [f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
+    paths = [own.output / f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
     images: list = [None] * len(wanted)
 
     def deliver(decoded: list, batch) -> None:
         for i, image in zip(batch.numbers, decoded, strict=True):
             if image is None:
-                raise SystemExit(f"error: {names[i]} is not finite: look at the weights and config.mixed_precision")
-            image.save(output / names[i])
+                raise ConfigError(f"{paths[i]} is not finite: look at the weights and config.mixed_precision")
+            image.save(paths[i])
             images[i] = image
 
     for _ in sample_images(
@@ -173,17 +173,33 @@ def generate(options, wanted: list, policy, judge, output: Path) -> None:
         num_steps=options.test.num_steps,
     ):
         pass
-    captions, lines = [], []
-    for name, (item, seed), score in zip(names, wanted, judge(images, items).tolist(), strict=True) if judge else ():
-        known = None if math.isnan(score) else score
-        lines.append(json.dumps({"file": name, "prompt": item.prompt, "seed": seed, "judge": known}) + "\n")
-        captions.append("judge –" if known is None else f"judge {score:.3f}")
+    scores, kept, captions = [math.nan] * len(wanted), set(range(len(wanted))), []
     if judge:
-        from paco_grpo.rewards.registry import write_records
-
-        write_records({"judge": judge}, output)
-        (output / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
-    contact_sheet(images, captions, [item.image for item in items if item.image is not None]).save(output / "sheet.png")
+        write_records({"judge": judge}, own.output)
+        scores = judge(images, items).tolist()
+        for item in {item.item_id for item in items} if own.best else ():
+            mine = [i for i, other in enumerate(items) if other.item_id == item]
+            ranked = sorted(mine, key=lambda i: (math.isnan(scores[i]), -scores[i]))
+            kept.difference_update(ranked[own.best :])
+        known = [None if math.isnan(score) else score for score in scores]
+        rows = [
+            {"file": path.name, "prompt": item.prompt, "seed": seed, "judge": score, "kept": i in kept}
+            for i, (path, (item, seed), score) in enumerate(zip(paths, wanted, known, strict=True))
+        ]
+        (own.output / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        best = ["best " if own.best and i in kept else "" for i in range(len(wanted))]
+        captions = [f"{b}judge {'–' if s is None else format(s, '.3f')}" for b, s in zip(best, known, strict=True)]
+    for i, (path, image) in enumerate(zip(paths, images, strict=True)):
+        if i not in kept:
+            path.unlink()
+        elif own.panels and math.prod(layout := parse_layout(items[i].prompt)) > 1:
+            for number, panel in enumerate(split_image(image, *layout), 1):
+                panel.save(path.with_stem(f"{path.stem}_panel{number}"))
+    # An item without a reference image gets a blank place beside those that have one.
+    references = [item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)]
+    edits = any(item.image is not None for item in items)
+    contact_sheet(images, captions, references if edits else ()).save(own.output / "sheet.png")
+    return len(kept)
 
 
 if __name__ == "__main__":

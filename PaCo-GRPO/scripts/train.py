@@ -51,13 +51,12 @@ def train(options, name: str) -> int:
     except (*REFUSALS, OSError) as error:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        full = "the disk is full; finished checkpoints are intact, free some space: " if isinstance(error, OSError) else ""
-        print(f"error: {full}{error}", file=sys.stderr)
-        if trainer is None:
-            return 2
-        again = f"--config.run_name={trainer.options.run_name} --config.resume_from=latest"
-        print(f"To continue from the last checkpoint: the same command with {again}", file=sys.stderr)
-        return 4
+        full = "the disk is full; finished checkpoints are intact: " if isinstance(error, OSError) else ""
+        again, began = "", trainer is not None and trainer.epochs_trained > 0
+        if began:
+            again = f". Then: the same command with --config.run_name={trainer.options.run_name} --config.resume_from=latest"
+        print(f"error: {full}{error}{again}", file=sys.stderr)
+        return 4 if began else 2
     return 0
 
 

@@ -287,22 +287,15 @@ def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     model, policy = options.pretrained.model, policy_class(options.pretrained.model)
     for split, items in splits.items():
         fewest, most = (count(item.num_images for item in items) for count in (min, max))
-        where = f"the {split} items of config.dataset={options.dataset} (config.prompt_fn={options.prompt_fn!r})"
+        problem = ""
         if policy.needs_image and not fewest:
-            raise DataError(
-                f"config.pretrained.model={model} edits images, but {where} have none: use 'geneval_image' or "
-                "'arrow_editing'"
-            )
-        if most and not policy.edits_images:
-            raise DataError(
-                f"config.pretrained.model={model} generates from text alone, but {where} have reference images: use "
-                "'geneval', or an editing model"
-            )
-        if most > 1 and not policy.several_images:
-            raise DataError(
-                f"config.pretrained.model={model} edits one image, but {where} have up to {most}: give one image in each "
-                "row, or choose a model that takes several, such as Qwen/Qwen-Image-Edit-2511"
-            )
+            problem = "edits images, but {} have none: config.prompt_fn 'geneval_image' and 'arrow_editing' read images"
+        elif most and not policy.edits_images:
+            problem = "generates from text alone, but {} have reference images: use an editing model"
+        elif most > 1 and not policy.several_images:
+            problem = f"edits one image, but {{}} have up to {most}: Qwen/Qwen-Image-Edit-2511 takes several"
+        if problem:
+            raise DataError(f"config.pretrained.model={model} {problem.format(f'the {split} items')}")
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:

@@ -54,6 +54,7 @@ class Trainer:
 
     def __init__(self, run: Run) -> None:
         self.run, self.options, self.state, self.accelerator = run, run.options, run.state, run.accelerator
+        self.epochs_trained = 0  # by this process, since it was started
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
         self.started = time.perf_counter()
@@ -126,6 +127,7 @@ class Trainer:
         updated = time.perf_counter()
         observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1
+        self.epochs_trained += 1
         self.state.sampler.advance()
         self.rng = capture_rng()
         ended = time.perf_counter()

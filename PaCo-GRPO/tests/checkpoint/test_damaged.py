@@ -210,7 +210,7 @@ def test_a_full_disk_ends_training_with_its_name(finished, tmp_path, capsys, mon
     assert load_script("train").main([*arguments, *changes]) in (2, 3)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(("error: ", "stopped: ")) and "No space left on device" in error, error
-    assert error.startswith("error: the disk is full") and "--config.resume_from=latest" in error
+    assert error.startswith("error: the disk is full")
 
 
 @pytest.mark.parametrize(("script", "file"), [("evaluate", "1.png"), ("evaluate", "metrics.json"), ("generate", "1.png")])

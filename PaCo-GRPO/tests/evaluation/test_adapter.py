@@ -169,17 +169,21 @@ def test_load_adapter(trained, tmp_path):
 
 def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     options, checkpoint, _ = trained
-    arguments = [*config_argument(options), "--adapter", str(checkpoint), "--seeds", "0,1"]
+    arguments = [*config_argument(options), "--adapter", str(checkpoint), "--seeds", "2"]
     arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
     arguments += ["--output", str(tmp_path / "out")]
     main = load_script("generate").main
     with fake_judge.FakeJudge() as judge:
-        assert main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B"]) == 0
+        assert main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B", "--best", "1", "--panels"]) == 0
         assert len(judge.requests) == 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
-    assert [(row["file"], row["judge"]) for row in rows] == [
-        (f"{item:05d}_seed{seed}.png", pytest.approx(0.75)) for item in (0, 1) for seed in (0, 1)
+    assert [(row["file"], row["judge"], row["kept"]) for row in rows] == [
+        (f"{item:05d}_seed{seed}.png", pytest.approx(0.75), seed == 0) for item in (0, 1) for seed in (0, 1)
     ]
+    names = {path.name for path in (tmp_path / "out").glob("0*.png")}  # equal scores: the first is kept
+    assert names == {f"0000{item}_seed0{panel}.png" for item in (0, 1) for panel in ("", "_panel1", "_panel2")}
+    with Image.open(tmp_path / "out" / "00000_seed0_panel1.png") as panel, Image.open(tmp_path / "out" / "00000_seed0.png") as image:
+        assert panel.size == (image.width // 2, image.height)
     with Image.open(tmp_path / "out" / "sheet.png") as sheet:
         assert sheet.height > sheet.width  # a line below each picture
     assert main([*arguments, "--judge", judge.url]) == 2

@@ -11,7 +11,7 @@ from tiny_run import ROOT, load_script
 from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
 
-CONFIGURATIONS = {"flux": "toy_t2is", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
+CONFIGURATIONS = {"flux": "toy_t2is", "flux2": "klein_editing", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,23 @@ def test_a_file_of_edits(generate, tiny_folder, tmp_path):
         assert image.width > image.height
 
 
+def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
+    """A model that takes any number of references: the sheet shows each image beside its own."""
+    picture(1).save(tmp_path / "a.png")
+    rows = [{"prompt": "x"}, {"prompt": "y", "image": "a.png"}]
+    (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out", "--config.sample.guidance_scale=4"]
+    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more)) == 0
+    assert (tmp_path / "out" / "sheet.png").is_file()
+
+
 @pytest.mark.parametrize(
     ("name", "words", "named"),
     [
-        ("flux_kontext", "--prompt x", "--image"),
-        ("flux", "--prompt x --image FOLDER/a.png", "--image"),
+        ("flux_kontext", "--prompt x", "edits images"),
+        ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
+        ("flux", "--prompt x --seeds 0", "--seeds 0"),
+        ("flux", "--prompt x --best 1", "--judge"),
         (
             "flux_kontext",
             "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",

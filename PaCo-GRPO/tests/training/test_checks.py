@@ -103,14 +103,14 @@ def test_a_guided_reference_needs_true_cfg_and_dgpo(tmp_path, loss):
 @pytest.mark.parametrize(("pipeline", "image"), [("FluxPipeline", "a picture"), ("FluxKontextPipeline", None)])
 def test_prompt_set_must_suit_the_model(tmp_path, pipeline, image):
     options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path, pipeline))))
-    with pytest.raises(DataError, match="train items .*config.prompt_fn"):
+    with pytest.raises(DataError, match="train items"):
         check_images(options, {"train": [Item(0, "x", image=image)]})
 
 
 def test_several_reference_images_need_a_model_that_takes_them(tmp_path):
     several = {"test": [Item(0, "x", image="a picture"), Item(1, "x", image="one", more_images=("two", "three"))]}
     options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path / "a", "FluxKontextPipeline"))))
-    with pytest.raises(DataError, match="test items .* have up to 3"):
+    with pytest.raises(DataError, match="test items have up to 3"):
         check_images(options, several)
     model = str(small_files(tmp_path / "b", "QwenImageEditPlusPipeline"))
     check_images(load_named("toy_t2is", ("pretrained.model", model)), several)
