@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from paco_grpo.data.files import DataError, json_lines, text_of
-from paco_judge.images import UnreadableImage, read_image
+from paco_judge.images import UnreadableImage, check_image, read_image
 from paco_judge.json_io import DamagedJson, parse
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
@@ -110,7 +110,12 @@ def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
             raise DataError(f"{where}: input_prompt and input_image must be texts")
         if len(names) == 1:
             count += 1
-            yield names[0], prompt, read(names[0], where)
+            data = read(names[0], where)
+            try:
+                check_image(data)
+            except UnreadableImage as error:
+                raise DataError(f"{where}: image {names[0]!r} {error}") from error
+            yield names[0], prompt, data
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:

@@ -4,6 +4,8 @@ import io
 
 from PIL import Image, UnidentifiedImageError
 
+from paco_judge.images import to_rgb
+
 FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are seldom tested
 MAX_PIXELS = 1 << 25  # of one image, 100 MB as RGB
 MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request: 16 of 2048x2048 and as many references
@@ -38,6 +40,6 @@ def check_total(images: list[Image.Image]) -> None:
 def decode(image: Image.Image) -> Image.Image:
     """An opened image as RGB. Raises ValueError."""
     try:
-        return image.convert("RGB")
+        return to_rgb(image)
     except Exception as error:
         raise ValueError(f"an image cannot be read: {error}") from error

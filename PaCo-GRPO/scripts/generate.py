@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
+from paco_grpo.data.files import DataError, common_fields, json_lines, text_of
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
@@ -107,8 +107,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
             first, *more = [read_image(path, upright=True) for path in paths] or [None]
         except UnreadableImage as error:
             raise DataError(f"{where}: {', '.join(map(str, paths))}: {error}") from error
-        size = given_size(row, where)
-        items.append(Item(number, prompt_of(row, where), *size, metadata=row, image=first, more_images=tuple(more)))
+        items.append(Item(number, *common_fields(row, where), metadata=row, image=first, more_images=tuple(more)))
     return items
 
 

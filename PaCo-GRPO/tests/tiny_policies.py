@@ -73,7 +73,10 @@ def _flux2(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
 
 
 def _qwen(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    return {"true_cfg_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt}
+    return {
+        "true_cfg_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt,
+        "max_sequence_length": policy.max_sequence_length,
+    }  # fmt: skip
 
 
 def _qwen_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """Editing sets: an instruction and a reference image, or several in order (docs/method.md §2, ``geneval_image`` and ``arrow_editing``).
 
-All images are checked when the set is read, and opened again each time an item's ``image`` is read.
+Images are opened each time an item's ``image`` is read, not before; a damaged one is named then.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 from pyarrow import compute, types
-from tqdm import tqdm
 
-from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of
+from paco_grpo.data.files import DataError, common_fields, json_lines
 from paco_grpo.types import Item
-from paco_judge.images import UnreadableImage, check_image, read_image
+from paco_judge.images import UnreadableImage, read_image
 
 Read = Callable[[list[str]], Any]  # names of columns → a table of them
 
@@ -31,12 +28,11 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
     paths), optional sizes.
 
     Raises:
-        DataError: A field is missing or wrong, or an image does not exist or cannot be read to its end.
+        DataError: A field is missing or wrong, or an image does not exist.
     """
-    items, images = [], []
+    items = []
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
-        prompt = prompt_of(row, where)
-        height, width = given_size(row, where)
+        prompt, height, width = common_fields(row, where)
         if "images" in row and ("image" in row or not isinstance(row["images"], list) or not row["images"]):
             raise DataError(f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'")
         field = "images" if "images" in row else "image"
@@ -44,8 +40,6 @@ def load_geneval_image(folder: Path, split: str) -> list[Item]:
         first, *more = (partial(_open_image, *source) for source in own)
         given = {"metadata": dict(row), "image": first, "more_images": tuple(more)}
         items.append(Item(len(items), prompt, height, width, **given))
-        images += own
-    _check_images(iter(images), len(images))
     return items
 
 
@@ -81,15 +75,13 @@ def load_arrow_editing(folder: Path, split: str) -> list[Item]:
         counts = _counts(read, column, path)
         for row, metadata in enumerate(_rows(read, texts, path).to_pylist()):
             where = f"{path}: row {len(items)}"
-            prompt = prompt_of(metadata, where)
-            height, width = given_size(metadata, where)
+            prompt, height, width = common_fields(metadata, where)
             what = f"{where}: field {column!r}"
             if not (count := 1 if counts is None else counts[row]):
                 raise DataError(f"{what} has no image")
             first, *more = (partial(_image_of_row, read, column, row, number, what) for number in range(count))
             given = {"metadata": metadata, "image": first, "more_images": tuple(more)}
             items.append(Item(len(items), prompt, height, width, **given))
-    _check_images(_images_of(pieces, column, path), sum(item.num_images for item in items))
     return items
 
 
@@ -98,19 +90,6 @@ def _counts(read: Read, column: str, path: Path) -> list[int | None] | None:
     if column == "image":
         return None
     return compute.list_value_length(_rows(read, [column], path).column(0)).to_pylist()
-
-
-def _images_of(pieces: list[Read], column: str, path: Path) -> Iterator[tuple[bytes, str]]:
-    """(encoded image, its place) of every row."""
-    number = 0
-    for read in pieces:
-        for value in _rows(read, [column], path).column(0):
-            what = f"{path}: row {number}: field {column!r}"
-            for data in _bytes(value):
-                if data is None:
-                    raise DataError(f"{what} has no bytes; save the set with its images embedded")
-                yield data, what
-            number += 1
 
 
 def _rows(read: Read, columns: list[str], path: Path) -> Any:
@@ -166,34 +145,18 @@ def _columns(schema: Any, path: Path) -> tuple[list[str], str]:
     return texts, column
 
 
-def _bytes(value: Any) -> list[bytes | None]:
-    """The encoded images of a cell."""
-    value = value.as_py()
-    return [cell["bytes"] if isinstance(cell, dict) else cell for cell in (value if isinstance(value, list) else [value])]
-
-
 def _image_of_row(read: Read, column: str, row: int, number: int, what: str) -> Image.Image:
-    return _open_image(_bytes(read([column]).column(0)[row])[number], what)
-
-
-def _check_images(images: Iterator[tuple[Path | bytes, str]], count: int) -> None:
-    """Raises DataError for the first image that cannot be read to its end; a training run would meet it hours later."""
-    workers = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool, tqdm(desc="images", total=count, disable=None, delay=2) as bar:
-        while piece := list(islice(images, 16 * workers)):  # a large set is never in memory
-            for _ in pool.map(_check_image, *zip(*piece, strict=True)):
-                bar.update()
-
-
-def _check_image(source: Path | bytes, what: str) -> None:
-    try:
-        check_image(source)
-    except UnreadableImage as error:
-        raise DataError(f"{what} {error}") from error
+    value = read([column]).column(0)[row].as_py()
+    encoded = (value if isinstance(value, list) else [value])[number]
+    if isinstance(encoded, dict):
+        encoded = encoded["bytes"]
+    if encoded is None:
+        raise DataError(f"{what} has no bytes; save the set with its images embedded")
+    return _open_image(encoded, what)
 
 
 def _open_image(source: Path | bytes, what: str) -> Image.Image:
-    """RGB, upright according to its EXIF data. Raises DataError: it has changed since it was checked."""
+    """RGB, upright according to its EXIF data. Raises DataError."""
     try:
         return read_image(source, upright=True)
     except UnreadableImage as error:

@@ -55,28 +55,21 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def prompt_of(row: Mapping[str, Any], where: str) -> str:
-    """Field ``prompt`` of a row.
+def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:
+    """Fields ``prompt``, ``height`` and ``width`` of a row; the size in pixels, both sides or none.
 
     Raises:
-        DataError: It is missing or empty, or holds a NUL.
+        DataError: The prompt is missing, empty or holds a NUL; a side is alone or not a positive integer; or ``category``,
+            by which an evaluation groups its scores, is a list or an object.
     """
-    prompt = row.get("prompt")
+    prompt, height, width, category = (row.get(name) for name in ("prompt", "height", "width", "category"))
     if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
         raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
-    return prompt
-
-
-def given_size(row: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
-    """Fields ``height`` and ``width`` of a row in pixels, both or none.
-
-    Raises:
-        DataError: One of them alone, or not a positive integer.
-    """
-    height, width = row.get("height"), row.get("width")
     for side, value in (("height", height), ("width", width)):
         if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST_SIDE):
             raise DataError(f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}")
     if (height is None) != (width is None):
         raise DataError(f"{where}: fields 'height' and 'width' must be given together")
-    return height, width
+    if isinstance(category, list | dict):
+        raise DataError(f"{where}: field 'category' must be a text, got {category!r}")
+    return prompt, height, width

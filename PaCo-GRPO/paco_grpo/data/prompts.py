@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_grpo.data.editing import load_arrow_editing, load_geneval_image
-from paco_grpo.data.files import DataError, given_size, json_lines, prompt_of, text_of
+from paco_grpo.data.files import DataError, common_fields, json_lines, text_of
 from paco_grpo.types import Item
 from paco_judge.grid import PromptLayoutError, split_prompt
 
@@ -48,9 +48,8 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
 def _geneval(folder: Path, split: str) -> list[Item]:
     items = []
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
-        prompt = prompt_of(row, where)
         name = f"{where} (item {row.get('idx', len(items))!r})"
-        height, width = given_size(row, name)
+        prompt, height, width = common_fields(row, name)
         if not _are_criteria(row.get("criteria")):
             raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
         try:

@@ -40,6 +40,7 @@ class Policy(ABC):
         text_sees_image: Whether the text encoder reads the reference image (``config.pretrained.image_positions``).
         masks_text: Whether texts of different length are padded and masked; otherwise padding counts as text.
         text_limit: Maximum number of text tokens.
+        cuts_text: Whether longer texts are cut there.
         tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
         has_block_cache: Whether its transformer works with a first-block cache (``config.sample.tail_cache``).
@@ -61,6 +62,7 @@ class Policy(ABC):
     text_sees_image: ClassVar[bool] = False
     masks_text: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512
+    cuts_text: ClassVar[bool] = True
     tokenizer_folder: ClassVar[str] = "tokenizer"
     has_block_cache: ClassVar[bool] = True
     repeated_blocks: ClassVar[tuple[str, ...]] = ()

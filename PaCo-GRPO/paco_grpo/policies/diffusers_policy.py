@@ -239,6 +239,8 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """
     models: dict[str, nn.Module] = {}
     for name, part in DiffusionPipeline.load_config(path).items():
+        if name.startswith(("text_encoder", "transformer", "vae")) and part[0]:
+            _check_format(Path(path) / name)
         if name.startswith("text_encoder") and part[0] == "transformers":
             models[name] = from_pretrained_strict(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
         elif name in ("transformer", "vae") and part[0] == "diffusers":
@@ -257,6 +259,12 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
                 raise ValueError(f"the weights in {path}/{name} are not finite in {', '.join(broken[:5])}")
             models[name] = model
     return models
+
+
+def _check_format(folder: Path) -> None:
+    """Refuse a local folder whose weights are pickles only: reading those runs their code."""
+    if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them")
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

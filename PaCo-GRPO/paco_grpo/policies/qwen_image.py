@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,7 @@ from paco_grpo.types import Conditioning, Item
 
 if TYPE_CHECKING:
     from PIL import Image
-
-logger = logging.getLogger(__name__)
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -71,6 +69,11 @@ class QwenImagePolicy(TrueCfgPolicy):
         """2x2 latents are a token, and each temporal level of the VAE also halves the sides."""
         return 2 * 2 ** len(vae["temperal_downsample"])  # the VAE of a video model; diffusers' spelling
 
+    @classmethod
+    def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        """As in ``Policy``; without the start of the chat, whose features the pipeline drops before it cuts."""
+        return f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
@@ -104,25 +107,16 @@ class QwenImagePolicy(TrueCfgPolicy):
         """Features (L, D) of the text and the images, without those of the pipeline's fixed prefix."""
         with self._offloaded_text.at_work():
             embeds, _ = self.pipeline.encode_prompt(
-                prompt=self._shortened(text), device=self.pipeline.text_encoder.device, **self._images_argument(images)
+                text,
+                device=self.pipeline.text_encoder.device,
+                max_sequence_length=self.max_sequence_length,
+                **self._images_argument(images),
             )
         return embeds[0].to(self.dtype)
 
     def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
         """How the pipeline's ``encode_prompt`` takes the images."""
         return {}
-
-    def _shortened(self, text: str) -> str:
-        """``text`` cut to ``max_sequence_length`` tokens, as FLUX's pipeline does; Qwen's editors take any length."""
-        tokenizer = self.pipeline.tokenizer
-        tokens = tokenizer(text, add_special_tokens=False).input_ids
-        if len(tokens) <= self.max_sequence_length:
-            return text
-        logger.warning(
-            "instruction cut to config.max_sequence_length=%d of its %d tokens: %.80s…",
-            self.max_sequence_length, len(tokens), text,
-        )  # fmt: skip
-        return tokenizer.decode(tokens[: self.max_sequence_length])
 
     def _tokens(
         self, latents: torch.Tensor, conditioning: QwenConditioning

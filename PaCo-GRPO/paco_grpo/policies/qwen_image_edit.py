@@ -41,6 +41,7 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
     text_sees_image = True
+    cuts_text = False  # the pipeline encodes all of an instruction
 
     def __init__(self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options) -> None:
         super().__init__(pipeline, **options)

@@ -278,6 +278,22 @@ def check_device(options: RunOptions, device: torch.device) -> None:
         raise ConfigError(f"config.speed.attention: {error}. None uses diffusers' default") from error
 
 
+def _check_sizes(options: RunOptions, where: str, items: list[Item]) -> None:
+    """Refuse a size below a token; warn where ``config.item_size='aspect'`` keeps only the shape of given sizes."""
+    sized = [item for item in items if item.height is not None]
+    if options.item_size == "aspect":
+        if sized:
+            logger.warning("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
+        return
+    multiple = size_multiple(options.pretrained.model) if sized else 0
+    for item in sized:
+        if min(item.height, item.width) < multiple:
+            raise DataError(
+                f"item {item.item_id} of {where} has the size {item.height}x{item.width}, but both sides need at least "
+                f"{multiple} pixels (config.item_size='exact')"
+            )
+
+
 def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     """An editor needs items with reference images, any other generator items without.
 
@@ -296,6 +312,7 @@ def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             problem = f"edits one image, but {{}} have up to {most}: Qwen/Qwen-Image-Edit-2511 takes several"
         if problem:
             raise DataError(f"config.pretrained.model={model} {problem.format(f'the {split} items')}")
+        _check_sizes(options, f"the {split} items", items)
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:
@@ -353,7 +370,7 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
             "max_sequence_length: %d text tokens for prompts of at most %d tokens (the model supports %d)",
             length, longest, policy.text_limit,
         )  # fmt: skip
-    truncated = sum(len(of_prompt) > length for of_prompt in tokens)
+    truncated = sum(len(of_prompt) > length for of_prompt in tokens) if policy.cuts_text else 0
     if truncated:
         logger.warning(
             "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated (the longest has %d)",

@@ -27,8 +27,8 @@ def write_jsonl(folder, *rows):
     (folder / "images").mkdir(exist_ok=True)
     (folder / "images" / "a.png").write_bytes(encoded("red"))
     (folder / "images" / "broken.png").write_bytes(b"not an image")
-    (folder / "images" / "cut.png").write_bytes(encoded("red", size=(64, 64))[:-20])
-    (folder / "images" / "cut.jpg").write_bytes(encoded("red", "JPEG", size=(64, 64))[:-20])
+    (folder / "images" / "cut.png").write_bytes(encoded("red", size=(64, 64))[:-40])
+    (folder / "images" / "cut.jpg").write_bytes(encoded("red", "JPEG", size=(64, 64))[:-40])
     (folder / "images" / "a.eps").write_bytes(encoded("red", "EPS"))
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -62,10 +62,6 @@ def test_geneval_image(tmp_path):
         ({"prompt": "x"}, "field 'image' must be a path"),
         ({"prompt": "x", "image": 3}, "field 'image' must be a path from .*, got 3"),
         ({"prompt": "x", "image": "images/b.png"}, "field 'image' names 'images/b.png', but .* does not exist"),
-        ({"prompt": "x", "image": "images/broken.png"}, "field 'image' .*images/broken.png.* is not an image"),
-        ({"prompt": "x", "image": "images/cut.png"}, "field 'image' .*images/cut.png.* cannot be read: .*runcated"),
-        ({"prompt": "x", "image": "images/cut.jpg"}, "field 'image' .*images/cut.jpg.* cannot be read: .*truncated"),
-        ({"prompt": "x", "image": "images/a.eps"}, "field 'image' .*images/a.eps.* is a EPS file"),
         ({"prompt": "x", "image": "a\0b"}, "field 'image' "),
         ({"prompt": "x", "image": "images/a.png", "height": 3}, "fields 'height' and 'width' must be given together"),
     ],
@@ -74,6 +70,23 @@ def test_geneval_image_errors_name_file_line_and_field(tmp_path, row, named):
     good = {"prompt": "x", "image": "images/a.png"}
     with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: {named}"):
         load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")
+
+
+@pytest.mark.parametrize("name", ["broken.png", "cut.png", "cut.jpg", "a.eps"])
+def test_a_damaged_file_is_named_when_it_is_read(tmp_path, name):
+    (item,) = load_prompts(
+        write_jsonl(tmp_path, {"prompt": "x", "image": f"images/{name}"}), "train", "geneval_image"
+    )
+    with pytest.raises(DataError, match=f"train_metadata.jsonl:1: field 'image' .*{name}"):
+        _ = item.image
+
+
+def test_a_set_is_read_without_its_images(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "train.parquet", table([encoded(color) for color in COLORS]))
+    write_jsonl(tmp_path, {"prompt": "x", "image": "images/a.png"})
+    monkeypatch.setattr(Image, "open", None)
+    assert len(load_prompts(tmp_path, "train", "arrow_editing")) == 5
+    assert len(load_prompts(tmp_path, "train", "geneval_image")) == 1
 
 
 @pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
@@ -126,7 +139,7 @@ def test_what_datasets_saves_is_read(tmp_path):
         (table([encoded("red"), encoded("red")], ["x", " "]), "row 1: field 'prompt'"),
         (table([encoded("red"), b"x", encoded("red")]), "row 1: field 'image' is not an image"),
         (table([encoded("red"), encoded("red", "GIF")]), "row 1: field 'image' is a GIF file"),
-        (table([encoded("red"), encoded("red")[:-20]]), "row 1: field 'image' cannot be read"),
+        (table([encoded("red"), encoded("red")[:-40]]), "row 1: field 'image' "),
         (table([encoded("red"), None]), "row 1: field 'image' has no bytes"),
         (table([{"bytes": encoded("red")}, {"bytes": None}]), "row 1: field 'image' has no bytes"),
     ],
@@ -135,7 +148,7 @@ def test_what_datasets_saves_is_read(tmp_path):
 def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, named):
     write(tmp_path / f"train.{suffix}", data)
     with pytest.raises(DataError, match=rf"train.{suffix}: {named}"):
-        load_prompts(tmp_path, "train", "arrow_editing")
+        _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
 
 
 def test_an_image_that_changed_after_the_check_is_named(tmp_path):
@@ -219,4 +232,4 @@ def test_wrong_lists_of_images_are_named(tmp_path, wrong):
 def test_wrong_columns_of_images_are_named(tmp_path, images, named):
     write_parquet(tmp_path / "train.parquet", pa.table({"prompt": ["x", "y"], "images": images}))
     with pytest.raises(DataError, match=rf"train.parquet: {named}"):
-        load_prompts(tmp_path, "train", "arrow_editing")
+        _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]

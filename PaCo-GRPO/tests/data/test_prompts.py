@@ -45,6 +45,7 @@ def test_items_carry_their_row(tmp_path):
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
         ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
         ({"prompt": "x", "height": 64, "width": 0}, "'width'"),
+        ({"prompt": "x", "category": {"a": 1}}, "field 'category'"),
         ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
         ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
         ({"prompt": GRID, "layout": "2x1"}, "'layout'.*2x1.*1x2"),

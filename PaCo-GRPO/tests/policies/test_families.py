@@ -109,6 +109,17 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("prompt", ["\N{SNOWMAN}" * 20, "x" * 20], ids=["inside a character", "inside the suffix"])
+def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, monkeypatch, prompt):
+    folder = tiny_folder("qwen_image")
+    policy = load("qwen_image", folder, max_sequence_length=25)
+    (item,) = items("qwen_image", prompt)
+    assert policy.encode([item]).prompt_embeds.shape[1] == 25
+    (latent,), _ = sample(policy, [item], [3])
+    theirs = stock_image(load_pipeline(policy, folder), policy, "qwen_image", item, 3, monkeypatch)
+    assert (pixels(policy, latent, item) - theirs).abs().max() <= 1e-5
+
+
 @BY_NAME
 def test_sign_and_time_of_the_transformer(tiny_folder, name):
     """A transformer that answers 1 everywhere: Euler steps from σ = 1 to 0 then go by ∓1 in each latent."""

@@ -63,6 +63,15 @@ def test_a_text_encoder_without_one_of_its_tensors(tmp_path, tiny_folder, name, 
         load_policy(tmp_path / "model")
 
 
+def test_a_text_encoder_as_a_pickle_is_refused(tmp_path, tiny_flux_dir):
+    shutil.copytree(tiny_flux_dir, tmp_path / "model")
+    file = tmp_path / "model" / "text_encoder_2" / "model.safetensors"
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    with pytest.raises(PolicyLoadError, match="text_encoder_2.*safetensors"):
+        load_policy(tmp_path / "model")
+
+
 def damage(file: Path, kind: str) -> str:
     """Rewrite weights with one tensor missing, one too many, or one of another shape; returns its name."""
     weights = load_file(file)

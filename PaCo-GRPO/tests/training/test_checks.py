@@ -116,6 +116,16 @@ def test_several_reference_images_need_a_model_that_takes_them(tmp_path):
     check_images(load_named("toy_t2is", ("pretrained.model", model)), several)
 
 
+def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, caplog):
+    thin = {"train": [Item(0, "x"), Item(1, "y", height=1, width=65536)]}
+    options = load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "exact"))
+    with pytest.raises(DataError, match="item 1 of the train items .*1x65536"):
+        check_images(options, thin)
+    assert not caplog.text
+    check_images(load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "aspect")), thin)
+    assert "1 of the train items" in caplog.text
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cache_is_refused_where_the_model_has_none(tiny_folder, name):
     folder = tiny_folder(name)
