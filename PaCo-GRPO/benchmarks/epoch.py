@@ -5,7 +5,7 @@
     python benchmarks/epoch.py --preset flux-dev --blocks 0.25 --resolution 256 --config.train.lora_rank=32
     python benchmarks/epoch.py --preset toy --workload config --reward-seconds 0.2        # is the reward hidden?
 
-Any option of config/base.py can follow as --config.a.b=value; sweep.py compares several values. Architectures are the
+Any option can follow as --config.a.b=value; sweep.py compares several values. Architectures are the
 real ones and weights are random (except the toy's). FLOPs are counted by PyTorch from shapes; MFU is their share of the
 fastest large matrix product measured on the same machine.
 

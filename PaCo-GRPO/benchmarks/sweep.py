@@ -7,7 +7,7 @@
     python benchmarks/sweep.py --base "processes=1 OMP_NUM_THREADS=1" --variant "processes=2 OMP_NUM_THREADS=1" -- --preset toy
     python benchmarks/sweep.py --images --variant sample.tail_weights=int8 -- --preset toy --lora-scale 0.01
 
-A variant is a list of assignments: a.b=VALUE is an option of config/base.py, NAME=VALUE in capitals an environment
+A variant is a list of assignments: a.b=VALUE is an option, NAME=VALUE in capitals an environment
 variable (NAME= removes it), processes=N starts N processes, work=published repeats the published implementation's work;
 "" is the epoch as configured. Everything after -- goes to epoch.py.
 

@@ -77,7 +77,6 @@ def paste(tmp_path):
     """Options of ``t2is`` with a snippet at the end of its function, and ``top`` at the top of the file."""
 
     def paste(snippet, top=""):
-        (tmp_path / "base.py").write_text((CONFIG / "base.py").read_text())
         indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
         original = (CONFIG / "grpo.py").read_text()
         file = tmp_path / "grpo.py"

@@ -159,7 +159,7 @@ def _load_python(path: Path, name: str) -> ConfigDict:
     names = runpy.run_path(str(path), run_name=_MODULE)
     function, get_config = names.get(name), names.get("get_config")
     try:
-        if name and not name.startswith("_") and getattr(function, "__module__", None) == _MODULE:
+        if getattr(function, "__module__", "") == _MODULE and not name.startswith("_") and function is not get_config:
             found = function()
         elif get_config is None:
             raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")

@@ -1,7 +1,7 @@
 """Named configurations hold the values of docs/method.md §7."""
 
 import pytest
-from named import load
+from named import NAMES, load
 
 from paco_grpo.objectives import get_objective
 from paco_grpo.training.checks import contradictions
@@ -83,9 +83,17 @@ def test_named_configuration_is_the_published_table(name, expected):
         assert getattr(getattr(options, group) if group else options, field) == value, option
 
 
-@pytest.mark.parametrize("base", ["t2is", "sd3_ocr"])
+@pytest.mark.parametrize("base", ["t2is", "sd3_ocr", "klein_t2is", "t2is_24gb"])
 @pytest.mark.parametrize("name", AUTHORS)
 def test_the_objectives_accept_their_settings(name, base):
     options = load(f"{base}_{name}")
     assert list(get_objective(name).check(options)) == [] and contradictions(options) == []
     assert (options.sample.noise_level == 0) == (name != "flow_dppo")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("gb")])
+def test_recipes_shorten_the_tail_of_training_alone(name):
+    """Four second-order steps after the noise; the evaluation keeps the steps of the configuration."""
+    options, full = load(name), load(name.rpartition("_")[0])
+    assert (options.sample.tail_steps, options.sample.tail_order) == (4, 2)
+    assert (options.sample.num_steps, options.test.num_steps) == (full.sample.num_steps, full.test.num_steps)

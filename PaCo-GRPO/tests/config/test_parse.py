@@ -288,7 +288,7 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
         file.write("\n\ndef my_set() -> ConfigDict:\n    config = t2is()\n    config.seed = 7\n    return config\n")
     assert load_options(f"{tmp_path}/grpo.py:my_set").seed == 7
     assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
-    for wrong in ("np", "did_you_mean", "_editing", "my_sett"):
+    for wrong in ("np", "did_you_mean", "_changed", "get_config", "my_sett"):
         with pytest.raises(ConfigError):
             load_options(f"{tmp_path}/grpo.py:{wrong}")
 
