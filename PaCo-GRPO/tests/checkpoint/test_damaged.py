@@ -213,7 +213,7 @@ def test_a_full_disk_ends_training_with_its_name(finished, tmp_path, capsys, mon
     assert error.startswith("error: the disk is full")
 
 
-@pytest.mark.parametrize(("script", "file"), [("evaluate", "1.png"), ("evaluate", "metrics.json"), ("generate", "1.png")])
+@pytest.mark.parametrize(("script", "file"), [("evaluate", "1.png"), ("evaluate", "results.json"), ("generate", "1.png")])
 def test_a_full_disk_ends_a_script_with_its_name(finished, tmp_path, capsys, monkeypatch, script, file):
     fill_disk(tmp_path / "out" / file, monkeypatch)
     arguments = ["--config", str(finished.folder / "saved.yaml"), "--output", str(tmp_path / "out")]
