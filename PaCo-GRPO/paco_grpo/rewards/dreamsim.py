@@ -6,33 +6,16 @@ which downloads its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
+from torch.nn.functional import normalize
 
 from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
-
-Load = Callable[[], tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]]
-
-
-class DreamSim:
-    """Unit embeddings of images; ``load`` returns the package's model and preprocessing, called at the first image."""
-
-    def __init__(self, load: Load, device: torch.device | str, batch_size: int) -> None:
-        self._load, self.device, self.batch_size = cache(load), device, batch_size
-
-    @torch.no_grad()
-    def __call__(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """(n, C) float32; 1 − cosine of two rows is DreamSim's distance."""
-        (model, preprocess), features = self._load(), []
-        for start in range(0, len(images), self.batch_size):
-            batch = [preprocess(image.convert("RGB")) for image in images[start : start + self.batch_size]]
-            features.append(model.embed(torch.cat(batch).to(self.device)).flatten(1))
-        return nn.functional.normalize(torch.cat(features), dim=-1)
 
 
 def subfig_dreamsim(
@@ -53,12 +36,20 @@ def subfig_dreamsim(
     """
     from dreamsim import dreamsim
 
-    def load():
+    @cache
+    def load() -> tuple[Any, Any]:
         folder = Path(cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         return dreamsim(pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type)
 
-    return SubfigurePairs("subfig_dreamsim", DreamSim(load, device, batch_size))
+    @torch.no_grad()
+    def features(images: Sequence[Image.Image]) -> torch.Tensor:
+        """(n, C) float32; 1 − cosine of two rows is the package's distance."""
+        model, preprocess = load()
+        pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)
+        return normalize(torch.cat([model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]), dim=-1)
+
+    return SubfigurePairs("subfig_dreamsim", features)
 
 
 subfig_dreamsim.check_item = lambda item, kwargs: check_panels(item, "subfig_dreamsim")

@@ -42,20 +42,12 @@ def wanted_text(prompt: str) -> str:
 
 def text_score(wanted: str, read: str) -> float:
     """1 − min(edit distance, len) / len in [0, 1], spaces and case ignored; 1 if ``wanted`` is contained in ``read``."""
+    from rapidfuzz.distance import Levenshtein
+
     wanted, read = ("".join(text.split()).casefold() for text in (wanted, read))
     if wanted in read:
         return 1.0
-    return 1.0 - min(edit_distance(wanted, read), len(wanted)) / len(wanted)
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions that turn ``a`` into ``b``."""
-    row = list(range(len(b) + 1))
-    for i, char in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char != other))
-    return row[-1]
+    return 1.0 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
 
 def ocr(
@@ -80,6 +72,8 @@ def ocr(
         only_paddle = not importlib.util.find_spec("rapidocr") and importlib.util.find_spec("paddleocr")
         reader = "paddleocr" if only_paddle else "rapidocr"
     # A missing package is reported here, before training; models are loaded at the first image.
+    import rapidfuzz  # noqa: F401
+
     if reader == "rapidocr":
         import onnxruntime  # noqa: F401
         import rapidocr  # noqa: F401

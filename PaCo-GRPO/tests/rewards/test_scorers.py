@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny_clip import save_clip, save_open_clip
 
 from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
-from paco_grpo.rewards.dreamsim import DreamSim
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.rewards.subfigures import SubfigurePairs
 from paco_grpo.types import Item
 from paco_judge.grid import split_image
 
@@ -155,13 +154,15 @@ class TinyDreamSim(torch.nn.Module):
         return 1 - torch.nn.functional.cosine_similarity(self.embed(a), self.embed(b))
 
 
-def test_dreamsim_is_one_minus_the_distance_over_pairs():
+def test_dreamsim_is_one_minus_the_distance_over_pairs(monkeypatch, tmp_path):
     model, loaded = TinyDreamSim(), []
 
     def preprocess(image):
         return torch.tensor(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
 
-    reward = SubfigurePairs("subfig_dreamsim", DreamSim(lambda: loaded.append(1) or (model, preprocess), "cpu", 3))
+    package = SimpleNamespace(dreamsim=lambda **given: loaded.append(given) or (model, preprocess))
+    monkeypatch.setitem(sys.modules, "dreamsim", package)
+    reward = build_rewards({"subfig_dreamsim": 1.0}, {"subfig_dreamsim": {"batch_size": 3, "cache_dir": str(tmp_path)}})["subfig_dreamsim"]
     assert not loaded
     prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
@@ -181,6 +182,23 @@ def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward,
     with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py|hf download openai/clip"):
         build_rewards({reward: 1.0})[reward].check()
     assert time.monotonic() - started < 20
+
+
+def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
+    """Not installed here: this stands in for its interface."""
+
+    class Model:
+        eval = lambda self: self
+        score = lambda self, prompt, image: len(prompt) + image.width / 100
+
+    loaded = []
+    package = SimpleNamespace(load=lambda name, **given: loaded.append((name, given)) or Model())
+    monkeypatch.setitem(sys.modules, "ImageReward", package)
+    reward = build_rewards({"imagereward": 1.0}, {"imagereward": {"cache_dir": "x"}}, "cuda:1")["imagereward"]
+    assert not loaded
+    for _ in range(2):
+        assert reward(IMAGES, ITEMS).tolist() == [len(PROMPT) + 0.64] * 3
+    assert loaded == [("ImageReward-v1.0", {"device": "cuda:1", "download_root": "x"})]
 
 
 @pytest.mark.long
