@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.tracking import SwanLabTracker, TensorBoardTracker, WandBTracker
 from PIL import Image
 
-
-class Tracker:
-    """Interface of a tracker; this one does nothing (``none``: only metrics.jsonl)."""
-
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
-        pass
-
-    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        """Log the numbers of one epoch."""
-
-    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """Log pictures with their captions."""
-
-    def close(self) -> None:
-        """Flush and end."""
+TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
 
 
 class TrackingError(RuntimeError):
@@ -38,7 +27,8 @@ class MetricsFile:
         self.path = path
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
+        """Append one row; numbers that are not finite are left out."""
+        row = {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
@@ -78,89 +68,64 @@ def _row(line: str) -> dict[str, Any]:
     return row
 
 
-class TensorboardTracker(Tracker):
-    """Event files in ``run_dir/tensorboard``."""
+class Tracker:
+    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing.
 
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    Raises:
+        ImportError: Its package is not installed.
+        Exception: It does not start.
+    """
 
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"))
+    def __init__(self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+        self.name, self.tracker = name, None
+        if name == "tensorboard":
+            self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
+        elif name == "wandb":  # continued under the run's name when the run resumes
+            place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
+            self.tracker = WandBTracker(project, config=config, **place)
+        elif name == "swanlab":  # a resumed run is a new experiment there: SwanLab continues an old one only online
+            place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
+            self.tracker = SwanLabTracker(project, config=config, **place)
+        if self.tracker is not None:
+            self.tracker.start()
+        if name == "wandb":  # its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again
+            self.tracker.run.define_metric("epoch")
+            self.tracker.run.define_metric("*", step_metric="epoch")
 
-    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, epoch)
-
-    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        for number, (image, caption) in enumerate(images):
-            tag = f"{name}/{number}" if len(images) > 1 else name
-            self.writer.add_image(tag, np.asarray(image.convert("RGB")), epoch, dataformats="HWC")
-            self.writer.add_text(f"{tag}_caption", caption, epoch)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandbTracker(Tracker):
-    """Weights & Biases, continued under the run directory's name when a run resumes."""
-
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
-        import wandb
-
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=project, name=run_name, id=run_name, resume="allow", dir=str(run_dir), config=config
-        )
-        # wandb's own step cannot decrease, but a resumed run writes the epochs after its checkpoint again.
-        self.run.define_metric("epoch")
-        self.run.define_metric("*", step_metric="epoch")
-
-    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        self.run.log({**metrics, "epoch": epoch})
+    def log(self, metrics: Mapping[str, Any], epoch: int) -> None:
+        """Log the numbers of one epoch."""
+        if self.name == "wandb":
+            self.tracker.log({**metrics, "epoch": epoch})
+        elif self.tracker is not None:
+            self.tracker.log(dict(metrics), step=epoch)
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        shown = [self.wandb.Image(image, caption=caption) for image, caption in images]
-        self.run.log({name: shown, "epoch": epoch})
+        """Log pictures with their captions."""
+        if self.name == "tensorboard":
+            for number, (image, caption) in enumerate(images):
+                tag = f"{name}/{number}" if len(images) > 1 else name
+                pixels = np.asarray(image.convert("RGB"))[None]
+                self.tracker.log_images({tag: pixels}, step=epoch, dataformats="NHWC")
+                self.tracker.log({f"{tag}_caption": caption}, step=epoch)
+        elif self.tracker is not None:
+            package = importlib.import_module(self.name)
+            self.log({name: [package.Image(image, caption=caption) for image, caption in images]}, epoch)
 
     def close(self) -> None:
-        self.run.finish()
-
-
-class SwanlabTracker(Tracker):
-    """SwanLab. A resumed run is a new experiment there: SwanLab continues an old one only online."""
-
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
-        import swanlab
-
-        self.swanlab = swanlab
-        swanlab.init(project=project, experiment_name=run_name, logdir=str(run_dir / "swanlab"), config=config)
-
-    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
-        self.swanlab.log(dict(metrics), step=epoch)
-
-    def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        self.swanlab.log({name: [self.swanlab.Image(image, caption=caption) for image, caption in images]}, step=epoch)
-
-    def close(self) -> None:
-        self.swanlab.finish()
-
-
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorboardTracker,
-    "wandb": WandbTracker,
-    "swanlab": SwanlabTracker,
-    "none": Tracker,
-}
+        """Flush and end."""
+        if self.tracker is not None:
+            self.tracker.finish()
 
 
 def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
-    """The tracker called ``name`` (``config.logging_platform``).
+    """The tracker called ``name``.
 
     Raises:
         TrackingError: Its package is not installed, or it does not start (nobody is logged in).
     """
     others = f"or choose another of {', '.join(TRACKERS)}"
     try:
-        return TRACKERS[name](run_dir, project, run_name, config)
+        return Tracker(name, run_dir, project, run_name, config)
     except ImportError as error:
         raise TrackingError(
             f"config.logging_platform={name!r} needs a package that is not installed ({error}); "

@@ -24,6 +24,12 @@ def test_metrics_continue_where_the_run_resumes(tmp_path):
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
 
 
+def test_a_number_that_is_not_finite_is_left_out(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"epoch": 0, "phase": "eval", "stderr": float("inf"), "mean": 1e300})
+    assert metrics.rows() == [{"epoch": 0, "phase": "eval", "mean": 1e300}]
+
+
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(TrackingError, match="pip install swanlab"):
