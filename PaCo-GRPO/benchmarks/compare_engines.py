@@ -16,7 +16,6 @@ into differences of full size.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -61,10 +60,6 @@ class Engine:
 
     def reason_against(self, gpus: int) -> str | None:
         """Why it cannot run on this machine."""
-        if self.name == "zero3":
-            return "not supported by this trainer; fsdp2 shards the weights"
-        if self.name.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed: pip install 'paco-grpo[deepspeed]'"
         if gpus and self.processes > gpus:
             return f"needs {self.processes} GPUs, {gpus} visible"
         return None
@@ -80,9 +75,7 @@ class Engine:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         if not gpus:
-            environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            if not self.accelerate:  # with this variable accelerate ignores DeepSpeed
-                environment["ACCELERATE_USE_CPU"] = "true"
+            environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         command = [sys.executable]
         if self.accelerate:
             config = ROOT / "scripts" / "accelerate_configs" / self.accelerate
@@ -105,7 +98,7 @@ def engines(gpus: int) -> list[Engine]:
     for count in (2, 4):
         by_accelerate = ("fsdp2.yaml",) if gpus else (None, ("--config.train.sharding=fsdp2",))
         found.append(Engine("fsdp2", count, *by_accelerate))
-    return found + [Engine(f"zero{stage}", 2, f"deepspeed_zero{stage}.yaml") for stage in (1, 2, 3)]
+    return found
 
 
 def outcome(run: Path) -> dict[str, Any]:

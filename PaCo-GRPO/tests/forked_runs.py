@@ -161,7 +161,6 @@ def _main(
     rank: int,
     processes: int,
     port: int,
-    zero: int | None,
     flux: Path,
     folder: Path,
     changes: dict,
@@ -175,15 +174,6 @@ def _main(
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-    if zero:  # what accelerate finds when launched with deepspeed_zero1.yaml or deepspeed_zero2.yaml, on a CPU
-        os.environ |= {
-            "ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(zero), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-        }  # fmt: skip
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: the other wants compiling
     events = []
     if rank == 0:
         events = _count_file_events(folder / "runs", fault if isinstance(fault, FileEvent) else None)
@@ -205,7 +195,6 @@ def run(
     processes: int = 1,
     fault: Fault | FileEvent | None = None,
     kill_after: float | None = None,
-    zero: int | None = None,
     without: str = "",
     **changes,
 ) -> list[int]:
@@ -213,7 +202,6 @@ def run(
 
     Args:
         kill_after: Seconds until SIGKILL of all processes that still run.
-        zero: Stage of DeepSpeed ZeRO.
         without: Prompts that begin so get no score.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +214,7 @@ def run(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
-        context.Process(target=_main, args=(rank, processes, port, zero, flux, folder, changes, fault))
+        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, fault))
         for rank in range(processes)
     ]
     for process in started:
@@ -267,8 +255,7 @@ def observe(trainer, folder: Path) -> None:
     def update(rollouts, item_ids, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
         result = original(rollouts, item_ids, advantages, kept, epoch, should_stop)
-        optimizer = getattr(updater.state.optimizer, "optimizer", updater.state.optimizer)  # DeepSpeed's holds another
-        seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in optimizer.state.values())
+        seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in updater.state.optimizer.state.values())
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
         return result
 

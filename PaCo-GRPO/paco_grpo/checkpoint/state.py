@@ -90,7 +90,7 @@ class TrainState:
     parameters: Mapping[str, torch.nn.Parameter]  # trainable, by name
     snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]  # adapter (``Objective.snapshots``) → its parameters
     ema: EMA | None  # of ``parameters``
-    optimizer: Any  # over ``parameters``, as the strategy prepared it
+    optimizer: torch.optim.Optimizer  # over ``parameters``
     strategy: Replicated  # how all this is spread over the processes
     sampler: GroupSampler
     step: int = 0  # optimizer steps taken
@@ -228,7 +228,7 @@ class Checkpoints:
             functools.partial(files.save_tensors, saved / f"{name}.safetensors", tensors, is_main)
             for name, tensors in parts.items()
         ]
-        actions.append(lambda: files.save_optimizer(saved, state.strategy.optimizer_state(state.optimizer), is_main))
+        actions.append(lambda: files.save_optimizer(saved, state.optimizer.state_dict(), is_main))
         actions.append(lambda: self._write_average(folder, evaluation))
         # Each action gathers sharded weights from all processes, so a full disk on one must not end them early.
         problems = [problem for problem in map(_attempt, actions) if problem is not None]

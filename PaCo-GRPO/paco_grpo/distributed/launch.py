@@ -17,7 +17,6 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from paco_grpo.distributed.fsdp2 import FSDP2
 from paco_grpo.distributed.processes import Replicated
-from paco_grpo.distributed.zero import ZeRO
 from paco_grpo.options import ConfigError, RunOptions
 
 logger = logging.getLogger(__name__)
@@ -50,20 +49,13 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     kind, wanted = accelerator.distributed_type, options.train.sharding
     if kind == DistributedType.FSDP:
         return FSDP2(accelerator, options)
-    if kind == DistributedType.DEEPSPEED:
-        return ZeRO(accelerator, options)
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
-            f"accelerate was started with {kind}, which is not supported; use one of the files in "
-            "scripts/accelerate_configs"
+            f"accelerate was started with {kind}, which is not supported; use scripts/accelerate_configs/fsdp2.yaml or no "
+            "ACCELERATE_CONFIG"
         )
-    for variable, file in (("ACCELERATE_USE_DEEPSPEED", "deepspeed_zero*.yaml"), ("ACCELERATE_USE_FSDP", "fsdp2.yaml")):
-        if os.environ.get(variable) == "true" and accelerator.device.type == "cpu" and wanted is None:
-            remedy = "; config.train.sharding='fsdp2' works on a CPU too" if "FSDP" in variable else ""
-            logger.warning(
-                "accelerate was started with %s, but falls back to plain data parallelism on a CPU: nothing is sharded%s",
-                file, remedy,
-            )  # fmt: skip
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.device.type == "cpu" and wanted is None:
+        logger.warning("accelerate ignores fsdp2.yaml on a CPU: nothing is sharded; config.train.sharding='fsdp2' works there")
     if wanted == "fsdp2":
         if accelerator.num_processes > 1:
             return FSDP2(accelerator, options)

@@ -6,7 +6,7 @@ Every function that takes an ``Accelerator`` is a collective operation: all proc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -179,10 +179,6 @@ class Replicated:
     def place(self, policy: Policy) -> None:
         """Move a policy with its adapters from ``loading_device`` to where it computes."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> Any:
-        """``optimizer`` as this strategy steps it."""
-        return optimizer
-
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add the gradients of ``loss``; ``last``: the optimizer step comes next."""
         loss.backward()
@@ -216,10 +212,6 @@ class Replicated:
         """One optimizer step with the gradients of ``finish_gradients``, which are cleared."""
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    def optimizer_state(self, optimizer: Any) -> Mapping[str, Any]:
-        """The optimizer's ``state_dict``; tensors may be sharded over processes."""
-        return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Any, saved: dict[str, Any]) -> None:
         """Restore a ``state_dict`` whose tensors are whole and on the CPU."""

@@ -144,7 +144,7 @@ def _build(
         parameters=parameters,
         snapshots=snapshots,
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
-        optimizer=strategy.prepare(_optimizer(options, list(parameters.values()))),
+        optimizer=_optimizer(options, list(parameters.values())),
         strategy=strategy,
         sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt),
     )
