@@ -261,10 +261,8 @@ RECIPES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "pretrained.model": "../quickstart/models/flux_kontext", "max_sequence_length": 8,
     }),
     # With true CFG, the toy base follows instructions less (oracle edit 0.65 at scale 1, 0.39 at 2).
-    "toy_qwen_edit": ("qwen_editing_no_cfg", TOY_EDITING | {
-        "pretrained.model": "../quickstart/models/qwen_image_edit",
-        "pretrained.image_positions": "stock",  # as its base was trained
-    }),
+    # For small weights of your own: name them with pretrained.model.
+    "toy_qwen_edit": ("qwen_editing_no_cfg", TOY_EDITING | {"pretrained.image_positions": "stock"}),
 }  # fmt: skip
 CONFIGS = ("t2is", "kontext_editing", "qwen_editing", "ocr", "pickscore", *RECIPES)
 

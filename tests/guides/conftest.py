@@ -12,12 +12,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 
 from terminal import REPOSITORY, Terminal
 from tiny_clip import save_clip, save_open_clip
+from tiny_policies import build
 
 TOY = REPOSITORY / "quickstart" / "models"
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": TOY / "flux",
     "black-forest-labs/FLUX.1-Kontext-dev": TOY / "flux_kontext",
-    "Qwen/Qwen-Image-Edit": TOY / "qwen_image_edit",
 }
 JUDGES = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -54,6 +54,7 @@ def new_terminal(tmp_path_factory, tiny_judge):
     weights = tmp_path_factory.mktemp("weights")
     clip, judge = Path(save_clip(weights / "clip")), save_judge(weights / "judge", tiny_judge)
     published = PUBLISHED | dict.fromkeys(JUDGES, judge)
+    published["Qwen/Qwen-Image-Edit"] = build("qwen_image_edit", weights / "qwen")
     published |= dict.fromkeys(("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"), clip)
 
     def make(vllm_environment: Path) -> Terminal:

@@ -1,10 +1,8 @@
 """Builds toy models from a seed, into a folder that holds all of them. Without a name: the base models, in about 80 minutes.
 
-    judge               a Qwen2.5-VL folder with processor and chat template
+    judge               a Qwen2.5-VL folder with processor and chat template, bfloat16
     flux                a FluxPipeline folder, bfloat16; VAE first
     flux_kontext        a FluxKontextPipeline folder, bfloat16; needs flux
-    qwen_image_edit     a QwenImageEditPipeline folder, bfloat16; 20 minutes longer than --minutes for VAE and text encoder
-    build_NAME.log      what was printed
     quality.json        measured by the oracle, or on captions
 
 Judge and FLUX's VAE are trained at the same time, on one core each; then FLUX on two processes. Times are wall-clock, so
@@ -24,20 +22,21 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, FluxPipeline
+from safetensors.torch import load_file, save_file
 
-from toy_models import flux, judge, kontext, qwen_edit
+from toy_models import flux, judge, kontext
 from toy_models.panels import LatentCache, PanelCache
 from toy_models.quality import contact_sheet, editor_quality, generator_quality, record_quality
 from toy_models.vae import flux_latents, train_vae
 
 logger = logging.getLogger(__name__)
-MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 56.0, "flux_kontext": 25.0, "qwen_image_edit": 25.0}
+MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 56.0, "flux_kontext": 25.0}
 # A module has
 #   new(models, seed) -> pipeline           untrained as an editor; models: the folder that holds all models
 #   train(pipe, seconds, seed, longer, snapshot)
 #   draw(pipe, size, **options) -> images   by diffusers' own pipeline
 #   IMAGE_SIDES                             pixels of the images that it edits well; each is measured
-EDITORS = {"flux_kontext": kontext, "qwen_image_edit": qwen_edit}
+EDITORS = {"flux_kontext": kontext}
 
 
 def load_editor(folder: Path) -> DiffusionPipeline:
@@ -62,8 +61,10 @@ def build_judge(models: Path, seconds: float, seed: int, longer: bool) -> None:
         judge.train_judge(model, batches, seconds * first_leg)
     batches.comparisons = True
     judge.train_judge(model, batches, seconds * (1 - first_leg))
-    # float32: LLaMA-Factory computes in the dtype it finds, and bfloat16 is slow on most CPUs.
     model.save_pretrained(models / "judge")
+    # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
+    file = models / "judge" / "model.safetensors"
+    save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     processor.save_pretrained(models / "judge")
 
 
@@ -177,10 +178,7 @@ def main() -> None:
         parser.error("--minutes, --continue and --measure need the name of a model")
     if arguments.sheet and name not in EDITORS:
         parser.error(f"--sheet needs one of {', '.join(EDITORS)}")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if arguments.stage and os.environ.get("RANK", "0") == "0":
-        handlers.append(logging.FileHandler(models / f"build_{arguments.stage}.log"))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=handlers)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     torch.set_num_threads(1)
     if arguments.stage:
         leg = f"--continue {longer}" if longer else f"--minutes {arguments.minutes}"

@@ -1,25 +1,12 @@
-"""The two toy VAEs, factor 4 with 4 latent channels, trained on grids of every size in use.
-
-The toy FLUX has an AutoencoderKL of 0.17 M parameters, the toy Qwen-Image-Edit an AutoencoderKLQwenImage of 0.45 M. The
-latter is a causal video VAE. A single frame meets only the last time slice of every kernel, so training uses that slice as
-a 2D convolution (the same numbers, several times faster), and the other slices stay zero. Its attention is switched off (the
-output projection is zero), so that a latent depends on its neighborhood alone, at any image size.
-"""
+"""The toy FLUX's VAE, an AutoencoderKL of 0.17 M parameters: factor 4, 4 latent channels, trained on grids of every size."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
-    QwenImageAttentionBlock,
-    QwenImageCausalConv3d,
-    QwenImageRMS_norm,
-)
+from diffusers import AutoencoderKL
 from torch import nn
 
 from paco_toy.world import CHARACTERS
@@ -27,7 +14,6 @@ from toy_models.panels import PanelCache, random_views, to_tensor
 from toy_models.training import fit
 
 Z = 4  # latent channels
-_WHOLE_SHARE = 0.45  # of the Qwen VAE's time; then its decoder is trained alone
 
 
 def _grids(caches: dict[int, PanelCache], side: int, size: int, rng: np.random.Generator) -> torch.Tensor:
@@ -97,74 +83,3 @@ def train_vae(caches: dict[int, PanelCache], seconds: float, seed: int) -> Autoe
 def flux_latents(vae: AutoencoderKL) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from pixels (B, 3, H, W) in [-1, 1] to latents as FluxPipeline uses them."""
     return lambda x: (vae.encode(x).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
-
-
-def new_qwen_vae(seed: int) -> AutoencoderKLQwenImage:
-    """An untrained AutoencoderKLQwenImage without attention and without use of time."""
-    torch.manual_seed(seed)
-    vae = AutoencoderKLQwenImage(
-        base_dim=8, z_dim=Z, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, False],
-        latents_mean=[0.0] * Z, latents_std=[1.0] * Z,
-    )  # fmt: skip
-    with torch.no_grad():
-        for module in vae.modules():
-            if isinstance(module, QwenImageCausalConv3d):
-                module.weight[:, :, :-1] = 0
-            elif isinstance(module, QwenImageAttentionBlock):
-                nn.init.zeros_(module.proj.weight)
-                nn.init.zeros_(module.proj.bias)
-                module.requires_grad_(False)
-    return vae
-
-
-@contextmanager
-def stills_only(vae: AutoencoderKLQwenImage):
-    """Inside, the modules of ``vae`` compute the same numbers for one-frame videos in less time, with gradients."""
-
-    def convolve(self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: None = None) -> torch.Tensor:
-        """The causal convolution of one frame (B, C, 1, H, W)."""
-        weight, padding = self.weight[:, :, -1], self._padding[0]
-        return nn.functional.conv2d(x[:, :, 0], weight, self.bias, self.stride[1:], padding).unsqueeze(2)
-
-    def norm(self: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-12) * self.gamma)
-
-    faster = {QwenImageCausalConv3d: convolve, QwenImageRMS_norm: norm, QwenImageAttentionBlock: lambda self, x: x}
-    patched = [m for m in vae.modules() if type(m) in faster]
-    for module in patched:
-        module.forward = types.MethodType(faster[type(module)], module)
-    try:
-        yield
-    finally:
-        for module in patched:
-            del module.forward
-
-
-def train_qwen_vae(vae: AutoencoderKLQwenImage, caches: dict[int, PanelCache], seconds: float, seed: int) -> None:
-    """Trains a VAE of ``new_qwen_vae`` and sets the mean and deviation of its latents; then trains its decoder alone."""
-
-    def encode(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return vae.quant_conv(vae.encoder(pixels.unsqueeze(2))).squeeze(2).chunk(2, dim=1)
-
-    def decode(latents: torch.Tensor) -> torch.Tensor:
-        return vae.decoder(vae.post_quant_conv(latents.unsqueeze(2))).squeeze(2)
-
-    with stills_only(vae):
-        _fit(vae, encode, decode, caches, _WHOLE_SHARE * seconds, seed)
-        rng = np.random.default_rng([seed, 5])
-        with torch.no_grad():
-            rows = [encode(_grids(caches, s, 64, rng))[0].transpose(0, 1).flatten(1) for s in (32, 64)]
-        values = torch.cat(rows, dim=1).double()
-        vae.register_to_config(latents_mean=values.mean(dim=1).tolist(), latents_std=values.std(dim=1).tolist())
-        encoder = [p for m in (vae.encoder, vae.quant_conv) for p in m.parameters() if p.requires_grad]
-        for parameter in encoder:
-            parameter.requires_grad_(False)
-        _fit(vae, encode, decode, caches, (1 - _WHOLE_SHARE) * seconds, seed + 1, lr=2e-3)
-        for parameter in encoder:
-            parameter.requires_grad_(True)
-
-
-def qwen_latents(vae: AutoencoderKLQwenImage) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from pixels (B, 3, H, W) in [-1, 1] to the transformer's latents (B, Z, H/4, W/4), standardized per channel."""
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-    return lambda x: (vae.encode(x.unsqueeze(2)).latent_dist.mode().squeeze(2) - mean) / std
