@@ -1,5 +1,36 @@
 #!/usr/bin/env bash
-# RL of a toy image editor on a CPU: FLUX Kontext or Qwen-Image-Edit on instructions such as "make the star blue".
-#   bash quickstart/editing.sh [--editor NAME] [--minutes M] [--seed N] [--fresh]      (see --help)
-# Installs on first use. A second run continues; with more --minutes it trains longer.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/driver.sh" editing "$@"
+# RL of a toy image editor on a CPU: FLUX Kontext on instructions such as "make the star blue", with the oracle's score as reward.
+#   bash quickstart/editing.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
+# --seed N            of the edits and of RL (default 0)
+# --minutes M         most time for RL's epochs (default 5)
+# --config.a.b=value  passed to the training script
+# --fresh             starts over; without it, a second run continues
+# Everything is written to quickstart/out/editing. Installs on first use.
+set -euo pipefail
+minutes=5 total=3
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+parse "$@"
+out="$out/editing" done_file="$out/done"
+discard() { rm -rf "$out"; }
+cleanup() { :; }
+begin "$seed" "$minutes"
+
+if stage edits 0.2 "World: render scenes and instructions"; then
+    run quickstart 1-edits python -m paco_toy.edits --seed "$seed" --out "$out/edits"
+    finish
+fi
+if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
+    run PaCo-GRPO 2-rl bash scripts/single_node/train_flux_kontext.sh toy_kontext "--config.seed=$seed" \
+        --config.dataset=../quickstart/out/editing/edits --config.save_dir=../quickstart/out/editing --config.run_name=run \
+        --config.resume_from=latest "--config.max_train_minutes=$minutes" "${overrides[@]}"
+    finish
+fi
+if stage report 0.2 "Report"; then
+    run quickstart 3-summary python -m paco_toy.summary "$out" --editing --seed "$seed"
+    run PaCo-GRPO 3-report python -m paco_grpo.report "$out/run" --title "RL of a toy editor" --out "$out/report.html"
+    finish
+fi
+echo
+cat "$out/summary.txt"
+echo "Numbers: $out/summary.json"
+echo "Report:  $out/report.html"

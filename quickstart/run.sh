@@ -1,5 +1,101 @@
 #!/usr/bin/env bash
-# PaCo-RL end to end on a CPU: train a judge, serve it, improve a generator with it, show both.
-#   bash quickstart/run.sh [--seed N] [--fresh] [--rebuild] [--minutes M]      (see --help)
-# Installs on first use. A second run continues after the last finished stage.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/driver.sh" quickstart "$@"
+# PaCo-RL end to end on a CPU: trains a judge, serves it, trains a generator with it, and writes a report.
+#   bash quickstart/run.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
+# --seed N            of data, judge and RL (default 0)
+# --minutes M         most time for RL's 20 epochs (default 6.5)
+# --config.a.b=value  passed to the training script
+# --fresh             starts over; without it, a second run continues after the last finished stage
+# Everything is written to quickstart/out, each command's output to quickstart/out/logs. Installs on first use.
+set -euo pipefail
+minutes=6.5 total=6
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+parse "$@"
+done_file="$out/done"
+label="paco-quickstart-$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has other servers
+discard() { find "$out" -mindepth 1 -delete; }
+stop_server() { (cd "$repo/PaCo-GRPO" && VLLM_LABEL="$label" bash vllm_server/stop.sh 9>&- >/dev/null 2>&1) || true; }
+cleanup() { stop_server; }
+begin "$seed" "$minutes"
+
+world="$out/world" drawn="$out/world/drawn" toy=../quickstart # as seen from PaCo-Reward and PaCo-GRPO
+pairs=(--grids $toy/out/world/drawn/grids --metadata $toy/out/world/drawn/metadata.jsonl
+    --output $toy/out/world/reward_data --name toy_pairs --seed "$seed")
+tests=toy_pairs_full_test,toy_pairs_open_test,toy_pairs_none_test,toy_pairs_weak_test
+accuracy=(paco-reward accuracy --model $toy/models/judge --dataset_dir $toy/out/world/reward_data --dataset "$tests")
+
+if stage world 1 "World: render prompts and grids, build the judge's pairs"; then
+    rm -rf "$world"
+    run quickstart 1-world python -m paco_toy.build_world --seed "$seed" --out "$world"
+    run quickstart 1-draw python -m paco_toy.reward_data draw --out "$drawn" --seed "$seed"
+    run PaCo-Reward 1-sets paco-reward build-dataset "${pairs[@]}" --sets_only
+    run quickstart 1-annotate python -m paco_toy.reward_data annotate --out "$drawn" --sets "$world/reward_data/sets.jsonl"
+    run PaCo-Reward 1-pairs paco-reward build-dataset "${pairs[@]}" \
+        --rankings $toy/out/world/drawn/rankings.jsonl --reasons_file $toy/out/world/drawn/reasons.jsonl
+    run quickstart 1-finish python -m paco_toy.reward_data finish --out "$drawn" --data "$world/reward_data" \
+        --flux models/flux --seed "$seed"
+    finish
+fi
+
+if stage judge 6 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
+    rm -rf "$out/judge" "$out/judge_lora"
+    run PaCo-Reward 2-accuracy-base "${accuracy[@]}" --output "$out/judge_base.json"
+    run PaCo-Reward 2-train bash train/paco_reward.sh config/toy_reward_lora.yaml \
+        "seed=$seed" "data_seed=$seed" output_dir=$toy/out/judge_lora
+    run PaCo-Reward 2-accuracy-lora "${accuracy[@]}" --adapter $toy/out/judge_lora --output "$out/judge_lora.json"
+    run PaCo-Reward 2-export paco-reward export --base $toy/models/judge --adapter $toy/out/judge_lora --output $toy/out/judge
+    finish
+fi
+
+bench=PaCo-Reward/evaluation/Consistency_Rank
+results=(--results_dir "$out/rank_results")
+if stage rank 1 "Benchmark: rankings in ConsistencyRank-Bench's format"; then
+    rm -rf "$out/rank_results"
+    run $bench 3-rank-judge python eval_vllm.py --model "$out/judge" --dataset_dir "$world" --engine transformers \
+        --batch_size 32 "${results[@]}"
+    run $bench 3-rank-histogram python eval.py --scorer histogram --dataset_dir "$world" "${results[@]}"
+    run $bench 3-rank-table python print_eval_table.py "${results[@]}" --output_file "$out/rank_table.txt" --output_format txt
+    cat "$out/rank_table.txt"
+    finish
+fi
+
+if grep -q "^rl " "$done_file"; then
+    stage server 0 "Server: the judge over HTTP" || true
+else
+    sed -i '/^server /d' "$done_file" # it did not outlive the last run
+    stage server 0.3 "Server: the judge over HTTP"
+    stop_server # one that a killed run left
+    port="${PACO_QUICKSTART_PORT:-8000}"
+    if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+        echo "      port $port is taken"
+        port=$((20000 + RANDOM % 10000))
+    fi
+    # On a CPU, vLLM takes three times as long for a model this small.
+    command -v nvidia-smi >/dev/null || export VLLM_ENGINE="${VLLM_ENGINE:-transformers}"
+    # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" VLLM_MODEL_PATHS="$out/judge" VLLM_MODEL_NAMES=PaCo-Reward-Toy \
+        VLLM_PORT="$port" VLLM_LABEL="$label" run PaCo-GRPO 4-launch bash vllm_server/launch.sh
+    finish
+fi
+
+if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
+    served=()
+    for reward in consistency_score between_images; do
+        [[ $port == 8000 ]] || served+=("--config.train.reward_fn_kwargs.$reward.base_url=http://127.0.0.1:$port")
+    done
+    run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_awm "--config.seed=$seed" \
+        --config.save_dir=$toy/out/runs --config.run_name=toy_t2is_awm --config.resume_from=latest \
+        "--config.max_train_minutes=$minutes" "${served[@]}" "${overrides[@]}"
+    finish
+fi
+stop_server
+
+if stage report 0.3 "Report"; then
+    run quickstart 6-summary python -m paco_toy.summary "$out" --seed "$seed"
+    run PaCo-GRPO 6-report python -m paco_grpo.report "$out/runs/toy_t2is_awm" --title "PaCo-RL quickstart" \
+        --judge "$out/judge_base.json" "$out/judge_lora.json" --stage-seconds "$out/stage_seconds.json" --out "$out/report.html"
+    finish
+fi
+echo
+cat "$out/summary.txt"
+echo "Numbers: $out/summary.json"
+echo "Report:  $out/report.html"

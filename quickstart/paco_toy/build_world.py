@@ -30,6 +30,7 @@ from paco_toy.world import (
     render_panel,
     split_characters,
     theme,
+    with_article,
     write_jsonl,
 )
 
@@ -90,7 +91,7 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
         ranked = [f"{number}.png" for number in rng.permutation(4)]
         for name, character in zip(ranked, _ranked_away(reference, rng)):
             _panel(character, rng).save(images / name)
-        prompts.append({"idx": folder, "prompt": f"Two views of a {reference}.", "criteria": criteria})
+        prompts.append({"idx": folder, "prompt": f"Two views of {with_article(reference)}.", "criteria": criteria})
         ranks.append({"folder": folder, "ref_image": "ref.png", "comp_images": sorted(ranked), "rank_images": ranked})
     write_jsonl(out / "prompt_data.jsonl", prompts)
     write_jsonl(out / "consistency_full_rank.jsonl", ranks)

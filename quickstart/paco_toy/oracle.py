@@ -42,6 +42,10 @@ class Reading:
     valid: np.ndarray  # bool
     rms: np.ndarray  # float32, distance to the nearest rendering
 
+    def of(self, rows: np.ndarray | slice) -> Reading:
+        """The reading of some of the grids."""
+        return Reading(self.character[rows], self.view[rows], self.valid[rows], self.rms[rows])
+
     def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
         valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
         return np.mean(valid & agree(values[:, _FIRST], values[:, _SECOND]), axis=1)
@@ -91,23 +95,6 @@ class Reading:
             return float("nan")
         shares = chosen[chosen > 0] / chosen.sum()
         return float(-(shares * np.log(shares)).sum() / np.log(votes.shape[1]))
-
-    def kappa(self, named: Sequence[Character], attribute: str) -> float:
-        """Fleiss' kappa of the panels of an image about an open attribute: agreement beyond chance, at most 1.
-
-        (P − P_e) / (1 − P_e): P is the share of pairs of panels of one image with the same value (of panels that show what
-        is named, over the images whose prompts leave the attribute open), P_e that of pairs drawn from all images (Fleiss,
-        1971, here with unequal numbers of panels). One value for all images gives 0. NaN without a pair.
-        """
-        votes = self._votes(named, attribute)
-        panels = votes.sum(axis=1)
-        pairs = (panels * (panels - 1)).sum()
-        if not pairs:
-            return float("nan")
-        by_chance = float(np.square(votes.sum(axis=0) / panels.sum()).sum())
-        if by_chance == 1:
-            return 0.0
-        return float(((votes * (votes - 1)).sum() / pairs - by_chance) / (1 - by_chance))
 
     def _votes(self, named: Sequence[Character], attribute: str) -> np.ndarray:
         """Number of panels with each value (B, V) int: of those that show what is named; none where it is not left open."""
@@ -164,11 +151,11 @@ def read_prompt(prompt: str) -> tuple[Character, tuple[int, ...]]:
     """
     try:
         head, *panels = re.split("|".join(map(re.escape, LABELS)), prompt)
-        character = _read_character(head.split(".")[0].partition(" depicting a ")[2].split())
+        character = _read_character(re.split(" depicting an? ", head.split(".")[0])[1].split())
         views = tuple(VIEW_INDEX[View(*text.strip().rstrip(".").split())] for text in panels)
         if len(views) != len(LABELS):
             raise ValueError(f"{len(views)} panels")
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"not a prompt of the shapes world ({error}): {prompt!r}") from error
     return character, views
 

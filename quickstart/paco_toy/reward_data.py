@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from paco_toy.world import (
     split_characters,
     theme,
     to_uint8,
+    with_article,
     write_jsonl,
 )
 
@@ -107,8 +109,8 @@ def differing(first: int, second: int) -> int:
 def verdict(first: Character | None, second: Character | None) -> str:
     """The judge's answer on a pair: Yes or No first, then the reason. None: the panel is broken."""
     if first == second and first is not None:
-        return f"Yes. Both show a {first}."
-    first, second = ("nothing clear" if shown is None else f"a {shown}" for shown in (first, second))
+        return f"Yes. Both show {with_article(first)}."
+    first, second = ("nothing clear" if shown is None else with_article(shown) for shown in (first, second))
     return f"No. First {first}, second {second}."
 
 
@@ -153,7 +155,7 @@ def question(kind: str, named: Character, rng: np.random.Generator) -> str:
 
 def broken_pair(row: dict, names: list[str], rng: np.random.Generator) -> None:
     """Puts a broken panel in the place of the first image, the second, or both, and says so in the answer."""
-    texts = row["messages"][1]["content"].removeprefix("No. First a ").removesuffix(".").split(", second a ")
+    texts = re.findall(r"(?:First|second) an? ([a-z ]+)", row["messages"][1]["content"])
     shown = [Character(*text.split()) for text in texts]
     number = int(rng.integers(len(names)))
     for place in ((0,), (1,), (0, 1))[rng.integers(3)]:

@@ -1,41 +1,41 @@
-"""summary.json: the results of a quickstart in numbers."""
+"""The quickstart's results in numbers: `python -m paco_toy.summary OUT [--editing]` writes summary.json and summary.txt there."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import math
 import platform
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from PIL import Image
 
-from paco_toy.console import columns
 from paco_toy.oracle import Reading, read_grids, read_prompt
-from paco_toy.processes import QuickstartError
 from paco_toy.world import ATTRIBUTES, Character
 
-# What an evaluation measures -> the label in the table. Consistency is that of full prompts: those of open ones have agreement.
+REPO = Path(__file__).resolve().parents[2]
+# What an evaluation measures -> its label. Consistency is of full prompts only: open ones have agreement.
 MEASURES = {
     "consistency": "consistency, full prompts",
     "agreement": "agreement, open prompts",
-    "choice": "evenness of their choice",
-    "kappa": "agreement beyond chance (κ)",
+    "choice": "diversity of open attributes",
     "reward": "the judge's score",
     "alignment": "panels show what is named",
-    "view": "panels in the view asked for",
     "valid": "valid panels",
     "distinct": "panels differ in view",
 }
-_POOLED = ("choice", "kappa")  # no means over images
-_RESAMPLES = 400  # of the prompts, for their standard error
+EDIT_MEASURES = {"oracle_edit": "edit score, the reward", "oracle_followed": "instruction followed", "oracle_kept": "the rest is kept"}
+_RESAMPLES = 400  # of the prompts, for the standard error of the diversity
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
@@ -67,12 +67,12 @@ class Evaluation:
         """Reads ``eval_data.jsonl`` and the images beside it.
 
         Raises:
-            QuickstartError: The images were not saved.
+            SystemExit: The images were not saved.
         """
         rows = read_rows(folder / "eval_data.jsonl")
         if any(row["file"] is None for row in rows):
-            raise QuickstartError(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
-        named, views = zip(*(read_prompt(row["prompt"]) for row in rows), strict=True)
+            raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
+        named = tuple(read_prompt(row["prompt"])[0] for row in rows)
         images = []
         for row in rows:
             with Image.open(folder / row["file"]) as image:
@@ -84,108 +84,164 @@ class Evaluation:
             "agreement": reading.agreement(named),
             "reward": np.array([row["rewards"].get("consistency_score") for row in rows], dtype=np.float64),
             "alignment": reading.alignment(named),
-            "view": reading.view_following(np.array(views)),
             "valid": reading.valid.mean(axis=1),
             "distinct": reading.distinctness(),
         }
         return cls(named, reading, scores)
 
-    def pooled(self, measure: str, rows: np.ndarray | slice = slice(None)) -> float:
-        """``choice`` or ``kappa``: mean over the attributes that the prompts of these images leave open; NaN if there is none."""
-        reading = Reading(*(getattr(self.reading, field.name)[rows] for field in dataclasses.fields(Reading)))
+    def choice(self, rows: np.ndarray | slice = slice(None)) -> float:
+        """Mean of ``Reading.choice`` over the attributes that the prompts of these images leave open; NaN if there is none."""
+        reading = self.reading.of(rows)
         named = [self.named[i] for i in np.arange(len(self.named))[rows]]
-        values = [value for name in ATTRIBUTES if not math.isnan(value := getattr(reading, measure)(named, name))]
+        values = [value for name in ATTRIBUTES if not math.isnan(value := reading.choice(named, name))]
         return float(np.mean(values)) if values else math.nan
 
     def means(self) -> dict[str, float]:
         """Measure -> its mean over the images that it applies to; without measures that apply to none."""
         means = {name: float(np.nanmean(values)) for name, values in self.scores.items() if not np.isnan(values).all()}
-        means |= {name: value for name in _POOLED if not math.isnan(value := self.pooled(name))}
+        means |= {} if math.isnan(choice := self.choice()) else {"choice": choice}
         return {name: means[name] for name in MEASURES if name in means}
+
+
+def paired(difference: np.ndarray) -> dict[str, float]:
+    """``mean`` and ``stderr`` of differences, without those that are NaN."""
+    difference = difference[~np.isnan(difference)]
+    return {"mean": float(difference.mean()), "stderr": float(difference.std(ddof=1) / math.sqrt(len(difference)))}
 
 
 def changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float]]:
     """Measure -> ``mean`` and paired ``stderr`` of after − before, for two evaluations of the same prompts and noise.
 
-    The standard error of ``choice`` and ``kappa``, which are no means over images, is that of resampled prompts.
+    The standard error of ``choice``, which is no mean over images, is over resampled prompts.
     """
     found = {}
     for name in after.means():
-        if name in _POOLED:
+        if name == "choice":
             rng, count = np.random.default_rng(0), len(before.named)
             drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
-            mean = after.pooled(name) - before.pooled(name)
-            stderr = np.nanstd([after.pooled(name, rows) - before.pooled(name, rows) for rows in drawn])
+            stderr = np.nanstd([after.choice(rows) - before.choice(rows) for rows in drawn])
+            found[name] = {"mean": after.choice() - before.choice(), "stderr": float(stderr)}
         else:
-            difference = after.scores[name] - before.scores[name]
-            difference = difference[~np.isnan(difference)]
-            mean, stderr = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
-        found[name] = {"mean": float(mean), "stderr": float(stderr)}
+            found[name] = paired(after.scores[name] - before.scores[name])
     return found
 
 
-def policy_measures(run: Path) -> dict[str, Any]:
-    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; ``epochs``, ``num_images``.
+def evaluation_folders(run: Path) -> list[Path]:
+    """A run's evaluations; the first is before training.
 
     Raises:
-        QuickstartError: The run has fewer than two evaluations, or they have no images.
+        SystemExit: There are fewer than two.
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
-        raise QuickstartError(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
+        raise SystemExit(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
+    return folders
+
+
+def run_facts(run: Path, folders: Sequence[Path]) -> dict[str, Any]:
+    """Epochs, images and resolutions."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    facts: dict[str, Any] = {"epochs": int(folders[-1].name.removeprefix("epoch_"))}
+    facts["num_images"] = len(read_rows(folders[-1] / "eval_data.jsonl"))
+    return facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
+
+
+def policy_measures(run: Path) -> dict[str, Any]:
+    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; ``run_facts``."""
+    folders = evaluation_folders(run)
     before, after = Evaluation.of(folders[0]), Evaluation.of(folders[-1])
-    return {
-        "before": before.means(), "after": after.means(), "change": changes(before, after),
-        "epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": len(after.named),
-    }  # fmt: skip
+    found = {"before": before.means(), "after": after.means(), "change": changes(before, after)}
+    return found | run_facts(run, folders)
 
 
-def versions(repo: Path) -> dict[str, str]:
-    """Versions of Python and the main packages, and the commit (with `+changes`)."""
-    found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+def edit_measures(run: Path) -> dict[str, Any]:
+    """The same of an editor's run: means of the oracle's rewards."""
+    folders = evaluation_folders(run)
+    before, after = (read_rows(folder / "eval_data.jsonl") for folder in (folders[0], folders[-1]))
+    if [row["prompt"] for row in before] != [row["prompt"] for row in after]:
+        raise SystemExit(f"{run}/eval: the first and the last evaluation are not of the same edits")
+    found: dict[str, Any] = {"before": {}, "after": {}, "change": {}}
+    for name in EDIT_MEASURES:
+        values = [np.array([row["rewards"].get(name) for row in rows], dtype=np.float64) for rows in (before, after)]
+        found["before"][name], found["after"][name] = (float(np.nanmean(value)) for value in values)
+        found["change"][name] = paired(values[1] - values[0])
+    return found | run_facts(run, folders)
 
-    command = ["git", "-C", repo, "describe", "--always", "--exclude=*", "--dirty=+changes"]
+
+def rank_measures(path: Path) -> dict[str, float]:
+    """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
+    rows = [row.get("metrics", row) for row in read_rows(path) if not row.get("error")]
+    values = {name: [row[name] for row in rows if isinstance(row.get(name), (int, float))] for row in rows[:1] for name in row}
+    return {name: sum(v) / len(v) for name, v in values.items() if v} | {"items": len(rows)}
+
+
+def judge_measures(out: Path) -> dict[str, Any]:
+    """The judge's accuracy before and after its training, and its rankings."""
+    judged = {name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")}
+    files = sorted((out / "rank_results").glob("*.jsonl"))
+    ranks = {path.stem == "histogram": rank_measures(path) for path in files}
+    return {"judge": judged, "rank": ranks[False] | {"histogram": ranks[True]}}
+
+
+def judge_id(folder: Path) -> str:
+    """The first characters of the SHA-256 of a judge's weights."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def commit() -> str:
+    """The repository's commit, with `+changes` if files differ from it."""
+    command = ["git", "-C", REPO, "describe", "--always", "--exclude=*", "--dirty=+changes"]
     try:
-        found["commit"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
-        found["commit"] = "unknown"
-    return found
+        return "unknown"
 
 
-def build(
-    results: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float], peak_rss_mb: int, seed: int, repo: Path
-) -> dict:
-    """The whole summary from the stages' results."""
-    judge, rl = results["judge"], results["rl"]
-    return {
-        "judge": {which: judge[which] for which in ("base", "lora")},
-        "rank": results["rank"],
-        "policy": {key: rl[key] for key in ("before", "after", "change", "epochs", "num_images")},
-        "train_resolution": rl["train_resolution"],
-        "test_resolution": rl["test_resolution"],
-        "engine": results["server"]["engine"],
-        "stage_seconds": {name: round(value, 1) for name, value in seconds.items()},
-        "peak_rss_mb": peak_rss_mb,
-        "seed": seed,
-        "versions": versions(repo),
-    }
-
-
-def table(summary: Mapping[str, Any]) -> str:
+def table(summary: dict[str, Any], labels: dict[str, str]) -> str:
     """The small table at the end."""
-    base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
-    kinds = {name.split("_")[2]: name for name in lora["kinds"]}
-    rows = [
-        ("", "before", "after", "change"),
-        ("judge: accuracy, held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}", ""),
-        *((f"  {kind}", *(f"{m['kinds'][name]['accuracy']:.3f}" for m in (base, lora)), "") for kind, name in kinds.items()),
-        ("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}", ""),
-        ("tau-b of histogram, of judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}", ""),
-        (f"generator, {summary['test_resolution']} px, trained at {summary['train_resolution']} px", "", "", ""),
-    ]
+    rows = [("", "before", "after", "change")]
+    if "judge" in summary:
+        base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
+        rows.append(("judge: accuracy, held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}", ""))
+        for name, kind in lora["kinds"].items():  # toy_pairs_KIND_test
+            rows.append((f"  {name.split('_')[2]}", f"{base['kinds'][name]['accuracy']:.3f}", f"{kind['accuracy']:.3f}", ""))
+        rows.append(("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}", ""))
+        rows.append(("tau-b of histogram, of judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}", ""))
     policy = summary["policy"]
-    for key, change in policy["change"].items():
-        cells = (f"{policy['before'][key]:.3f}", f"{policy['after'][key]:.3f}", f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
-        label = MEASURES[key]
-        rows.append((f"  {label}", *cells))
-    return columns(rows)
+    rows.append((f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px", "", "", ""))
+    for name, change in policy["change"].items():
+        values = (f"{policy[when][name]:.3f}" for when in ("before", "after"))
+        rows.append((f"  {labels[name]}", *values, f"{change['mean']:+.3f} ±{change['stderr']:.3f}"))
+    width = max(len(row[0]) for row in rows)
+    lines = ["  ".join([f"{row[0]:<{width}}", *(f"{cell:<13}" for cell in row[1:])]).rstrip() for row in rows]
+    return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_rss_mb']} MB."])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder of a quickstart")
+    parser.add_argument("--editing", action="store_true", help="of editing.sh, not of run.sh")
+    parser.add_argument("--seed", type=int, required=True)
+    arguments = parser.parse_args()
+    out = arguments.out
+    seconds = {name: int(value) for name, value in map(str.split, (out / "done").read_text().splitlines())}
+    (out / "stage_seconds.json").write_text(json.dumps(seconds))
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    summary = {
+        "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,
+        "peak_rss_mb": int((out / "peak_mb").read_text()), "versions": versions,
+    }  # fmt: skip
+    if arguments.editing:
+        summary["policy"] = edit_measures(out / "run")
+    else:
+        summary |= judge_measures(out) | {"policy": policy_measures(out / "runs" / "toy_t2is_awm"), "judge_id": judge_id(out / "judge")}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (out / "summary.txt").write_text(table(summary, EDIT_MEASURES if arguments.editing else MEASURES) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

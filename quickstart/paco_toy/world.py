@@ -176,9 +176,14 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def with_article(thing: object) -> str:
+    """`a red star`, `an outlined star`."""
+    return f"{'an' if str(thing)[0] in 'aeiou' else 'a'} {thing}"
+
+
 def theme(character: Character) -> str:
     """The part of a prompt before its first panel label. It does not speak of open attributes."""
-    return f"2x2 grid layout depicting a {character}.The same {character.noun} throughout."
+    return f"2x2 grid layout depicting {with_article(character)}.The same {character.noun} throughout."
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:

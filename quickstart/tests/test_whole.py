@@ -39,7 +39,7 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(summary):
     assert lora["accuracy"] >= 0.94 and lora["auc"] >= 0.98
     assert len(lora["kinds"]) == 4 and all(kind["accuracy"] >= 0.90 for kind in lora["kinds"].values())
     assert summary["rank"]["kendalltau"] > summary["rank"]["histogram"]["kendalltau"]
-    assert (summary["train_resolution"], summary["test_resolution"]) == (64, 128)
+    assert (summary["policy"]["train_resolution"], summary["policy"]["test_resolution"]) == (64, 128)
     policy = summary["policy"]
     assert policy["num_images"] >= 128
     gain = policy["change"]["consistency"]
@@ -47,12 +47,12 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(summary):
     assert policy["change"]["agreement"]["mean"] > 0
     assert policy["after"]["choice"] >= 0.75 * policy["before"]["choice"]
     assert policy["change"]["reward"]["mean"] > 0
-    assert all(policy["change"][name]["mean"] >= -0.05 for name in ("view", "valid", "distinct"))
+    assert all(policy["change"][name]["mean"] >= -0.05 for name in ("valid", "distinct"))
     assert summary["peak_rss_mb"] <= 6 * 1024
-    assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl", "report"}
-    # 18 minutes are promised with the installation; a machine that is busy otherwise gets some air.
-    assert sum(summary["stage_seconds"].values()) <= 25 * 60
-    assert summary["engine"] in ("vllm", "transformers") and summary["seed"] == 0
+    assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl"}
+    # 13 minutes are promised; a machine that is busy otherwise gets some air.
+    assert summary["minutes"] <= 20
+    assert summary["seed"] == 0
     assert "torch" in summary["versions"]
 
 

@@ -37,13 +37,15 @@ def tiny_judge():
 
 
 def save_judge(folder: Path, tiny_judge) -> Path:
-    """A random judge with Yes and No made likely and similar: the toy judge knows one question, the guides ask others."""
+    """A random judge that always answers Yes or No: the toy judge knows one question, the guides ask others."""
     tiny_judge.save_judge(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
-    with torch.no_grad():
-        rows = model.get_input_embeddings().weight
-        rows[words] = 4 * rows[words[0]] + rows[words] / 10
+    # All other tokens have the logit 0, so that one of these two is always the most probable.
+    old, new = model.get_input_embeddings().weight.detach(), torch.zeros_like(model.lm_head.weight)
+    new[words] = torch.stack([old[words[0]], -old[words[0]]])
+    model.lm_head.weight = torch.nn.Parameter(new)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     model.save_pretrained(folder)
     return folder
 

@@ -60,7 +60,8 @@ def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast
     """One token per word or panel label; lower case; other words become <unk>; texts are cut to ``length`` tokens."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    # "an" and "a" are one word.
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(Regex(r"\ban\b"), "a")])
     split = pre_tokenizers.Split(Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])

@@ -15,7 +15,18 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from paco_judge.questions import theme_question
 from paco_toy.reward_data import verdict
-from paco_toy.world import ATTRIBUTES, CHARACTERS, COLOURS, SHAPES, STYLES, VIEWS, Character, departed, theme
+from paco_toy.world import (
+    ATTRIBUTES,
+    CHARACTERS,
+    COLOURS,
+    SHAPES,
+    STYLES,
+    VIEWS,
+    Character,
+    departed,
+    theme,
+    with_article,
+)
 from toy_models.panels import PanelCache
 from toy_models.qwen_vl import SPECIAL_TOKENS, new_image_processors, new_model, new_tokenizer
 from toy_models.training import fit
@@ -40,7 +51,7 @@ def _caption_one(character: Character) -> str:
 
 
 def _caption_two(first: Character, second: Character) -> str:
-    return f"First a {first}, second a {second}."
+    return f"First {with_article(first)}, second {with_article(second)}."
 
 
 def _in_common(first: Character, second: Character) -> str:

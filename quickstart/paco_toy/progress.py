@@ -1,0 +1,140 @@
+"""Runs a command with a log and a progress bar: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
+
+Exit status: the command's. When it fails, its error line or its last lines are shown. When this process is ended, the
+command and everything it started end, too. The peak memory of all processes of the quickstart goes to `peak_mb` beside
+the folder of logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+MARK = "PACO_QUICKSTART_ID"  # in the environment of all processes of one quickstart, detached servers among them
+QUIET_SECONDS, REFRESH_SECONDS = 20.0, 0.5  # between lines of progress: in a file, on a terminal
+# `12/60 …`, `step 300/600  loss 0.21`, `12:00:01 epoch 6/20: …`; not `Loading …: 49%| 10/20 [`, which is a library's.
+_STEP = re.compile(r"(?:[\d:]+ )?(?:step |item |epoch )?(\d+)\s*/\s*(\d+)(?:[\s:]|$)")
+
+
+def fraction_done(line: str) -> float | None:
+    """The share of its work that a command reports in a line of its output, else None."""
+    found = _STEP.match(line.strip())
+    if not found or not 0 < int(found[2]) or int(found[1]) > int(found[2]):
+        return None
+    return int(found[1]) / int(found[2])
+
+
+def clock(seconds: float) -> str:
+    """`3:07`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def failure(output: str) -> str:
+    """What to show of a failed command's output: its error line and what follows, else its last lines."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [i for i, line in enumerate(lines) if re.match(r"(?i)\s*(error|launch|stop\w*):", line)]
+    return "\n".join("  | " + line for line in (lines[errors[-1] :][:12] if errors else lines[-12:]))
+
+
+def resident_mb() -> int:
+    """MiB resident in all processes of this quickstart; shared pages count once per process."""
+    total, mark = 0, os.environ.get(MARK)
+    for process in psutil.process_iter() if mark else ():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.environ().get(MARK) == mark:
+                total += process.memory_info().rss
+    return total >> 20
+
+
+def die_with_parent() -> None:
+    """Get SIGTERM when the parent dies, however it dies (Linux: prctl, PR_SET_PDEATHSIG)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a command and what it started: SIGTERM, after ten seconds SIGKILL."""
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(patience)
+            return
+
+
+def show(text: str, live: bool) -> None:
+    """A line of progress: on a terminal it replaces the last one."""
+    if live:
+        width = shutil.get_terminal_size((100, 24)).columns - 1
+        print(f"\r\x1b[2K{text[:width]}", end="", flush=True)
+    else:
+        print(text, flush=True)
+
+
+def run(log: Path, command: list[str]) -> int:
+    """Run the command to its end; returns its exit status."""
+    what, live, began = log.stem, sys.stdout.isatty(), time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
+    with open(log, "a", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True, preexec_fn=die_with_parent)  # fmt: skip
+    shown, done, text, peak = began, None, "", 0
+    try:
+        with open(log, encoding="utf-8", errors="replace") as file:
+            file.readline()
+            over = False
+            while not over:
+                over = process.poll() is not None
+                for line in re.split(r"[\r\n]+", file.read()):  # progress bars rewrite a line with carriage returns
+                    if (found := fraction_done(line)) is not None:
+                        done, text = found, line.strip()
+                now = time.monotonic()
+                if now - shown >= (REFRESH_SECONDS if live else QUIET_SECONDS):
+                    shown, peak = now, max(peak, resident_mb())
+                    full = round(20 * (done or 0))
+                    bar = "" if done is None else f" {'█' * full}{'░' * (20 - full)} {done:4.0%}"
+                    show(f"      {what}{bar}  {clock(now - began)}  {text}", live)
+                time.sleep(0 if over else 0.1)
+    finally:
+        if process.poll() is None:
+            end_group(process)
+    file = log.parent.parent / "peak_mb"
+    file.write_text(str(max(peak, int(file.read_text()) if file.is_file() else 0)))
+    ended = clock(time.monotonic() - began)
+    if process.returncode == 0:
+        show(f"      {what}: {ended}" + ("\n" if live else ""), live)
+        return 0
+    how = f"failed with status {process.returncode}" if process.returncode > 0 else f"was ended by signal {-process.returncode}"
+    output = log.read_text(encoding="utf-8", errors="replace").partition("\n")[2]
+    print(f"\n{what} {how}:\n{failure(output)}\nThe whole log: {log}", file=sys.stderr)
+    return process.returncode if process.returncode > 0 else 1
+
+
+def main() -> int:
+    """Command line; 130 when it was interrupted."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        return run(Path(sys.argv[1]), sys.argv[2:])
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""summary.json's numbers, and the tables of study.py."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+import study
+from paco_grpo.options import read_options
+from paco_grpo.training.checks import contradictions
+from paco_toy.summary import EDIT_MEASURES, MEASURES, edit_measures, policy_measures, rank_measures, table
+from paco_toy.world import (
+    CHARACTERS,
+    VIEWS,
+    assemble_grid,
+    grid_prompt,
+    opened,
+    random_jitter,
+    render_panel,
+    to_uint8,
+    write_jsonl,
+)
+
+CONFIG = "train: {resolution: 64}\ntest: {resolution: 128}\n"
+
+
+def evaluation(run, epoch, characters, named, score):
+    """An evaluation of drawn images."""
+    folder = run / "eval" / f"epoch_{epoch:04d}"
+    folder.mkdir(parents=True)
+    (run / "config.yaml").write_text(CONFIG)
+    rng, rows = np.random.default_rng(0), []
+    for number, (panels, character) in enumerate(zip(characters, named, strict=True)):
+        drawn = [render_panel(CHARACTERS[c], VIEWS[v], 32, random_jitter(rng)) for v, c in enumerate(panels)]
+        Image.fromarray(to_uint8(assemble_grid(drawn))).save(folder / f"{number:05d}.png")
+        row = {"file": f"{number:05d}.png", "prompt": grid_prompt(character, list(VIEWS[:4])), "rewards": {"consistency_score": score}}
+        rows.append(row)
+    write_jsonl(folder / "eval_data.jsonl", rows)
+
+
+def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
+    named = [CHARACTERS[0], CHARACTERS[0], opened(CHARACTERS[0], ("style", "colour")), opened(CHARACTERS[5], ("colour",))]
+    evaluation(tmp_path, 0, [[0, 0, 1, 1], [0, 1, 2, 3], [0, 5, 10, 15], [5, 5, 0, 0]], named, 0.4)
+    evaluation(tmp_path, 2, [[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 10, 10], [10, 10, 10, 10]], named, 0.6)
+    found = policy_measures(tmp_path)
+    assert found["before"]["consistency"] == pytest.approx(1 / 6) and found["after"]["consistency"] == pytest.approx(3 / 4)
+    agreement = {when: found[when]["agreement"] for when in ("before", "after")}
+    assert agreement == pytest.approx({"before": (0 + 2 / 6) / 2, "after": (2 / 6 + 1) / 2})
+    differences = np.array([2 / 6, 4 / 6])
+    assert found["change"]["agreement"] == pytest.approx({"mean": differences.mean(), "stderr": differences.std(ddof=1) / 2**0.5})
+    assert found["change"]["choice"]["stderr"] > 0 and found["change"]["reward"]["mean"] == pytest.approx(0.2)
+    assert (found["epochs"], found["num_images"], found["train_resolution"], found["test_resolution"]) == (2, 4, 64, 128)
+
+
+def test_full_prompts_alone_have_no_agreement_and_no_diversity(tmp_path):
+    for epoch in (0, 1):
+        evaluation(tmp_path, epoch, [[0] * 4] * 2, [CHARACTERS[0]] * 2, 0.5)
+    assert set(policy_measures(tmp_path)["change"]) == set(MEASURES) - {"agreement", "choice"}
+
+
+def test_evaluations_that_cannot_be_compared_are_named(tmp_path):
+    evaluation(tmp_path, 0, [[0] * 4], [CHARACTERS[0]], 0.5)
+    with pytest.raises(SystemExit, match="has 1 evaluations"):
+        policy_measures(tmp_path)
+    evaluation(tmp_path, 1, [[0] * 4], [CHARACTERS[1]], 0.5)
+    with pytest.raises(SystemExit, match="not of the same edits"):
+        edit_measures(tmp_path)
+    write_jsonl(tmp_path / "eval/epoch_0001/eval_data.jsonl", [{"file": None, "prompt": "", "rewards": {}}])
+    with pytest.raises(SystemExit, match="save_eval_images"):
+        policy_measures(tmp_path)
+
+
+def test_the_change_of_edits_is_paired(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    before, after = [0.0, 0.0, 1.0, 0.5], [1.0, 0.0, 1.0, 1.0]
+    for epoch, scores in ((0, before), (7, [0.0] * 4), (12, after)):
+        rows = [{"prompt": "p", "rewards": {"oracle_edit": s, "oracle_followed": s, "oracle_kept": 1.0}} for s in scores]
+        write_jsonl(tmp_path / f"eval/epoch_{epoch:04d}/eval_data.jsonl", rows)
+    found = edit_measures(tmp_path)
+    assert (found["before"]["oracle_edit"], found["after"]["oracle_edit"], found["epochs"]) == (0.375, 0.75, 12)
+    stderr = np.subtract(after, before).std(ddof=1) / 2
+    assert found["change"]["oracle_edit"] == pytest.approx({"mean": 0.375, "stderr": stderr})
+    assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_rss_mb": 100}, EDIT_MEASURES)
+
+
+def test_rank_means_leave_failed_items_out(tmp_path):
+    rows = [{"metrics": {"accuracy": 1.0, "kendalltau": 0.5}}, {"metrics": {"accuracy": 0.0, "kendalltau": None}}, {"error": "x"}]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rank_measures(tmp_path / "r.jsonl") == {"accuracy": 0.5, "kendalltau": 0.5, "items": 2}
+
+
+@pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs])
+def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
+    monkeypatch.chdir(study.GRPO)
+    kind = study.STUDIES[name][run]
+    config, *arguments = study.arguments_of(run, kind, 1, 10)
+    options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
+    assert contradictions(options) == []
+    assert options.num_epochs == 10 and options.train.reward_fn == dict(kind.rewards)
+    assert all("model" in options.train.reward_fn_kwargs.get(judged, {}) for judged in study.JUDGED if judged in kind.rewards)
+
+
+def results(*rows):
+    values = {f"{m}_{when}": 0.0 for m in MEASURES for when in ("before", "after")}
+    names = ("run", "judge", "commit", "seed", "agreement_after")
+    return pd.DataFrame([values | dict(zip(names, row, strict=True)) for row in rows])
+
+
+def test_errors_are_between_seeds_paired_and_of_one_judge():
+    found = results(("judge", "j1", "c", 0, 0.1), ("judge", "j1", "d", 1, 0.3), ("plain", "j1", "c", 0, 0.0), ("plain", "j1", "c", 1, 0.1),
+                    ("judge", "j2", "c", 2, 0.9))  # fmt: skip
+    lines = study.table(found).splitlines()
+    assert len(lines) == 5 and "| judge | j1 | 0 1 | c d |" in lines[2] and "+0.200 ± 0.100" in lines[2]
+    assert "+0.900 |" in lines[4] and "±" not in lines[4].split("+0.900")[1].split("|")[0]
+    (difference,) = study.table(found, "judge").splitlines()[2:]
+    assert "judge − plain | j1 | 0 1" in difference and "+0.150 ± 0.050" in difference
+
+
+def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
+    known = study.read_results()
+    assert known[["commit", "judge"]].notna().all().all() and not known.duplicated(["study", "run", "seed", "commit", "judge"]).any()
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    known.to_csv(study.RESULTS, index=False)
+    policy = {"epochs": 2, "num_images": 4, "before": dict.fromkeys(MEASURES, 0.1), "after": dict.fromkeys(MEASURES, 0.2)}
+    study.keep(study.row_of("rewards", "plain", 2, "abc", policy))
+    last = study.read_results().iloc[-1]
+    assert len(study.read_results()) == len(known) + 1 and last["judge"] == "abc" and last["agreement_after"] == 0.2
