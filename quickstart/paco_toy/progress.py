@@ -87,8 +87,7 @@ def run(log: Path, command: list[str]) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
     with open(log, "a", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True, preexec_fn=die_with_parent)  # fmt: skip
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     shown, done, text, peak = began, None, "", 0
     try:
         with open(log, encoding="utf-8", errors="replace") as file:
