@@ -8,9 +8,9 @@ seed=0 fresh="" stages=0 child="" overrides=()
 parse() {
     while [[ $# -gt 0 ]]; do
         case "$1" in
-            --seed=* | --minutes=* | --editor=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
-            --seed) seed="${2:-}"; shift ;;
-            --minutes) minutes="${2:-}"; shift ;;
+            --seed=* | --minutes=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
+            --seed) seed="${2:-}"; (($# < 2)) || shift ;;
+            --minutes) minutes="${2:-}"; (($# < 2)) || shift ;;
             --fresh) fresh=yes ;;
             --config.*=*) overrides+=("$1") ;;
             -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from paco_toy.progress import fraction_done
 
 QUICKSTART = Path(__file__).resolve().parents[1]
 # Small shell scripts in the places of the real commands: they note that they were called and write what those write.
@@ -172,8 +175,6 @@ def test_unknown_arguments_are_refused(repo, arguments):
 
 
 def test_a_taken_port_is_replaced(repo):
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -196,8 +197,6 @@ def test_a_taken_port_is_replaced(repo):
     ],
 )
 def test_progress_is_read_from_the_commands_output(line, fraction):
-    from paco_toy.progress import fraction_done
-
     assert fraction_done(line) == fraction
 
 
