@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +50,8 @@ def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> byte
     for item in items:
         if item.item_id not in positions:
             positions[item.item_id] = len(entries)
-            images_of = [_encode(image) for image in item.images]
             entry = {name: getattr(item, name) for name in ("item_id", "prompt", "height", "width")}
-            entry |= {"metadata": dict(item.metadata), "image": images_of[0] if images_of else None}
-            if images_of[1:]:  # a service of an earlier version takes one
-                entry["more_images"] = images_of[1:]
-            entries.append(entry)
+            entries.append(entry | {"metadata": dict(item.metadata), "images": [_encode(image) for image in item.images]})
     sent = [{"item": positions[item.item_id], "png": _encode(image)} for image, item in zip(images, items, strict=True)]
     return json.dumps({"items": entries, "images": sent}).encode()
 
@@ -68,47 +64,28 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[WireItem]]:
     """
     try:
         message = _load(body)
-        entries, sent = _list(message, "items"), _list(message, "images")
-        opened = [_open(text) for entry in entries for text in _sent(entry)]
-        opened += [_open(entry["png"]) for entry in sent]
-        check_total(opened)  # before anything is decoded
-        decoded = map(decode, opened)
-        items = [_item(entry, decoded) for entry in entries]
-        images = list(decoded)
-        return images, [items[_index(entry["item"], len(items))] for entry in sent]
+        entries, sent = message["items"], message["images"]
+        if not isinstance(entries, list) or not isinstance(sent, list):
+            raise TypeError("'items' and 'images' must be lists")
+        opened = [[_open(text) for text in [*entry["images"]]] for entry in entries]
+        opened.append([_open(entry["png"]) for entry in sent])
+        check_total([image for group in opened for image in group])  # before anything is decoded
+        *references, images = ([decode(image) for image in group] for group in opened)
+        items = [_item(entry, group) for entry, group in zip(entries, references, strict=True)]
+        places = [entry["item"] for entry in sent]
+        if any(type(place) is not int or not 0 <= place < len(items) for place in places):
+            raise TypeError(f"'item' is not one of the {len(items)} items")
+        return images, [items[place] for place in places]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
         raise WireError(text[:500]) from error
 
 
-def _list(message: Any, name: str) -> list:
-    if not isinstance(message, dict) or not isinstance(message.get(name), list):
-        raise TypeError(f"{name!r} is not a list in an object")
-    return message[name]
-
-
-def _index(value: Any, count: int) -> int:
-    if type(value) is not int or not 0 <= value < count:
-        raise TypeError(f"'item' is not one of the {count} items")
-    return value
-
-
-def _sent(entry: Mapping[str, Any]) -> list[Any]:
-    """The encoded reference images of an item, in order."""
-    if entry.get("image") is None:
-        return []
-    more = entry.get("more_images", [])
-    if not isinstance(more, list):
-        raise TypeError("'more_images' is not a list")
-    return [entry["image"], *more]
-
-
-def _item(entry: Mapping[str, Any], decoded: Iterator[Image.Image]) -> WireItem:
-    """An item; its reference images are the next of ``decoded``."""
-    first, *more = [next(decoded) for _ in _sent(entry)] or [None]
-    item = WireItem(**entry | {"image": first, "more_images": tuple(more)})
-    sizes = (item.height, item.width)
-    if type(item.item_id) is not int or any(type(size) not in (int, type(None)) for size in sizes):
+def _item(entry: Mapping[str, Any], images: Sequence[Image.Image]) -> WireItem:
+    first, *more = images or [None]
+    fields = {name: value for name, value in entry.items() if name != "images"}
+    item = WireItem(**fields, image=first, more_images=tuple(more))
+    if type(item.item_id) is not int or any(type(size) not in (int, type(None)) for size in (item.height, item.width)):
         raise TypeError("an item needs a whole number 'item_id', and 'height' and 'width' or null")
     if not isinstance(item.prompt, str) or not isinstance(item.metadata, dict):
         raise TypeError("an item needs a text 'prompt' and an object 'metadata'")
