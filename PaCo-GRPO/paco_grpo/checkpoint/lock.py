@@ -28,7 +28,11 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+        try:
+            handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{folder / LOCK_FILE} cannot be opened ({error.strerror}); is it a link?") from error
+        self.file = os.fdopen(handle, "a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

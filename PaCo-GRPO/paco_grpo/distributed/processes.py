@@ -50,6 +50,10 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
             outcome = [decide(), None]
         except (RuntimeError, ValueError, OSError) as error:  # all that is reported to users
             outcome = [None, error]
+        except Exception as error:
+            # Its type may not survive pickling; the main process shows it with its place.
+            broadcast_object_list([None, RuntimeError(f"on the main process: {type(error).__name__}: {error}")])
+            raise
     decision, error = broadcast_object_list(outcome)
     if error is not None:
         raise error

@@ -45,7 +45,8 @@ class Step:
     index: int | float  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
     advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
     group_weights: torch.Tensor | None = None  # (B,) float32, from ``Objective.group_weights``
-    epoch_seed: int = 0  # ≥ 0, from the run's seed and the epoch, for noise that samples share
+    epoch_seed: int = 0  # ≥ 0, from the run's seed, the epoch and the inner epoch, for noise that samples share
+    inner_epoch: int = 0  # passes over the samples before this one, for noise of each sample's own
 
     @property
     def sigma(self) -> torch.Tensor:
@@ -74,7 +75,7 @@ class Step:
         return current_transition(policy, self.rollout, self.noise)
 
 
-_TAKEN = ("default", "trainable", "ema", "optimizer")
+_TAKEN = ("default", "trainable", "ema", "optimizer", lora.START)
 
 
 @dataclass(frozen=True)

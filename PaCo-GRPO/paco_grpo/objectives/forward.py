@@ -19,7 +19,8 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-# Keeps the fresh noise apart from the steps' own noise: it is seeded by (seed, step + this).
+# Keeps the fresh noise apart from the steps' own noise, and that of inner epochs apart: it is seeded by (seed, step + a
+# multiple of this).
 FRESH = 1 << 20
 
 
@@ -45,7 +46,8 @@ class Noised:
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
         own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
         seeds = [(step.epoch_seed << 32) + item for item in items] if shared else own
-        noise = step_noise(seeds, FRESH + step.index, clean)
+        place = step.index if isinstance(step.index, int) else int(step.index * FRESH)
+        noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + place, clean)
         self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
         self._policy, self._guided_reference = policy, guided_reference
         self._arguments = (self.latents, step.sigma, rollout.conditioning, rollout.height, rollout.width)
@@ -59,7 +61,7 @@ class Noised:
 
     @cached_property
     def reference(self) -> torch.Tensor:
-        """v (B, N, C) of the base model, without gradient."""
+        """v (B, N, C) of the reference policy, without gradient."""
         with torch.no_grad(), lora.reference(self._policy):
             return self._policy.velocity(*self._arguments, guided=self._guided_reference)
 

@@ -167,6 +167,9 @@ class TrainOptions:
         "default", "layers with a LoRA: default, attention, names (ends of module names) or a regular expression"
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name, in PEFT or diffusers format")
+    reference: Literal["base", "start"] = option(
+        "base", "of the KL term and the health probe: the base model, or the adapter of lora_path (start)"
+    )
     best_and_worst: Annotated[int, Field(ge=2, lt=2**31)] | None = option(
         None, "images of each group that are trained on: the best half and the worst half of them; None = all"
     )
@@ -245,6 +248,7 @@ class RunOptions:
     eval_freq: Whole = option(10, "epochs between evaluations; 0 = only at the end")
     num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
+    resume_changed: bool = option(False, "resume with another model, prompt set, adapter or objective than before")
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
     max_train_minutes: NonNegative | None = option(None, "of training epochs, then stop; None = no limit")
     logging_platform: str = option("tensorboard", "wandb, swanlab, tensorboard or none")

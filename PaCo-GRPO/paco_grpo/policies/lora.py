@@ -33,6 +33,7 @@ from paco_grpo.suggest import did_you_mean
 logger = logging.getLogger(__name__)
 
 TRAINED = "default"  # name of the trained adapter; snapshots have other names
+START = "start"  # a frozen copy of the adapter that training started from
 
 # Prefix of weights in PEFT's files, from the PeftModel that wraps the model there.
 _PEFT_PREFIX = "base_model.model."
@@ -176,10 +177,14 @@ def _set_trainable(transformer: nn.Module, name: str, trainable: bool) -> None:
 
 @contextmanager
 def reference(policy: Policy) -> Iterator[None]:
-    """The base model inside the block, for forwards without gradient: every adapter is switched off."""
+    """The reference policy inside the block, for forwards without gradient: the base model with every adapter switched
+    off, or the adapter ``START`` where there is one (``train.reference='start'``)."""
     with _restored(policy) as layers:
         for layer in layers:
-            layer.enable_adapters(False)
+            if START in getattr(unwrap(policy.transformer), "peft_config", {}):
+                layer.set_adapter(START)
+            else:
+                layer.enable_adapters(False)
         yield
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
-from paco_grpo.checkpoint.files import CheckpointError
+from paco_grpo.checkpoint.files import CheckpointError, find_checkpoint
 from paco_grpo.checkpoint.lock import RunLock, claim_folder
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
@@ -28,8 +30,8 @@ from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, b
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
-from paco_grpo.policies import Policy, PolicyLoadError, load_policy, policy_class
-from paco_grpo.policies.lora import add_lora, add_snapshot, find_lora
+from paco_grpo.policies import Policy, PolicyLoadError, load_policy
+from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
@@ -54,7 +56,7 @@ class RewardSets:
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
     evaluation_only: Mapping[str, Reward]  # those of the test alone, on training samples (train.watch_test_rewards)
-    weights: Mapping[str, float]  # of the training rewards
+    weights: Mapping[str, float]  # of the training rewards; those with weight 0 are monitored and not in it
     aggregate_fn: Callable | None
 
 
@@ -82,18 +84,19 @@ class Run:
         """The processes."""
         return self.state.strategy.accelerator
 
-    def close(self) -> None:
-        """Close the tracker and the process group, and let others have the folder."""
-        if self.tracker is not None:
-            self.tracker.close()
-        self.release()
+    def end_processes(self) -> None:
+        """Close the process group; a collective operation."""
         if self.accelerator.num_processes > 1:
             self.accelerator.end_training()
 
-    def release(self) -> None:
-        """Let another trainer have the folder."""
-        if self.lock is not None:
-            self.lock.release()
+    def close(self) -> None:
+        """Close the tracker, and let another trainer have the folder."""
+        try:
+            if self.tracker is not None:
+                self.tracker.close()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
@@ -109,6 +112,8 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         return _build(dataclasses.replace(options, run_name=run_name), folder, lock, objective, strategy)
     except BaseException:
         if lock is not None:
+            if not (folder / "config.yaml").exists():  # nothing of a run is in it
+                shutil.rmtree(folder)
             lock.release()
         raise
 
@@ -119,6 +124,7 @@ def _build(
     accelerator = strategy.accelerator
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
+    digest = main_decides(accelerator, lambda: _check_prompts(options, folder, items["train"]))
     check_images(options, items)
     length = text_length(options, [*items["train"], *items["test"]])
     train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
@@ -167,7 +173,7 @@ def _build(
         lock=lock,
     )
     if accelerator.is_main_process:
-        _log_start(run)
+        _log_start(run, digest)
     return run
 
 
@@ -182,11 +188,14 @@ def _run_folder(
         if not name:
             check_writable(parent)
             name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        new = not (parent / name).exists() or not options.run_name
         check_writable(parent / name, _FIRST_DISK_CHECK)
         lock = RunLock(parent / name)
         try:
             _check_earlier_run(options, parent / name)
         except BaseException:
+            if new:
+                shutil.rmtree(parent / name)
             lock.release()
             raise
         locks.append(lock)
@@ -203,13 +212,60 @@ def _check_earlier_run(options: RunOptions, folder: Path) -> None:
             f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
             "--config.run_name"
         )
-    earlier = folder / "config.yaml"
-    if options.resume_from and earlier.is_file() and policy_class(options.pretrained.model).text_sees_image:
-        positions = load_options(str(earlier)).pretrained.image_positions
-        if positions != options.pretrained.image_positions:
+    if not options.resume_from:
+        return
+    checkpoint = find_checkpoint(options.resume_from, folder)
+    earlier = folder / "config.yaml" if checkpoint is None else checkpoint.parents[1] / "config.yaml"
+    if earlier.is_file():
+        _compare_with_earlier(options, earlier)
+
+
+# A checkpoint continues what these made; with other values its weights mean something else.
+_BOUND = (
+    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
+    "train.lora_targets", "train.lora_path", "train.reference",
+)  # fmt: skip
+_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
+
+
+def _compare_with_earlier(options: RunOptions, earlier: Path) -> None:
+    """Log every option that differs from the saved configuration; refuse those of ``_BOUND``."""
+    saved = _flat(options_to_dict(load_options(str(earlier))))
+    now = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
+    now = _flat(options_to_dict(dataclasses.replace(options, train=now)))
+    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in _UNIMPORTANT]
+    for name in changed:
+        logger.warning("resuming with another config.%s: %r -> %r", name, saved[name], now[name])
+    bound = [f"config.{name} ({saved[name]!r} -> {now[name]!r})" for name in changed if name in _BOUND]
+    if bound and not options.resume_changed:
+        raise ConfigError(
+            f"{earlier.parent} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
+            "--config.resume_changed=True"
+        )
+
+
+def _check_prompts(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
+    """A hash of the training prompts; refuses to resume with others than the run's plan.json records."""
+    digest = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
+    checkpoint = find_checkpoint(options.resume_from, folder) if options.resume_from else None
+    earlier = checkpoint.parents[1] / "plan.json" if checkpoint else None
+    if earlier and earlier.is_file() and not options.resume_changed:
+        saved = json.loads(earlier.read_text(encoding="utf-8")).get("prompts", digest)
+        if saved != digest:
             raise ConfigError(
-                f"{folder} was trained otherwise: resume with --config.pretrained.image_positions={positions}"
+                f"config.dataset={options.dataset} holds other training prompts than {earlier.parent} was trained with. "
+                "Resume with those, or set --config.resume_changed=True"
             )
+    return digest
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"train.resolution": 512, …}`` of nested options; dicts of rewards and their arguments stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = not prefix and isinstance(value, Mapping)
+        flat |= _flat(value, f"{name}.") if nested else {prefix + name: value}
+    return flat
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------
@@ -227,7 +283,7 @@ def _reward_sets(
 ) -> RewardSets:
     """Build all rewards and check each: does the judge answer, can every item be scored?"""
     train, global_std = options.train, options.sample.global_std
-    weights = reward_weights(train.reward_fn)
+    weights = {name: weight for name, weight in reward_weights(train.reward_fn).items() if weight}
     try:
         aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
     except ValueError as error:
@@ -331,6 +387,8 @@ def _make_trainable(
         policy.transformer.float().requires_grad_(True)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
+    if options.train.reference == "start":
+        add_snapshot(policy, START)
     for snapshot in objective.snapshots:
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
@@ -355,12 +413,12 @@ def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, fused=on_cuda(options.speed.fused_adam, parameters[0].device), **kwargs)
 
 
-def _log_start(run: Run) -> None:
+def _log_start(run: Run, prompts: str) -> None:
     """Write config.yaml and plan.json, and log what will be done (main process)."""
     options, plan, strategy, threads = run.options, run.plan, run.state.strategy, torch.get_num_threads()
     text = options_to_yaml(options)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    saved = dataclasses.asdict(plan) | {"threads_per_process": threads, "engine": strategy.name}
+    saved = dataclasses.asdict(plan) | {"threads_per_process": threads, "engine": strategy.name, "prompts": prompts}
     (run.folder / "plan.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
     logger.info("configuration:\n%s", text)
     for note in plan.notes:

@@ -150,6 +150,8 @@ def _training(options: RunOptions) -> Iterator[str]:
         yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
     if not options.use_lora and train.lora_path is not None:
         yield "train.lora_path needs use_lora=True"
+    if train.reference == "start" and train.lora_path is None:
+        yield "train.reference='start' needs train.lora_path, the adapter to start from"
     if kind is None:
         return
     if not options.use_lora:
@@ -167,6 +169,8 @@ def _rewards(options: RunOptions) -> Iterator[str]:
         yield "dataset is empty; give the folder of the prompt set"
     if not options.train.reward_fn:
         yield "train.reward_fn is empty; give a reward, e.g. --config.train.reward_fn.jpeg_compressibility=1"
+    elif not any(options.train.reward_fn.values()):
+        yield "train.reward_fn has only rewards of weight 0, which are monitored; give one a weight"
     known = {**options.train.reward_fn, **options.test.reward_fn}
     for group in ("train", "test"):
         for name in getattr(options, group).reward_fn_kwargs:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paco_grpo.advantages import best_and_worst, compute_advantages
+from paco_grpo.advantages import AdvantageResult, best_and_worst, compute_advantages
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
@@ -86,9 +86,12 @@ class Trainer:
                         self._save()
                     self._stop_if_asked()
                 self._save()
-            self.run.close()
+            self.run.end_processes()
+        except TrainingStopped:  # on every process
+            self.run.end_processes()
+            raise
         finally:
-            self.run.release()
+            self.run.close()
         logger.info(
             "finished after %d epochs and %d optimizer steps: %s",
             self.progress.epoch, self.state.step, self.run.folder,
@@ -108,18 +111,7 @@ class Trainer:
             scores = self._wait_for_rewards(queue, len(samples.item_ids))
         finally:
             queue.close()
-        trained = {name: scores[name] for name in self.run.rewards.train}
-        self._check_missing(trained)
-        result = compute_advantages(
-            trained,
-            samples.item_ids,
-            [self.run.train_items[i].prompt for i in samples.item_ids],
-            reward_weights=self.run.rewards.weights,
-            aggregate_fn=self.run.rewards.aggregate_fn,
-            global_std=self.options.sample.global_std,
-            per_prompt=self.options.per_prompt_stat_tracking,
-            rank=self.options.train.rank_grpo,
-        )
+        result = self._advantages(scores, samples)
         scored = time.perf_counter()
         count, seed = self.options.train.best_and_worst, self.options.seed
         kept = best_and_worst(result, samples.item_ids, count, seed, self.progress.epoch)
@@ -187,6 +179,24 @@ class Trainer:
             self._stop_if_asked()
             raise
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
+
+    def _advantages(self, scores: Mapping[str, np.ndarray], samples: EpochSamples) -> AdvantageResult:
+        """Advantages from the rewards that have a weight; the others are only monitored."""
+        trained = {name: scores[name] for name in self.run.rewards.weights}
+        self._check_missing(trained)
+        try:
+            return compute_advantages(
+                trained,
+                samples.item_ids,
+                [self.run.train_items[i].prompt for i in samples.item_ids],
+                reward_weights=self.run.rewards.weights,
+                aggregate_fn=self.run.rewards.aggregate_fn,
+                global_std=self.options.sample.global_std,
+                per_prompt=self.options.per_prompt_stat_tracking,
+                rank=self.options.train.rank_grpo,
+            )
+        except ValueError as error:  # from the aggregation, about these scores
+            self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")
 
     def _check_missing(self, rewards: Mapping[str, np.ndarray]) -> None:
         """Stop where too many images have no score."""
@@ -278,7 +288,7 @@ class Trainer:
             if self.saved_epoch == epoch:  # saved before its scores were known
                 folder_of_epoch = self.run.checkpoints.root / files.checkpoint_name(epoch)
                 self.run.checkpoints.write_cards(folder_of_epoch, rows[-1])
-            trained = [name for name, weight in self.run.rewards.weights.items() if weight]
+            trained = list(self.run.rewards.weights)
             if line := health.changes_since_first(rows, trained):
                 logger.info("since the first evaluation: %s", line)
             for finding in health.judge_evaluation(rows, trained, self.options.health):
@@ -295,7 +305,7 @@ class Trainer:
             self.accelerator, lambda: files.find_checkpoint(self.options.resume_from, self.run.folder)
         )
         if found is None:
-            logger.info("no checkpoint in %s yet: starting from the beginning", self.run.folder)
+            logger.warning("config.resume_from=latest: %s has no checkpoint, starting from the beginning", self.run.folder)
         else:
             self.run.checkpoints.load(found)
             self.rng = capture_rng()

@@ -133,9 +133,9 @@ class Updater:
                     continue
                 mine = [local[p] for p in chosen.tolist() if p in local]
                 batches = rollouts.batches(mine, self.options.train.batch_size)
-                weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch)
+                weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch, inner)
                 ask = None if collected else should_stop
-                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, ask)
+                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, inner, ask)
                 collected.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         for snapshot in self.objective.snapshots:
@@ -174,16 +174,21 @@ class Updater:
         items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
         return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
-    def _steps(self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int) -> list[Step]:
-        """The training steps of the micro-batch of local samples ``numbers``."""
+    def _steps(
+        self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int, inner: int
+    ) -> list[Step]:
+        """The training steps of the micro-batch of local samples ``numbers``; σ and noise are drawn anew in each inner
+        epoch, as the authors of DGPO do (arXiv 2510.08425)."""
         rollout = rollouts.rollout(numbers)
         train = self.options.train
         values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32)
         clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
-        rng = np.random.default_rng([_STEPS, self.options.seed, epoch])
-        shared = int(np.random.default_rng([_SHARED, self.options.seed, epoch]).integers(2**63))
+        words = [self.options.seed, epoch, *([inner] if inner else [])]
+        rng = np.random.default_rng([_STEPS, *words])
+        shared = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
         return [
-            Step(rollout, index, clipped, epoch_seed=shared) for index in self.objective.steps(train, rollout, rng)
+            Step(rollout, index, clipped, epoch_seed=shared, inner_epoch=inner)
+            for index in self.objective.steps(train, rollout, rng)
         ]
 
     def _backward(
@@ -194,6 +199,7 @@ class Updater:
         weights: Mapping[int, np.ndarray],
         kept: int,
         epoch: int,
+        inner: int,
         should_stop: Callable[[], bool] | None = None,
     ) -> Meter:
         """Gradients of all micro-batches, one step of the schedule at a time."""
@@ -202,7 +208,7 @@ class Updater:
         together = list(rounds(strategy.accelerator, batches, filler=filler))
         asked = until_stopped(strategy.accelerator, together, should_stop, strategy.collective_backwards)
         for number, (numbers, idle) in enumerate(asked, start=1):
-            steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch)
+            steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch, inner)
             for place, step in enumerate(steps):
                 if weights and not idle:
                     rows = np.stack([weights[int(sample)] for sample in numbers])[:, place]
@@ -217,7 +223,13 @@ class Updater:
         return meter
 
     def _group_weights(
-        self, rollouts: Rollouts, batches: list[np.ndarray], item_ids: np.ndarray, advantages: np.ndarray, epoch: int
+        self,
+        rollouts: Rollouts,
+        batches: list[np.ndarray],
+        item_ids: np.ndarray,
+        advantages: np.ndarray,
+        epoch: int,
+        inner: int,
     ) -> dict[int, np.ndarray]:
         """Local sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
         if self.objective.group_weights is None:
@@ -227,7 +239,7 @@ class Updater:
         rows: list[tuple[int, list[float]]] = []
         with torch.no_grad():
             for numbers, idle in rounds(strategy.accelerator, batches, filler=filler):
-                steps = self._steps(rollouts, numbers, advantages, epoch)
+                steps = self._steps(rollouts, numbers, advantages, epoch, inner)
                 values = torch.stack([self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1)
                 if not idle:
                     rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
@@ -292,7 +304,7 @@ class Updater:
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
         numbers = rollouts.batches(rollouts.samples[0].tolist(), options.train.batch_size)[0]
-        steps = self._steps(rollouts, numbers, np.zeros(rollouts.positions.max() + 1), epoch=0)
+        steps = self._steps(rollouts, numbers, np.zeros(rollouts.positions.max() + 1), epoch=0, inner=0)
         with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
             each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
         deviation = torch.stack(each, dim=1).mean().item()

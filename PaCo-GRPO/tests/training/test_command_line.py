@@ -107,7 +107,7 @@ def test_the_first_command_of_the_readme(tmp_path, monkeypatch):
 
 def test_an_error_while_training_is_not_a_refused_start(monkeypatch, tiny_flux_dir, tmp_path, capsys):
     def fit(trainer):
-        trainer.run.release()
+        trainer.run.close()
         trainer.epochs_trained = 3
         raise CheckpointError("damaged")
 

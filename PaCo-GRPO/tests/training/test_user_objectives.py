@@ -39,7 +39,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
     run.state.optimizer.zero_grad(set_to_none=True)
 
     everything = np.arange(len(advantages))
-    steps = run.updater._steps(rollouts, everything, advantages, epoch=0)
+    steps = run.updater._steps(rollouts, everything, advantages, epoch=0, inner=0)
     assert all(isinstance(step.index, float) for step in steps) and len(steps) == 2
     losses = [
         joint_loss(matching_error(step, policy), samples.item_ids, torch.from_numpy(advantages)) for step in steps
