@@ -1,267 +1,209 @@
-"""One epoch of training (encoding, sampling, decoding, rewards, update), timed and counted, without any download.
+"""Time of each phase of an epoch, throughput, memory, and a profiler trace.
 
-    python benchmarks/epoch.py --preset toy                                               # a trained toy, on a CPU
-    python benchmarks/epoch.py --preset flux-dev --batch 8 --train-batch 2 --profile      # 12 B, on one GPU
-    python benchmarks/epoch.py --preset flux-dev --blocks 0.25 --resolution 256 --config.train.lora_rank=32
-    python benchmarks/epoch.py --preset toy --workload config --reward-seconds 0.2        # is the reward hidden?
+    python benchmarks/epoch.py --config config/grpo.py:toy_t2is                          # any configuration and its model
+    python benchmarks/epoch.py --config config/grpo.py:t2is_80gb --random_weights        # FLUX.1-dev's size, no download
+    python benchmarks/epoch.py --config config/grpo.py:t2is --reward_seconds 0.2         # how much of a reward is hidden?
 
-Any option can follow as --config.a.b=value; sweep.py compares several values. Architectures are the
-real ones and weights are random (except the toy's). FLOPs are counted by PyTorch from shapes; MFU is their share of the
-fastest large matrix product measured on the same machine.
-
-Workloads: counting = 64 images, 8 prompts, 10 steps, 1 of them trained, PPO, no KL; config = k, m and steps of the
-model's own configuration. --published-work repeats what the published implementation computes again in the first: 832
-instead of 704 images through the transformer, 256 instead of 8 through each text encoder, 128 instead of 64 through the
-decoder. It models the amount of work with our code; it is not the published code.
+The trainer's own epochs run on the configuration's data. Without ``--rewards``, the reward is the size of the JPEG file, so
+that no judge is needed. ``--repeats`` epochs follow one that warms up; numbers are medians. Several processes: start it
+with torchrun. The report goes to ``--output`` as JSON, with hardware, versions and every epoch.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
-import logging
+import contextlib
+import json
 import os
+import platform
+import resource
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import report
-from measuring.report import flops, number, share, spread, table
-
-REFUSED, TOO_LARGE = 2, 3  # exit statuses
-SECONDS = ("epoch", "sampling", "reward_wait", "training", "cpu", "encode", "denoising", "decode", "optimizer")
-# Where an epoch's time goes: phase, and of that the measured parts.
-PHASES = {
-    "sampling": {"encode": "texts", "denoising": "transformer", "decode": "decoder"},
-    "reward_wait": {},
-    "training": {"forward": "transformer, forward", "gradient": "backward", "optimizer": "optimizer"},
-}
-CALLS = {
-    "transformer": "transformer, forward", "text_encoder": "first text encoder", "text_encoder_2": "second text encoder",
-    "decoder": "VAE decoder", "backward": "transformer, backward",
-}  # fmt: skip
+PHASES = ("sample", "reward_wait", "train", "epoch")
+PARTS = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "vae.decoder")
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure and write; returns the exit status: 0, 2 refused, 3 the accelerator's memory is too small."""
-    arguments, overrides = parser().parse_known_args(given)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import diffusers
+    """Measure, print and write; returns the exit status: 0, 2 refused, 3 the GPU's memory is too small."""
+    arguments, rest = parser().parse_known_args(given)
     import torch
-    import transformers
 
-    from paco_grpo.options import ConfigError
+    from paco_grpo.options import read_options
+    from paco_grpo.training.build import REFUSALS
 
     if not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    # Only errors: that prompts are cut at CLIP's 77 tokens is expected.
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr, format="%(message)s")
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
     try:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
-            found = measure(arguments, overrides, Path(folder))
-    except (ConfigError, ValueError) as error:
+            options, name = read_options([*rest, *changes(arguments, folder)])
+            found = measure(arguments, options, name, folder)
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+        return 2
     except torch.OutOfMemoryError as error:
-        print(
-            "error: the accelerator's memory is too small; lower --batch, --train-batch or --blocks, or add "
-            f"--config.enable_gradient_checkpointing=true ({str(error)[:200]})",
-            file=sys.stderr,
-        )
-        return TOO_LARGE
+        print(f"error: the GPU's memory is too small; lower the batch sizes ({str(error)[:200]})", file=sys.stderr)
+        return 3
     if found is not None:
-        text = tables(found)
-        report.write(arguments.output, found, text)
-        print(f"{text}\n{arguments.output}")
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(f"{table(found)}\n{arguments.output}")
     return 0
 
 
-def measure(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> dict[str, Any] | None:
+def changes(arguments: argparse.Namespace, folder: str) -> list[str]:
+    """Options of a run that only trains, in a temporary folder."""
+    given: dict[str, Any] = {
+        "save_dir": f"{folder}/runs", "run_name": "run", "logging_platform": "none", "save_freq": 0, "eval_freq": 0,
+        "test.at_start": False, "health.probe_images": 0, "num_epochs": 1_000_000, "max_train_minutes": None,
+    }  # fmt: skip
+    if not arguments.rewards:
+        reward, kwargs = "jpeg_compressibility", {}
+        if arguments.reward_seconds is not None:
+            reward = f"{Path(__file__).stem}:waiting_reward"
+            kwargs = {reward: {"seconds_per_image": arguments.reward_seconds}}
+            sys.path.insert(0, str(Path(__file__).parent))
+        given |= {"train.reward_fn": {reward: 1.0}, "train.reward_fn_kwargs": kwargs, "train.aggregate_fn": None}
+        given |= {"test.reward_fn": {}, "test.reward_fn_kwargs": {}}
+    return [f"--config.{name}={value}" for name, value in given.items()]
+
+
+def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str) -> dict[str, Any] | None:
     """The report; None on processes other than the main one."""
     import torch
 
-    from measuring import timing
-    from measuring.workload import architecture_of, resolve
-
-    work = resolve(arguments)
-    architecture = architecture_of(work)
-    meter = build(work, architecture, overrides, folder)
-    run, train = meter.run, meter.run.options.train
-    peaks, epochs = [timing.matmul_peak(meter.device, run.state.policy.dtype)], []
-    for index in range(arguments.warmup + arguments.repeats):
-        first_images = arguments.images if index == 0 else None
-        epoch = _epoch_with_images(meter, first_images) if first_images else meter.epoch()
-        if index >= arguments.warmup:
-            epochs.append(epoch)
-        if epoch:
-            print(f"epoch {index + 1}: {epoch[0]['seconds']['epoch']:.2f} s", file=sys.stderr, flush=True)
-    peaks.append(timing.matmul_peak(meter.device, run.state.policy.dtype))
-    found = None
-    if run.accelerator.is_main_process:
-        import yaml
-
-        peak = max(peaks, key=lambda each: each["flops_per_second"])
-        sizes = train.resolution, train.lora_rank, run.state.policy.size_multiple
-        counted = timing.flops_of(epochs[-1], architecture, *sizes)
-        result = {"label": arguments.label, "plan": dataclasses.asdict(run.plan), "size_multiple": run.state.policy.size_multiple}
-        result["config"] = yaml.safe_load((run.folder / "config.yaml").read_text())
-        result |= timing.result_of(epochs, counted, peak["flops_per_second"])
-        parameters = {  # without LoRA
-            name: sum(p.numel() for key, p in part.named_parameters() if ".lora_" not in key)
-            for name, part in run.state.policy.pipeline.components.items()
-            if isinstance(part, torch.nn.Module)
-        }
-        found = report.header("epoch", vars(work) | {"overrides": overrides}) | {
-            "processes": run.accelerator.num_processes, "device": meter.device.type, "peak": peak,
-            "parameters": parameters, "results": [result],
-        }  # fmt: skip
-    meter.close()
-    if arguments.profile and found is not None and found["processes"] == 1:
-        del meter, run
-        gc.collect()  # two 12 B models do not fit
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        small = argparse.Namespace(**vars(work) | {"k": work.batch, "m": 1, "steps": 3, "train_steps": 1})
-        meter = build(small, architecture, overrides, folder / "profile")
-        meter.epoch()
-        trace = arguments.output.parent / "traces" / f"{arguments.output.stem}.json.gz"
-        found["profile"] = timing.profile_of(meter, trace)
-        meter.close()
-    return found
-
-
-def build(work: argparse.Namespace, architecture, overrides: list[str], folder: Path):
-    """The ``EpochMeter`` of a run of ``work`` (resolved)."""
-    import torch
-
-    from measuring.timing import EpochMeter
-    from measuring.workload import prepare, repeat_published_work
     from paco_grpo.training.build import build_run
+    from paco_grpo.training.trainer import Trainer
 
-    if work.published_work:
-        overrides = [*overrides, "--config.speed.offload_text_encoders=false"]
-    options, loading = prepare(work, architecture, folder, work.warmup + work.repeats, overrides)
+    loading = contextlib.nullcontext()
+    if arguments.random_weights:
+        options, loading = random_model(options, Path(folder))
     with loading:
-        run = build_run(options, "benchmark")
-    meter = EpochMeter(run)
-    if work.lora_scale:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in run.state.policy.transformer.parameters():
-                if parameter.requires_grad:
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(work.lora_scale * noise.to(parameter))
-    if work.published_work:
-        repeat_published_work(run)
-    return meter
+        run = build_run(options, name)
+    trainer, device = Trainer(run), run.accelerator.device
+    calls: Counter[str] = Counter()
+    handles = count_calls(run.state.policy.pipeline, calls)
+    epochs = []
+    for index in range(1 + arguments.repeats):
+        calls.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        cpu = time.process_time()
+        epoch_of(trainer)()
+        row = [row for row in run.metrics.rows() if row["phase"] == "train"][-1] if run.accelerator.is_main_process else {}
+        found = {f"{phase}_s": row.get(f"time/{phase}_s") for phase in PHASES}
+        found |= {"cpu_s": time.process_time() - cpu, "images": dict(calls), "metrics": row}
+        found["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if device.type == "cuda":
+            found["peak_gpu_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        epochs += [found] if index else []
+    for handle in handles:
+        handle.remove()
+    operations = profile(epoch_of(trainer), device, arguments.output.with_suffix(".trace.json.gz")) if arguments.profile else None
+    samples, main_process = run.plan.samples, run.accelerator.is_main_process
+    run.close()
+    if not main_process:
+        return None
+    names = [name for name in epochs[0] if name not in ("images", "metrics")]
+    medians = {name: statistics.median(each[name] for each in epochs) for name in names}
+    return {
+        "command": " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "name": name,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "processes": run.accelerator.num_processes, "samples": samples, "images_per_second": samples / medians["epoch_s"],
+        "reward_overlap_fraction": epochs[-1]["metrics"].get("time/reward_overlap_fraction"),
+        "medians": medians, "images": epochs[-1]["images"], "epochs": epochs, "operations": operations,
+    }  # fmt: skip
 
 
-def _epoch_with_images(meter, path: Path) -> list[dict[str, Any]]:
-    """Measure an epoch; ``path`` gets its images (n, H, W, 3) as bytes and the mean |ratio − 1| of its update."""
+def epoch_of(trainer: Any) -> Callable[[], Any]:
+    """The trainer's method that runs one epoch."""
+    return getattr(trainer, "epoch", None) or trainer._epoch
+
+
+def random_model(options: Any, folder: Path) -> tuple[Any, Any]:
+    """``options`` with a folder of the same architecture, and the context that fills it with random weights."""
+    import dataclasses
+
+    from paco_grpo.rehearsal import models
+
+    architecture = models.architecture_of(options.pretrained.model)
+    if architecture is None:
+        return options, contextlib.nullcontext()
+    pretrained = dataclasses.replace(options.pretrained, model=str(models.write(architecture, folder / "model")))
+    return dataclasses.replace(options, pretrained=pretrained), models.random_weights(architecture)
+
+
+def count_calls(pipeline: Any, calls: Counter[str]) -> list[Any]:
+    """Count the images (texts) that pass through each part of ``pipeline``."""
+    handles = []
+    for name in PARTS:
+        part = pipeline
+        for attribute in name.split("."):
+            part = getattr(part, attribute, None)
+
+        def count(_module: Any, args: tuple, kwargs: dict, name: str = name) -> None:
+            first = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_ids"))
+            calls[name] += len(first)
+
+        if part is not None:
+            handles.append(part.register_forward_pre_hook(count, with_kwargs=True))
+    return handles
+
+
+def profile(epoch: Callable[[], Any], device: Any, trace: Path, rows: int = 20) -> list[dict[str, Any]]:
+    """One more epoch under torch.profiler: the operations that take most, in milliseconds; ``trace`` is for Chrome."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    cuda = device.type == "cuda"
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    with profiled(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        epoch()
+    profiler.export_chrome_trace(str(trace))
+    took = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, took))[:rows]
+    return [{"name": event.key, "calls": event.count, "ms": getattr(event, took) / 1000} for event in events]
+
+
+def waiting_reward(seconds_per_image: float = 0.1) -> Callable[[Sequence, Sequence], Any]:
+    """A reward factory: mean gray of each image in [0, 1], after waiting ``seconds_per_image`` for each."""
     import numpy as np
 
-    images, decode = [], meter.run.state.policy.decode
+    def score(images: Sequence, items: Sequence) -> Any:
+        time.sleep(seconds_per_image * len(images))
+        return np.array([np.asarray(image.convert("L")).mean() / 255 for image in images])
 
-    def keeping(*arguments, **keywords):
-        found = decode(*arguments, **keywords)
-        images.extend(np.asarray(image) for image in found)
-        return found
-
-    meter.run.state.policy.decode = keeping
-    epoch = meter.epoch()
-    meter.run.state.policy.decode = decode
-    if epoch:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        deviation = epoch[0]["metrics"].get("train/ratio_deviation", np.nan)
-        np.savez(path, images=np.stack(images), ratio_deviation=deviation)
-    return epoch
+    return score
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def tables(found: dict[str, Any]) -> str:
-    """Markdown tables of the results (one, or those of a sweep)."""
-    results, settings, peak = found["results"], found["settings"], found["peak"]
-    work = ", ".join(f"{key} {settings[key]}" for key in ("preset", "resolution", "k", "m", "steps", "batch"))
-    labels = [f"`{result['label']}`" for result in results]
-
-    def rows(cells) -> list[list[str]]:
-        return [[label, *cells(result)] for label, result in zip(labels, results, strict=True)]
-
-    parts = [f"{work}. Seconds of an epoch, median (quartiles); cpu: of all threads of the main process.\n"]
-    parts.append(table(["", *SECONDS], rows(lambda r: [spread(r["seconds"][name]) for name in SECONDS])))
-    parts.append("Images (texts) through each part.\n")
-    parts.append(table(["", *CALLS.values()], rows(lambda r: [str(r["calls"].get(name, 0)) for name in CALLS])))
-
-    def rates(r: dict[str, Any]) -> list[str]:
-        rate, memory = r["rates"], r["memory"]
-        cells = [number(rate["sampling_tokens_per_second"])]
-        cells += [flops(r["flops"][phase]) for phase in ("sampling", "training")]
-        cells += [share(rate[f"{phase}_mfu"]) for phase in ("denoising", "sampling", "training", "epoch")]
-        return [*cells, share(rate["reward_hidden"]), number(memory.get("peak_gpu_mib", memory["peak_rss_mib"]) / 1024)]
-
-    threads = f" on {peak['threads']} thread(s)" if peak["threads"] else ""
-    peak_flops = flops(peak["flops_per_second"])
-    parts.append(f"MFU: share of the measured {peak['dtype']} peak, {peak_flops}FLOP/s{threads}.\n")
-    columns = ["", "image tokens/s", "sampling FLOPs", "training FLOPs", "denoising MFU", "sampling MFU", "training MFU",
-               "epoch MFU", "reward hidden", "peak GiB"]  # fmt: skip
-    parts.append(table(columns, rows(rates)))
-    for label, result in zip(labels, results, strict=True):
-        parts.append(f"Where the time of {label} goes.\n")
-        parts.append(table(["", "s", "share"], _phases({name: s["median"] for name, s in result["seconds"].items()})))
-    if found.get("profile"):
-        parts.append(f"Operations of {found['profile']['total_ms']:.0f} ms: one batch, 3 steps.\n")
-        operations = [
-            [f"`{each['name'][:70]}`", str(each["calls"]), number(each["ms"]), share(each["share"])]
-            for each in found["profile"]["operations"][:12]
-        ]
-        parts.append(table(["", "calls", "ms", "share"], operations))
-    return "\n".join(parts)
-
-
-def _phases(seconds: dict[str, float]) -> list[list[str]]:
-    """Rows of what an epoch is made of; they sum to it, but for decoding that overlaps."""
-    parts: dict[str, float] = {}
-    for phase, names in PHASES.items():
-        parts |= {f"{phase}: {text}": seconds[name] for name, text in names.items()}
-        rest = seconds[phase] - sum(seconds[name] for name in names)
-        parts[f"{phase}: the rest" if names else phase.replace("_", " ")] = max(rest, 0.0)
-    parts["the rest"] = max(seconds["epoch"] - sum(seconds[phase] for phase in PHASES), 0.0)
-    return [[name, number(took), share(took / seconds["epoch"])] for name, took in parts.items()]
+def table(found: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{found['name']}: {found['samples']} images on {found['processes']} process(es), {found['images_per_second']:.2f} a second"]
+    lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
+    lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
+    if found["reward_overlap_fraction"] is not None:
+        lines.append(f"{found['reward_overlap_fraction']:.0%} of the rewards' time is hidden behind sampling")
+    lines += [f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}" for row in found["operations"] or ()]
+    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, without the options of the configuration."""
+    """The arguments besides those of the configuration."""
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
-    presets = ("tiny", "toy", "narrow", "flux-small", "flux-dev", "kontext-dev", "qwen-edit")
-    made.add_argument("--preset", choices=presets, default="toy", help="the generator")
-    made.add_argument("--workload", choices=("counting", "config"), default="counting", help="see above")
-    made.add_argument("--published-work", action="store_true", help="see above")
-    made.add_argument("--blocks", type=float, default=1.0, help="fraction of the preset's blocks")
-    made.add_argument("--width", type=float, default=1.0, help="fraction of the preset's attention heads")
-    made.add_argument("--resolution", type=int, help="pixels along a side (default: the model's training resolution)")
-    made.add_argument("--k", type=int, help="images per prompt")
-    made.add_argument("--m", type=int, help="prompts per epoch")
-    made.add_argument("--steps", type=int, help="denoising steps")
-    made.add_argument("--train-steps", type=int, help="noisy steps, all trained on")
-    made.add_argument("--batch", type=int, default=16, help="images per forward and process in sampling")
-    made.add_argument("--train-batch", type=int, default=16, help="images per forward and process in training")
-    made.add_argument("--reward-seconds", type=float, help="a reward that waits this long for each image")
-    made.add_argument("--judge", metavar="URL", help="a judge server as the reward")
-    made.add_argument("--judge-model", default="PaCo-Reward-7B", help="the name it serves")
-    made.add_argument("--repeats", type=int, default=5, help="measured epochs")
-    made.add_argument("--warmup", type=int, default=1, help="epochs before them")
-    made.add_argument("--lora-scale", type=float, default=0.0, help="add noise of this size to the LoRA, as if trained")
-    made.add_argument("--images", type=Path, metavar="FILE.npz", help="write the images of the first epoch")
-    made.add_argument("--label", default="as configured", help="name in tables")
-    made.add_argument("--profile", action="store_true", help="operations of a small epoch, one process: table, trace")
+    made.add_argument("--random_weights", action="store_true", help="the real architecture with random weights")
+    made.add_argument("--rewards", action="store_true", help="score with the configuration's own rewards")
+    made.add_argument("--reward_seconds", type=float, help="a reward that waits this long for each image")
+    made.add_argument("--repeats", type=int, default=3, help="measured epochs")
+    made.add_argument("--profile", action="store_true", help="one more epoch under torch.profiler")
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
     return made
 

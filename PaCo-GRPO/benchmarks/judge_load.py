@@ -4,11 +4,10 @@
 
     # what the gateway costs: the same engine directly and through it
     python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 --target gateway=http://127.0.0.1:8000 \\
-        --compare gateway/vllm --model PaCo-Reward-7B --concurrency 1 16 64
+        --model PaCo-Reward-7B --concurrency 1 16 64
 
 The questions are those of a training epoch: all pairs of the panels of 2x2 grids, one token, top 20 log-probabilities.
-Within a round every server is asked once, in random order; figures are medians over rounds, and comparisons are medians
-of the ratios within a round. Every round uses new pictures (servers cache), requests are built before the clock starts,
+Within a round every server is asked once, in random order; figures are medians over rounds. Every round uses new pictures (servers cache), requests are built before the clock starts,
 and the first round only warms up. Prints tables; writes them, a plot and every round as JSON to --output.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import sys
 import time
@@ -29,8 +27,6 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
-from measuring import report
-from measuring.report import number, table
 from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError
 from paco_judge.grid import pairs, split_image
 from paco_judge.images import data_url
@@ -133,51 +129,27 @@ def run(arguments: argparse.Namespace, targets: dict[str, str]) -> list[Round]:
     return rounds
 
 
-def summary(rounds: Sequence[Round], names: Sequence[str], compare: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Medians over rounds by target and concurrency, and medians of within-round ratios for each comparison.
-
-    A round without any answer has no latency and is left out of ratios; None where no round is left.
-    """
-    by_key = {(each.target, each.concurrency, each.round): each for each in rounds}
-    numbers, levels = sorted({each.round for each in rounds}), sorted({each.concurrency for each in rounds})
-    targets, compared = [], []
-    for name, level in itertools.product(names, levels):
-        own = [by_key[name, level, index] for index in numbers]
+def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Medians over rounds by target and concurrency; no latency where no request was answered."""
+    rows = []
+    for target, level in dict.fromkeys((each.target, each.concurrency) for each in rounds):
+        own = [each for each in rounds if (each.target, each.concurrency) == (target, level)]
         answered = [each for each in own if each.latencies_ms]
-        row = {"target": name, "concurrency": level, "errors": sum(each.errors for each in own)}
-        row["pairs_per_second"] = _median([each.pairs_per_second for each in own])
-        targets.append(row | {f"p{p}_ms": _median([each.percentile(p) for each in answered]) for p in PERCENTILES})
-    for (name, base), level in itertools.product(compare, levels):
-        two = [(by_key[name, level, index], by_key[base, level, index]) for index in numbers]
-        two = [(a, b) for a, b in two if a.latencies_ms and b.latencies_ms]
-        row = {"target": name, "base": base, "concurrency": level}
-        row["throughput_ratio"] = _median([a.pairs_per_second / b.pairs_per_second for a, b in two])
-        row["p50_ratio"] = _median([a.percentile(50) / b.percentile(50) for a, b in two])
-        row["added_p50_ms"] = _median([a.percentile(50) - b.percentile(50) for a, b in two])
-        compared.append(row)
-    return {"targets": targets, "compared": compared}
+        row = {"target": target, "concurrency": level, "errors": sum(each.errors for each in own)}
+        row["pairs_per_second"] = float(np.median([each.pairs_per_second for each in own]))
+        row |= {f"p{p}_ms": float(np.median([each.percentile(p) for each in answered])) if answered else None for p in PERCENTILES}
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["target"], row["concurrency"]))
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values else None
-
-
-def tables(found: Mapping[str, Any]) -> str:
-    """Markdown of a ``summary``."""
-    rows = [
-        [row["target"], str(row["concurrency"]), number(row["pairs_per_second"], ".1f"),
-         *(number(row[f"p{p}_ms"], ".1f") for p in PERCENTILES), str(row["errors"])]
-        for row in found["targets"]
-    ]  # fmt: skip
-    text = table(["server", "in flight", "pairs/s", *(f"p{p} ms" for p in PERCENTILES), "errors"], rows)
-    if not found["compared"]:
-        return text
-    names = (("throughput_ratio", ".3f"), ("p50_ratio", ".3f"), ("added_p50_ms", "+.1f"))
-    rows = [
-        [f"{row['target']} to {row['base']}", str(row["concurrency"]), *(number(row[name], form) for name, form in names)]
-        for row in found["compared"]
-    ]
-    return f"{text}\n{table(['compared', 'in flight', 'pairs/s, ratio', 'p50, ratio', 'p50 added, ms'], rows)}"
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The summary as text."""
+    names = ("pairs_per_second", *(f"p{p}_ms" for p in PERCENTILES))
+    lines = [f"{'server':<16} {'in flight':>9} {'pairs/s':>9} " + " ".join(f"{f'p{p} ms':>9}" for p in PERCENTILES) + f" {'errors':>7}"]
+    for row in rows:
+        values = " ".join(f"{'-' if row[name] is None else format(row[name], '.1f'):>9}" for name in names)
+        lines.append(f"{row['target']:<16} {row['concurrency']:>9} {values} {row['errors']:>7}")
+    return "\n".join(lines)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -190,11 +162,6 @@ def main(given: Sequence[str] | None = None) -> int:
             if not (name and url) or name in targets:
                 raise ValueError(f"--target {text!r} is not NAME=URL with a name that occurs once")
             targets[name] = url.rstrip("/").removesuffix("/v1")
-        names = list(targets)
-        compare = [tuple(text.split("/")) for text in arguments.compare or (f"{name}/{names[0]}" for name in names[1:])]
-        for each in compare:
-            if len(each) != 2 or not set(each) <= set(names):
-                raise ValueError(f"--compare {'/'.join(each)!r} is not NAME/BASE of two targets; known: {', '.join(names)}")
         rounds = run(arguments, targets)
         if not any(each.latencies_ms for each in rounds):
             raise ValueError(f"no request was answered; first error: {rounds[0].first_error}")
@@ -202,12 +169,11 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")}
-    made = report.header("judge_load", settings) | summary(rounds, names, compare)
-    report.write(arguments.output, made | {"rounds": [asdict(each) for each in rounds]}, tables(made))
-    from measuring import plots
-
-    plots.save(plots.judge_load(made), arguments.output.with_suffix(".png"))
-    print(tables(made), end="")
+    rows = summary(rounds)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    made = {"settings": settings, "targets": rows, "rounds": [asdict(each) for each in rounds]}
+    arguments.output.write_text(json.dumps(made, indent=1, default=str) + "\n", encoding="utf-8")
+    print(table(rows))
     return 0
 
 
@@ -215,7 +181,6 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--target", action="append", required=True, metavar="NAME=URL", help="a server; may be repeated")
-    made.add_argument("--compare", action="append", metavar="NAME/BASE", help="ratios (default: each to the first target)")
     made.add_argument("--model", default=DEFAULT_MODEL, help="served name, the same on every server")
     made.add_argument("--api-key", help="if the servers want one")
     made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64], help="questions in flight")

@@ -23,7 +23,7 @@ def measure(tmp_path):
     return run
 
 
-def test_the_slower_of_two_servers_is_found(measure, tmp_path):
+def test_the_slower_of_two_servers_is_found(measure):
     with FakeJudge(delay_s=0.03) as fast, FakeJudge(delay_s=0.12) as slow:
         slow.url += "/v1"
         arguments = ["--concurrency", "1", "4", "--pairs", "6", "--rounds", "3"]
@@ -32,14 +32,11 @@ def test_the_slower_of_two_servers_is_found(measure, tmp_path):
         assert len(fast.requests) == len(slow.requests) == 1 + 4 + 3 * (6 + 6)
         asked = [json.dumps(request["messages"]) for request in fast.requests]
         assert len(set(asked)) == len(asked)  # new pictures in every round
-    for row in report["compared"]:
-        assert (row["target"], row["base"]) == ("slow", "fast")
-        assert row["throughput_ratio"] < 0.8 and row["p50_ratio"] > 1.2 and row["added_p50_ms"] > 15
+    fast, slow = (next(r for r in report["targets"] if (r["target"], r["concurrency"]) == (name, 4)) for name in ("fast", "slow"))
+    assert slow["pairs_per_second"] < 0.8 * fast["pairs_per_second"] and slow["p50_ms"] > fast["p50_ms"] + 15
     assert len(report["rounds"]) == 2 * 2 * 3
     order = [each["target"] for each in report["rounds"]]
     assert order != ["fast", "slow"] * 6  # another order in each round
-    assert "| slow to fast | 4 |" in (tmp_path / "judge_load.md").read_text()
-    assert (tmp_path / "judge_load.png").stat().st_size > 3000
 
 
 def test_errors_are_counted_and_have_no_latency(measure):
@@ -53,8 +50,7 @@ def test_errors_are_counted_and_have_no_latency(measure):
         assert measure({"none": none}, *arguments)[0] == 2  # no request is answered
     some, none = report["rounds"] if report["rounds"][0]["target"] == "some" else reversed(report["rounds"])
     assert some["errors"] == len(some["latencies_ms"]) == 4 and "HTTP 400" in some["first_error"]
-    assert none["errors"] == 8 and report["targets"][1]["p50_ms"] is None
-    assert report["compared"][0]["throughput_ratio"] is None
+    assert none["errors"] == 8 and report["targets"][0]["p50_ms"] is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +58,6 @@ def test_errors_are_counted_and_have_no_latency(measure):
     [
         ["--target", "no-url"],
         ["--target", "a=http://127.0.0.1:9", "--target", "a=http://127.0.0.1:9"],
-        ["--target", "a=http://127.0.0.1:9", "--compare", "a/b"],
         ["--target", "a=http://127.0.0.1:9"],  # nobody answers
     ],
 )

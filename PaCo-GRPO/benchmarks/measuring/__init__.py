@@ -1,1 +1,0 @@
-"""What the benchmarks share: generators of any size with random weights, counted FLOPs, timed epochs, JSON files."""
