@@ -1,72 +1,138 @@
-"""The page: one HTML file with everything inside (figures as SVG, pictures as data URIs), light and dark."""
+"""One HTML page about a run: what changed, by how much, whether to trust it, how long it took. Figures are by matplotlib."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from string import Template
+from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from paco_grpo.report.data import Picture, Run, open_picture
-from paco_grpo.report.figures import label, short_label
+from paco_grpo.report.data import Curve, Picture, ReportError, Run, is_number, open_picture, read_run
+from paco_judge.json_io import DamagedJson, parse_object
 
-_TEMPLATE = Path(__file__).with_name("page.html")
-_SIDE = 256  # pixels of a picture in the page; smaller ones are enlarged without smoothing
+LABELS = {
+    "consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle: consistency",
+    "oracle_alignment": "oracle: panels show what is named", "oracle_distinct": "oracle: panels differ",
+    "oracle_followed": "oracle: instruction followed", "oracle_kept": "oracle: the rest is kept",
+}  # fmt: skip
+HEALTH = {
+    "grad_norm": "gradient norm", "ratio_mean": "mean ratio", "clip_share": "share of clipped samples",
+    "zero_std_share": "share of groups without spread", "velocity_change": "distance to the base",
+    "pixel_std_vs_first": "contrast / first", "pixel_detail_vs_first": "detail / first",
+    "distinctness_vs_first": "distinctness / first",
+}  # fmt: skip
+GALLERY, SIDE = 12, 256  # image pairs, and pixels of a picture
+STYLE = """
+*{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
+main{max-width:1040px;margin:0 auto;padding:32px 16px 64px} h1{font-size:26px;line-height:1.2;margin:0} h2{font-size:18px;margin:0 0 6px}
+.faint{color:#66707c;margin:0 0 12px} section{background:#fff;border:1px solid #e3e6ea;border-radius:10px;padding:18px 20px;margin-top:16px}
+.scroll{overflow-x:auto} table{border-collapse:collapse;font-variant-numeric:tabular-nums} th,td{padding:5px 12px;text-align:right;white-space:nowrap}
+th:first-child{text-align:left} .plot{width:100%;max-width:920px;display:block;margin-top:10px} .small{max-width:460px}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:22px}
+.images{display:flex;gap:8px} figure{margin:0;flex:1;min-width:0;font-size:12px} figure img{width:100%;display:block;border-radius:6px;image-rendering:pixelated}
+.prompt{font-size:12px;margin:4px 0 0;color:#66707c;display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
+"""
 
 
-def render(title: str, subtitle: str, sections: Sequence[str], values: Mapping[str, str]) -> str:
-    """The whole page. ``values``: the headline's numbers by their names."""
-    tiles = "".join(f"<div><b>{number}</b><span>{html.escape(name)}</span></div>" for name, number in values.items())
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(title),
-        subtitle=html.escape(subtitle),
-        tiles=tiles,
-        sections="\n".join(filter(None, sections)),
-    )
+def write_report(
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    judge: Sequence[str | Path] = (),
+    stage_seconds: str | Path | None = None,
+    title: str | None = None,
+) -> list[Path]:
+    """Write the page, and its figures as PNG files next to it.
+
+    Args:
+        run_dir: A run directory of PaCo-GRPO.
+        out: The page.
+        judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the last are compared.
+        stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
+        title: Heading; None = the run's name.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ReportError: Something needed is missing or unreadable; before anything is written.
+    """
+    run, out = read_run(run_dir), Path(out)
+    judges = [_read_json(Path(path), ("accuracy", "auc", "n")) for path in judge]
+    stages = _read_json(Path(stage_seconds)) if stage_seconds else {}
+    gallery = _gallery(choose_pairs(run.pairs, GALLERY), _caption_names(run))
+    figures = {
+        "curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages or run.seconds),
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written, inline = [], dict.fromkeys(figures, "")
+    for name, figure in figures.items():
+        if figure is not None:
+            written.append(out.with_name(f"{out.stem}_{name}.png"))
+            figure.savefig(written[-1], dpi=150)
+            small = " small" if name in ("oracle", "time") else ""
+            inline[name] = f'<img class="plot{small}" alt="{name}" src="{_uri(written[-1].read_bytes())}">'
+    missing = "<p>No two evaluations with saved images yet.</p>"
+    note = "Same prompts, same noise. The first images of each category, not chosen by score."
+    trust = _judge_table(judges) + inline["oracle"] + inline["health"]
+    sections = [
+        _section("What changed", gallery or missing, note),
+        _section("By how much", _measures(run) + inline["curves"], "± and bands are one standard error; evaluations use the averaged weights."),
+        _section("Can I trust it", trust or "<p>Nothing to compare the reward with.</p>"),
+        _section("How long did it take", inline["time"] or "<p>No finished epoch yet.</p>"),
+    ]
+    title = html.escape(title or run.name)
+    head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>'
+    body = f'<body><main><h1>{title}</h1><p class="faint">{html.escape(_facts(run))}</p>{"".join(sections)}</main></body></html>\n'
+    out.write_text(head + body, encoding="utf-8")
+    return [out, *written]
 
 
-def section(title: str, *content: str, note: str = "") -> str:
-    """One section of the page; "" if it would be empty."""
-    inner = "".join(content)
-    if not inner:
-        return ""
-    note = f'<p class="note">{html.escape(note)}</p>' if note else ""
-    return f"<section><h2>{html.escape(title)}</h2>{note}{inner}</section>"
+def _read_json(path: Path, numbers: Collection[str] | None = None) -> dict[str, Any]:
+    """A JSON object whose ``numbers`` (None: all values) are numbers, or absent. Raises ReportError."""
+    try:
+        found = parse_object(path.read_bytes())
+    except (OSError, DamagedJson) as error:
+        raise ReportError(f"{path} cannot be used: {error}") from error
+    for name in found if numbers is None else found.keys() & numbers:
+        if found[name] is not None and not is_number(found[name]):
+            raise ReportError(f"{path} cannot be used: {name} is not a number but {found[name]!r}")
+    return found
 
 
-def facts(run: Run) -> str:
+def label(name: str) -> str:
+    """A metric's name in words."""
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def _section(title: str, content: str, note: str = "") -> str:
+    note = f'<p class="faint">{note}</p>' if note else ""
+    return f"<section><h2>{title}</h2>{note}{content}</section>"
+
+
+def _uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _facts(run: Run) -> str:
     """The run in one line."""
     train, test = run.resolutions
-    model, loss = run.config.get("pretrained", {}).get("model"), run.config.get("train", {}).get("loss_type")
-    parts = [
-        f"{run.epochs} epochs",
-        f"trained at {train} px, evaluated at {test} px" if train and test else None,
-        model,
-        f"objective {loss}" if loss else None,
-        f"seed {run.config['seed']}" if run.config.get("seed") is not None else None,
-    ]
+    values = run.config.get("pretrained", {}), run.config.get("train", {})
+    parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px" if train and test else None]
+    parts += [values[0].get("model") if isinstance(values[0], dict) else None, values[1].get("loss_type")]
+    parts.append(f"seed {run.config['seed']}" if run.config.get("seed") is not None else None)
     return " · ".join(str(part) for part in parts if part)
 
 
-def measures_table(run: Run) -> str:
-    """Every evaluated reward in the first and the last evaluation, with the change."""
-    rows = []
-    for name, curve in run.test.items():
-        if curve.value:
-            errors = [f' <span class="error">±{error:.3f}</span>' for error in curve.error or ()] or [""]
-            first, last = (f"{curve.value[i]:.3f}{errors[i]}" for i in (0, -1))
-            change = f"{curve.value[-1] - curve.value[0]:+.3f}"
-            rows.append(
-                f"<tr><th scope=row>{html.escape(label(name))}</th><td>{first}</td><td>{last}</td><td>{change}</td></tr>"
-            )
-    if not rows:
-        return "<p>No evaluation yet.</p>"
-    head = "<tr><th></th><th scope=col>first</th><th scope=col>last</th><th scope=col>change</th></tr>"
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+# --- what changed ---------------------------------------------------------------------------------------------------------
 
 
 def choose_pairs(pairs: Sequence[tuple[Picture, Picture]], count: int) -> list[tuple[Picture, Picture]]:
@@ -80,36 +146,136 @@ def choose_pairs(pairs: Sequence[tuple[Picture, Picture]], count: int) -> list[t
     return [pairs[number] for *_, number in sorted(places)[:count]]
 
 
-def gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> str:
-    """Before and after with scores; for edits also the reference image on the left and the instruction above."""
-    if not pairs:
-        return "<p>No two evaluations with saved images yet.</p>"
-    cards, edits = [], any(before.reference for before, _ in pairs)
+def _caption_names(run: Run) -> list[str]:
+    """The scores under each picture: rewards of both training and evaluation, and the oracle's consistency."""
+    names = [name for name in run.train if name in run.test]
+    names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
+    return names[:3] or list(run.test)[:2]
+
+
+def _gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> str:
+    """Before and after with scores; for edits the reference image first."""
+    cards = []
     for before, after in pairs:
-        prompt = html.escape(before.prompt)
-        category = f'<p class="category">{html.escape(before.category)}</p>' if before.category else ""
-        images = _figure("before", before.file, _scores(before, names)) + _figure(
-            "after", after.file, _scores(after, names)
-        )
+        images = [("before", before.file, before), ("after", after.file, after)]
         if before.reference:
-            text = f'<p class="instruction" title="{prompt}">{prompt}</p>'
-            images = f'{text}<div class="pair edit">{_figure("reference", before.reference)}{images}</div>'
-        else:
-            images = f'<div class="pair">{images}</div><p class="prompt" title="{prompt}">{prompt}</p>'
-        cards.append(f"<article>{category}{images}</article>")
-    return f'<div class="gallery{" edits" * edits}">{"".join(cards)}</div>'
+            images.insert(0, ("reference", before.reference, None))
+        prompt, category = html.escape(before.prompt), html.escape(before.category or "")
+        shown = "".join(_figure(*each, names) for each in images)
+        text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
+        cards.append(f'<article><span class="faint">{category}</span><div class="images">{shown}</div>{text}</article>')
+    return f'<div class="gallery">{"".join(cards)}</div>' if cards else ""
 
 
-def _figure(caption: str, file: Path, text: str = "") -> str:
+def _figure(caption: str, file: Path, picture: Picture | None, names: Sequence[str]) -> str:
     image, buffer = open_picture(file), io.BytesIO()
-    scale = _SIDE / max(image.size)
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    image = image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
-    image.save(buffer, "PNG", optimize=True)
-    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return f'<figure><img alt="{caption}" src="{uri}"><figcaption><em>{caption}</em>{text}</figcaption></figure>'
+    scale = SIDE / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(buffer, "PNG", optimize=True)
+    scores = [(label(name), picture.rewards.get(name)) for name in names] if picture else []
+    lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores)
+    return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
 
 
-def _scores(picture: Picture, names: Sequence[str]) -> str:
-    scores = [(html.escape(short_label(name)), picture.rewards.get(name)) for name in names]
-    return "<br>".join(f"<span>{name}</span> <b>{'–' if x is None else f'{x:.3f}'}</b>" for name, x in scores)
+# --- by how much ------------------------------------------------------------------------------------------------------------
+
+
+def _measures(run: Run) -> str:
+    """Every evaluated reward in the first and the last evaluation, with the change."""
+    rows = []
+    for name, curve in run.test.items():
+        if curve.value:
+            errors = curve.error or [math.nan] * len(curve.value)
+            first, last = (f"{curve.value[i]:.3f}" + ("" if math.isnan(errors[i]) else f" ± {errors[i]:.3f}") for i in (0, -1))
+            change = f"{curve.value[-1] - curve.value[0]:+.3f}"
+            rows.append(f"<tr><th>{html.escape(label(name))}</th><td>{first}</td><td>{last}</td><td>{change}</td></tr>")
+    head = "<tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>' if rows else "<p>No evaluation yet.</p>"
+
+
+def _draw(axes: Any, name: str, curve: Curve) -> None:
+    (line,) = axes.plot(curve.epoch, curve.value, label=label(name), marker="o" if len(curve.epoch) < 12 else None, markersize=3)
+    if curve.error is not None:
+        value, error = np.array(curve.value), np.array(curve.error)
+        axes.fill_between(curve.epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _curves(run: Run) -> Figure:
+    """Rewards by epoch: training samples on the left, evaluations on the right."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axes, curves, title, side in zip(figure.subplots(1, 2), (run.train, run.test), ("training samples", "evaluation"), run.resolutions, strict=True):
+        for name, curve in curves.items():
+            _draw(axes, name, curve)
+        axes.set_title(f"{title}, {side} px" if side else title, fontsize=10)
+        if curves:
+            axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+# --- can I trust it -----------------------------------------------------------------------------------------------------------
+
+
+def _judge_table(judges: Sequence[dict[str, Any]]) -> str:
+    """The judge's accuracy on held-out pairs, before and after its training."""
+    if len(judges) < 2:
+        return ""
+    rows = []
+    for name in ("accuracy", "auc"):
+        before, after = judges[0].get(name), judges[-1].get(name)
+        if before is not None and after is not None:
+            rows.append(f"<tr><th>judge's {name} on held-out pairs</th><td>{before:.3f}</td><td>{after:.3f}</td></tr>")
+    return f'<div class="scroll"><table><tr><th></th><th>before training</th><th>after</th></tr>{"".join(rows)}</table></div>'
+
+
+def _judge_and_oracle(run: Run) -> Figure | None:
+    """The training reward against the oracle, image by image, in the first and the last evaluation."""
+    oracle = next((name for name in ("oracle_consistency", "oracle_edit") if name in run.test), None)
+    judge = next((name for name in run.train if name in run.test and name != oracle), None)
+    if oracle is None or judge is None:
+        return None
+    figure = Figure(figsize=(4.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for when, name in enumerate(("before", "after")):
+        scores = [(pair[when].rewards.get(oracle), pair[when].rewards.get(judge)) for pair in run.pairs]
+        scores = [pair for pair in scores if None not in pair]
+        if scores:
+            axes.scatter(*zip(*scores, strict=True), s=14, alpha=0.6, label=f"{name} ({len(scores)} images)")
+    axes.set(xlabel=label(oracle), ylabel=label(judge))
+    axes.set_title("each image: training reward and oracle", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _health(run: Run) -> Figure | None:
+    """Signs of collapse and of a broken update, by epoch."""
+    names = [name for name in HEALTH if name in run.diagnostics and run.diagnostics[name].value]
+    if not names:
+        return None
+    rows = -(-len(names) // 4)
+    figure = Figure(figsize=(9, 2.1 * rows), layout="constrained")
+    grid = figure.subplots(rows, 4, squeeze=False).flat
+    for name, axes in zip(names, grid, strict=False):
+        _draw(axes, name, run.diagnostics[name])
+        axes.set_title(HEALTH[name], fontsize=9)
+        axes.ticklabel_format(axis="y", useOffset=False)
+    for axes in grid:
+        axes.set_visible(False)
+    return figure
+
+
+def _time(seconds: dict[str, float]) -> Figure | None:
+    """Minutes of each phase or stage."""
+    seconds = {name: value for name, value in seconds.items() if value is not None}
+    if not seconds:
+        return None
+    figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([*seconds][::-1], [value / 60 for value in seconds.values()][::-1])
+    axes.bar_label(bars, fmt="%.1f min", padding=3, fontsize=8)
+    axes.margins(x=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paco_grpo.report.__main__ import main
-from paco_grpo.report.build import write_report
 from paco_grpo.report.data import ReportError, read_run
+from paco_grpo.report.page import write_report
 
 ROW = {"phase": "train", "epoch": 1, "reward/a_mean": 0.5, "reward/a_std": 0.1, "train/loss": 0.1, "time/train_s": 1.0}
 JSON = st.recursive(
