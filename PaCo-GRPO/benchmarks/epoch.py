@@ -96,7 +96,11 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
             torch.cuda.reset_peak_memory_stats(device)
         cpu = time.process_time()
         epoch_of(trainer)()
-        row = [row for row in run.metrics.rows() if row["phase"] == "train"][-1] if run.accelerator.is_main_process else {}
+        row = (
+            [row for row in run.metrics.rows() if row["phase"] == "train"][-1]
+            if run.accelerator.is_main_process
+            else {}
+        )
         found = {f"{phase}_s": row.get(f"time/{phase}_s") for phase in PHASES}
         found |= {"cpu_s": time.process_time() - cpu, "images": dict(calls), "metrics": row}
         found["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -105,7 +109,11 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
         epochs += [found] if index else []
     for handle in handles:
         handle.remove()
-    operations = profile(epoch_of(trainer), device, arguments.output.with_suffix(".trace.json.gz")) if arguments.profile else None
+    operations = (
+        profile(epoch_of(trainer), device, arguments.output.with_suffix(".trace.json.gz"))
+        if arguments.profile
+        else None
+    )
     samples, main_process = run.plan.samples, run.accelerator.is_main_process
     run.close()
     if not main_process:
@@ -186,7 +194,9 @@ def waiting_reward(seconds_per_image: float = 0.1) -> Callable[[Sequence, Sequen
 
 def table(found: dict[str, Any]) -> str:
     """The report as text."""
-    lines = [f"{found['name']}: {found['samples']} images on {found['processes']} process(es), {found['images_per_second']:.2f} a second"]
+    lines = [
+        f"{found['name']}: {found['samples']} images on {found['processes']} process(es), {found['images_per_second']:.2f} a second"
+    ]
     lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
     lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
     if found["reward_overlap_fraction"] is not None:

@@ -137,7 +137,10 @@ def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:
         answered = [each for each in own if each.latencies_ms]
         row = {"target": target, "concurrency": level, "errors": sum(each.errors for each in own)}
         row["pairs_per_second"] = float(np.median([each.pairs_per_second for each in own]))
-        row |= {f"p{p}_ms": float(np.median([each.percentile(p) for each in answered])) if answered else None for p in PERCENTILES}
+        row |= {
+            f"p{p}_ms": float(np.median([each.percentile(p) for each in answered])) if answered else None
+            for p in PERCENTILES
+        }
         rows.append(row)
     return sorted(rows, key=lambda row: (row["target"], row["concurrency"]))
 
@@ -145,7 +148,11 @@ def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The summary as text."""
     names = ("pairs_per_second", *(f"p{p}_ms" for p in PERCENTILES))
-    lines = [f"{'server':<16} {'in flight':>9} {'pairs/s':>9} " + " ".join(f"{f'p{p} ms':>9}" for p in PERCENTILES) + f" {'errors':>7}"]
+    lines = [
+        f"{'server':<16} {'in flight':>9} {'pairs/s':>9} "
+        + " ".join(f"{f'p{p} ms':>9}" for p in PERCENTILES)
+        + f" {'errors':>7}"
+    ]
     for row in rows:
         values = " ".join(f"{'-' if row[name] is None else format(row[name], '.1f'):>9}" for name in names)
         lines.append(f"{row['target']:<16} {row['concurrency']:>9} {values} {row['errors']:>7}")

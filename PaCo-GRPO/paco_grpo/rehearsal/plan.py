@@ -11,7 +11,7 @@ from paco_grpo.rehearsal.fake_gpu import Counts
 GIB = 2**30
 # Not held by any tensor: CUDA context and libraries, cuBLAS and cuDNN workspaces, fragmentation of the allocator.
 RESERVE = 1.5 * GIB
-# Shares of the stated peaks that a forward of FLUX.1-dev reaches (H200: 53 to 58 ms measured for 21.8 TFLOP).
+# Assumed shares of the stated peaks; no GPU run has confirmed them.
 MATRIX_SHARE = 0.62
 BANDWIDTH_SHARE = 1.0
 LAUNCH = 9.5e-6  # seconds of the host for a kernel, with Python around it

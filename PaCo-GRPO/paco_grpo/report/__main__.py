@@ -18,8 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")
     arguments = parser.parse_args(argv)
     try:
-        from paco_grpo.report.page import write_report
         from paco_grpo.report.data import ReportError
+        from paco_grpo.report.page import write_report
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

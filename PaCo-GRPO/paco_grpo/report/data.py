@@ -132,7 +132,9 @@ def _configuration(file: Path) -> dict[str, Any]:
         config = yaml.safe_load(file.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ReportError(f"{file} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    parts = [config, *(config.get(part, {}) for part in ("sample", "train", "test"))] if isinstance(config, dict) else [0]
+    parts = (
+        [config, *(config.get(part, {}) for part in ("sample", "train", "test"))] if isinstance(config, dict) else [0]
+    )
     if not all(isinstance(part, dict) for part in parts):
         raise ReportError(f"{file} is not the configuration of a run; restore it, or remove it to do without")
     return config

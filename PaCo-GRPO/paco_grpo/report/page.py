@@ -85,7 +85,11 @@ def write_report(
     trust = _judge_table(judges) + inline["oracle"] + inline["health"]
     sections = [
         _section("What changed", gallery or missing, note),
-        _section("By how much", _measures(run) + inline["curves"], "± and bands are one standard error; evaluations use the averaged weights."),
+        _section(
+            "By how much",
+            _measures(run) + inline["curves"],
+            "± and bands are one standard error; evaluations use the averaged weights.",
+        ),
         _section("Can I trust it", trust or "<p>Nothing to compare the reward with.</p>"),
         _section("How long did it take", inline["time"] or "<p>No finished epoch yet.</p>"),
     ]
@@ -171,7 +175,9 @@ def _figure(caption: str, file: Path, picture: Picture | None, names: Sequence[s
     image, buffer = open_picture(file), io.BytesIO()
     scale = SIDE / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(buffer, "PNG", optimize=True)
+    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(
+        buffer, "PNG", optimize=True
+    )
     scores = [(label(name), picture.rewards.get(name)) for name in names] if picture else []
     lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores)
     return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
@@ -186,7 +192,9 @@ def _measures(run: Run) -> str:
     for name, curve in run.test.items():
         if curve.value:
             errors = curve.error or [math.nan] * len(curve.value)
-            first, last = (f"{curve.value[i]:.3f}" + ("" if math.isnan(errors[i]) else f" ± {errors[i]:.3f}") for i in (0, -1))
+            first, last = (
+                f"{curve.value[i]:.3f}" + ("" if math.isnan(errors[i]) else f" ± {errors[i]:.3f}") for i in (0, -1)
+            )
             change = f"{curve.value[-1] - curve.value[0]:+.3f}"
             rows.append(f"<tr><th>{html.escape(label(name))}</th><td>{first}</td><td>{last}</td><td>{change}</td></tr>")
     head = "<tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
@@ -194,7 +202,9 @@ def _measures(run: Run) -> str:
 
 
 def _draw(axes: Any, name: str, curve: Curve) -> None:
-    (line,) = axes.plot(curve.epoch, curve.value, label=label(name), marker="o" if len(curve.epoch) < 12 else None, markersize=3)
+    (line,) = axes.plot(
+        curve.epoch, curve.value, label=label(name), marker="o" if len(curve.epoch) < 12 else None, markersize=3
+    )
     if curve.error is not None:
         value, error = np.array(curve.value), np.array(curve.error)
         axes.fill_between(curve.epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
@@ -206,7 +216,9 @@ def _draw(axes: Any, name: str, curve: Curve) -> None:
 def _curves(run: Run) -> Figure:
     """Rewards by epoch: training samples on the left, evaluations on the right."""
     figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, curves, title, side in zip(figure.subplots(1, 2), (run.train, run.test), ("training samples", "evaluation"), run.resolutions, strict=True):
+    for axes, curves, title, side in zip(
+        figure.subplots(1, 2), (run.train, run.test), ("training samples", "evaluation"), run.resolutions, strict=True
+    ):
         for name, curve in curves.items():
             _draw(axes, name, curve)
         axes.set_title(f"{title}, {side} px" if side else title, fontsize=10)
