@@ -65,6 +65,11 @@ class EditScore(ServerReward):
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(self.score_range))
         self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
 
+    @property
+    def parallel_calls(self) -> int:
+        """Calls of one image each, which sends two requests a pass, so that ``max_concurrency`` holds."""
+        return max(1, self.max_concurrency // (2 * self.num_pass))
+
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing (no answer, or one that does not hold two scores in range).
 

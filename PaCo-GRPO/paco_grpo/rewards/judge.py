@@ -200,8 +200,8 @@ class ConsistencyScore(JudgeReward):
         return [Pair(a, b, text) for a, b in couples for text in texts], of_pairs
 
 
-class ComparesImages:
-    """What a ``JudgeReward`` puts first among its bases to compare the images of an item: an image's score is the mean
+class GroupReward:
+    """A ``JudgeReward`` puts this first among its bases to compare the images of an item: an image's score is the mean
     over its comparisons.
 
     Attributes:
@@ -241,7 +241,7 @@ class ComparesImages:
 
 
 @dataclass(eq=False)
-class BetweenImages(ComparesImages, ConsistencyScore):
+class BetweenImages(GroupReward, ConsistencyScore):
     """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt.
 
     It is low where an image shows what most images of its prompt show. A factor next to ``consistency_score``, it keeps a
@@ -279,7 +279,7 @@ class BetweenImages(ComparesImages, ConsistencyScore):
 
 
 @dataclass(eq=False)
-class WinRate(ComparesImages, JudgeReward):
+class WinRate(GroupReward, JudgeReward):
     """win_rate: mean probability that an image is better than another image of its prompt (docs/rewards.md).
 
     Both orders are asked: the judge's preference for a place cancels. A comparison without both answers is left out; an
