@@ -204,8 +204,9 @@ def _problem(error: Mapping[str, Any]) -> str:
     if option not in OPTIONS:
         return _unknown(option) if error["type"] == "unexpected_keyword_argument" else f"config.{option}: {error['msg']}"
     entry = words[depth:] if option.endswith(("reward_fn", "kwargs")) else []  # else the alternatives of a union
-    message = error["msg"].removeprefix("Value error, ")
-    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {message}{_nearest(error)}"
+    hint = PUBLISHED.get(f"{option}={error['input']}")
+    hint = f". Here it is {hint}" if hint else _nearest(error)
+    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}{hint}"
 
 
 def _nearest(error: Mapping[str, Any]) -> str:
@@ -216,9 +217,12 @@ def _nearest(error: Mapping[str, Any]) -> str:
 def _unknown(name: str) -> str:
     if name in PUBLISHED:
         return f"config.{name} of the published code has another form here: {PUBLISHED[name]}"
-    last = name.rpartition(".")[2]
-    same = [option for option in OPTIONS if option.rpartition(".")[2] == last]
-    nearest = same or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
+    group, _, last = name.rpartition(".")
+    nearest = [option for option in OPTIONS if option.rpartition(".")[2] == last]
+    if not nearest:
+        fields = {option.rpartition(".")[2]: option for option in OPTIONS if option.rpartition(".")[0] == group}
+        nearest = [fields[field] for field in difflib.get_close_matches(last, fields, n=1)]
+    nearest = nearest or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
     hint = f"Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?" if nearest else ""
     return f"unknown option config.{name}. {hint or 'All options are in docs/configuration.md'}"
 

@@ -64,9 +64,11 @@ class PretrainedOptions:
     """The model that is trained."""
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
-    quantize: str | None = option(None, "nf4 or int8: quantize the frozen transformer; changes the numbers")
+    quantize: Literal["nf4", "int8"] | None = option(
+        None, "quantization of the frozen transformer; changes the numbers"
+    )
     image_positions: Literal["mrope", "stock"] = option(
-        "mrope", "of image tokens in Qwen-Image-Edit's text encoder; stock = as the installed pipeline computes them"
+        "mrope", "positions of image tokens in Qwen-Image-Edit's text encoder; stock: the installed pipeline's"
     )
 
 
@@ -79,27 +81,23 @@ class SampleOptions:
 
     num_steps: Count = option(10, "denoising steps")
     noise_steps: Steps = option((1,), "step indices at which noise is injected, from 0")
-    num_noise_steps: Count | None = option(None, "this many of them, chosen at random each epoch; None = all")
-    noise_level: NonNegative = option(0.7, "a of Flow-SDE or of Flow-CPS (where 1 is all noise)")
+    num_noise_steps: Count | None = option(None, "number of noise steps drawn at random each epoch; None: all")
+    noise_level: NonNegative = option(0.7, "noise a of Flow-SDE or Flow-CPS")
     cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
-    guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX), or the scale of true CFG")
-    negative_prompt: str | None = option(None, "turns on true CFG (with guidance_scale > 1); a space is enough")
-    same_latent: bool = option(
-        False, "images of a prompt share their initial noise, whose first steps are computed once"
-    )
-    latents_per_prompt: Count = option(
-        1, "with same_latent: different initial noises per prompt, each for as many images"
-    )
+    guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX) or scale of true CFG")
+    negative_prompt: str | None = option(None, "negative prompt of true CFG (a space is enough); None: no true CFG")
+    same_latent: bool = option(False, "shared initial noise of a prompt's images")
+    latents_per_prompt: Count = option(1, "different initial noises per prompt, with same_latent")
     merge_lora: bool | None = option(
-        None, "merge the LoRA into the base for steps without noise; None = in float32 on a CPU, where that only rounds"
+        None, "LoRA merged into the base for steps without noise; None: in float32 on a CPU"
     )
-    global_std: bool = option(False, "divide advantages by the standard deviation over all images")
+    global_std: bool = option(False, "advantages divided by the standard deviation over all images")
     batch_size: Whole = option(1, "images per process and forward; 0 = as many as fit into memory")
-    num_images_per_prompt: Count = option(16, "k, images of each prompt (the size of a group)")
+    num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(None, "steps after the last noise step; None = those of the schedule")
-    tail_order: Literal[1, 2] = option(1, "their order: 1 = Euler, 2 = Adams-Bashforth")
+    tail_steps: Count | None = option(None, "steps after the last noise step; None: those of the schedule")
+    tail_order: Literal[1, 2] = option(1, "order of the steps after the last noise step: Euler or Adams-Bashforth")
     tail_cache: NonNegative = option(0.0, "threshold of the first-block cache in them (0.05 to 0.2); 0 = off")
     tail_weights: Literal["int8"] | None = option(
         None, "int8 = 8-bit copies of the large layers in them (bitsandbytes)"
@@ -113,74 +111,71 @@ class TrainOptions:
     resolution: Pixels = option(512, "side in pixels of a square training image; other shapes keep its area")
     batch_size: Count = option(1, "images per process and forward; does not change the numbers")
     loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
-    learning_rate: NonNegative = option(3e-4, "of AdamW, after the warm-up")
+    learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
     lr_warmup_steps: Whole = option(0, "optimizer steps of linear warm-up")
-    adam_beta1: Decay = option(0.9, "AdamW: decay of the first moment")
-    adam_beta2: Decay = option(0.999, "AdamW: decay of the second moment")
-    adam_weight_decay: NonNegative = option(1e-4, "AdamW: decoupled weight decay, times the learning rate")
-    adam_epsilon: Positive = option(1e-8, "AdamW: added to the root of the second moment")
-    use_8bit_adam: bool = option(False, "keep AdamW's state in 8 bits (bitsandbytes)")
+    adam_beta1: Decay = option(0.9, "AdamW decay of the first moment")
+    adam_beta2: Decay = option(0.999, "AdamW decay of the second moment")
+    adam_weight_decay: NonNegative = option(1e-4, "AdamW decoupled weight decay")
+    adam_epsilon: Positive = option(1e-8, "AdamW term added to the root of the second moment")
+    use_8bit_adam: bool = option(False, "AdamW state in 8 bits (bitsandbytes)")
     sharding: Literal["fsdp2"] | None = option(
-        None, "fsdp2 = shard the transformer over processes; None = as accelerate was started"
+        None, "transformer sharded over processes; None: as accelerate was started"
     )
-    max_grad_norm: Positive = option(1.0, "gradients are scaled down to this norm")
+    max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Count = option(1, "passes over the samples of an epoch")
-    gradient_step_per_epoch: Count | None = option(
-        None, "optimizer steps per inner epoch; None = 2 (nft, awm, dgpo: 1)"
-    )
-    timesteps: Steps | None = option(None, "step indices to train on; None = the epoch's noise steps")
+    gradient_step_per_epoch: Count | None = option(None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)")
+    timesteps: Steps | None = option(None, "step indices to train on; None: the epoch's noise steps")
     num_sigmas: Count | None = option(
-        None, "σ an epoch of nft, awm and dgpo, spread over the schedule; None = awm 6, dgpo 4, nft its noise steps"
+        None, "σ values per epoch of nft, awm and dgpo; None: awm 6, dgpo 4, nft its noise steps"
     )
     sigma_fraction: Annotated[Positive, Field(le=1)] = option(
-        0.9, "share of the schedule, from its noisy end, that they come from"
+        0.9, "share of the schedule, from its noisy end, that σ values come from"
     )
-    sigma_one: bool = option(False, "σ = 1 is among them")
-    clip_range: NonNegative = option(1e-4, "the ratio is clipped to 1 ± this (ppo, guard_grpo)")
-    adv_clip_max: Positive = option(5.0, "advantages are clipped to ± this")
+    sigma_one: bool = option(False, "σ = 1 among the trained σ values")
+    clip_range: NonNegative = option(1e-4, "clipping range of the ratio around 1 (ppo, guard_grpo)")
+    adv_clip_max: Positive = option(5.0, "largest absolute advantage")
     beta: NonNegative = option(0.0, "weight of the KL term against the base model")
-    nft_beta: Positive = option(1.0, "β of nft: how far v⁺ and v⁻ lie from the old velocity")
-    decay_type: Literal[0, 1, 2] | None = option(None, "schedule of nft's old adapter; None = 1")
+    nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
+    decay_type: Literal[0, 1, 2] | None = option(None, "schedule of nft's old adapter; None: 1")
     awm_weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
-        "ghuber", "of awm's matching error e at σ: e, σe, σ²e, σ√e or 4σe^¼"
+        "ghuber", "weight of awm's matching error at σ: 1, σ, σ², √σ or 4σ^¼"
     )
-    awm_clip_range: NonNegative = option(1.0, "awm's ratio is clipped to 1 ± this")
-    awm_slow_beta: NonNegative = option(1.0, "awm: weight of the distance to a slow copy of the adapter; 0 = none")
-    dgpo_beta: Positive = option(100.0, "β of dgpo: how soon a group that is in order stops counting")
+    awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
+    awm_slow_beta: NonNegative = option(1.0, "weight of awm's distance to a slow copy of the adapter")
+    dgpo_beta: Positive = option(100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner")
     dgpo_reference: Literal["base", "guided", "slow"] = option(
-        "base",
-        "of dgpo's group: the base model, the base model with true CFG (images are then sampled without), or a slow copy",
+        "base", "reference of dgpo's group: base model, base model with true CFG, or slow copy"
     )
     dgpo_clip_range: Positive | None = option(
-        1e-2, "dgpo masks samples that moved further than this from the slow copy; None = never"
+        1e-2, "distance from the slow copy beyond which dgpo masks a sample; None: never"
     )
     dppo_divergence: Positive = option(1e-5, "τ of flow_dppo: mean divergence above which a step must move back")
     old_log_prob: Literal["auto", "rollout", "recompute"] = option(
-        "auto", "where they come from; auto = recomputed if the first ratio is too far from 1"
+        "auto", "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1"
     )
-    ema: bool = option(True, "average the trained weights; evaluation and saved adapters use the average")
-    ema_decay: Decay = option(0.9, "its decay at optimizer step s is min((1+s)/(10+s), this)")
+    ema: bool = option(True, "average of the trained weights, used in evaluation and saved adapters")
+    ema_decay: Decay = option(0.9, "decay of the average: min((1+s)/(10+s), this) at step s")
     ema_update_interval: Count = option(8, "optimizer steps between updates of the average")
     lora_rank: Count = option(64, "rank of the adapter")
-    lora_alpha: Count = option(128, "the adapter is scaled by lora_alpha / lora_rank")
+    lora_alpha: Count = option(128, "scale of the adapter: lora_alpha / lora_rank")
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(
-        "default", "layers with a LoRA: default, attention, names (ends of module names) or a regular expression"
+        "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
-    lora_path: str | None = option(None, "adapter to start from: folder or hub name, in PEFT or diffusers format")
+    lora_path: str | None = option(None, "adapter to start from: folder or hub name")
     reference: Literal["base", "start"] = option(
-        "base", "of the KL term and the health probe: the base model, or the adapter of lora_path (start)"
+        "base", "reference of the KL term and the health probe: base model, or adapter of lora_path (start)"
     )
     best_and_worst: Annotated[int, Field(ge=2, lt=2**31)] | None = option(
         None, "images of each group that are trained on: the best half and the worst half of them; None = all"
     )
-    rank_grpo: bool = option(False, "replace rewards by their rank within the group")
-    max_missing_reward_fraction: Share = option(0.1, "of an epoch's images; above it the run saves and stops")
-    stop_on_collapse: bool = option(False, "save and stop at a sign of collapse (see health); False = only warn")
+    rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
+    max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
+    stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")
     watch_test_rewards: bool = option(False, "also score every epoch's samples with the rewards that only the test has")
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "{name: {argument: value}} of the rewards")
     aggregate_fn: str | dict[str, JsonValue] | Callable[..., Any] | None = option(
-        None, "name, package.module:function or function; None = weighted sum"
+        None, "name, package.module:function or function; None: weighted sum"
     )
     aggregate_fn_kwargs: Arguments = option({}, "arguments of a built-in aggregate_fn, such as threshold")
 
@@ -194,21 +189,19 @@ class TestOptions:
     resolution: Pixels = option(1024, "side in pixels of a square image; other shapes keep its area")
     batch_size: Count = option(1, "images per process and forward")
     num_steps: Count = option(20, "denoising steps")
-    at_start: bool = option(True, "evaluate before the first update")
-    num_images: Count | None = option(None, "number of test items; None = all of them")
-    seed: Seed | None = option(None, "of the initial noise; None = config.seed")
-    save_eval_images: bool = option(True, "save every image; False = only the contact sheet")
-    reward_fn: Weights = option({}, "as in train; empty = the rewards of train")
-    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option(
-        {}, "as in train; a name that is not here has those of train"
-    )
+    at_start: bool = option(True, "evaluation before the first update")
+    num_images: Count | None = option(None, "number of test items; None: all")
+    seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
+    save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
+    reward_fn: Weights = option({}, "rewards of the evaluation; empty: those of train")
+    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "their arguments; missing names: as in train")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class HealthOptions:
     """Limits beyond which an epoch is reported as a sign of collapse."""
 
-    probe_images: Whole = option(4, "test items to measure the distance to the base model on; 0 = off")
+    probe_images: Whole = option(4, "test items that measure the distance to the base model; 0: off")
     max_velocity_change: NonNegative = option(0.75, "of their velocity, relative to the base model's")
     max_contrast_change: AtLeastOne = option(2.0, "factor against the first epoch; also of latents")
     max_detail_change: AtLeastOne = option(3.0, "factor against the first epoch")
@@ -226,11 +219,11 @@ class HealthOptions:
 class SpeedOptions:
     """How the same numbers are computed faster. What changes them, if only by rounding, is off by default."""
 
-    compile: bool = option(False, "torch.compile of the transformer's blocks; equal up to rounding, slow first epoch")
-    attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None = its default")
+    compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
+    attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None: its default")
     fused_adam: bool | None = option(None, "one kernel for a whole AdamW step; None = on CUDA")
-    offload_text_encoders: bool | None = option(None, "keep text encoders in main memory between uses; None = on CUDA")
-    offload_vae: bool = option(False, "keep the VAE in main memory between uses")
+    offload_text_encoders: bool | None = option(None, "text encoders in main memory between uses; None: on CUDA")
+    offload_vae: bool = option(False, "VAE in main memory between uses")
     overlap_decode: bool | None = option(None, "decode a batch while the next one is sampled; None = on CUDA")
 
 
@@ -240,9 +233,9 @@ class RunOptions:
 
     project_name: str = option("PaCo-RL", "project in wandb or swanlab")
     run_name: Annotated[str, AfterValidator(_folder_name)] = option(
-        "", "folder of the run in save_dir; empty = configuration name, date and time"
+        "", "folder of the run in save_dir; empty: configuration name and time"
     )
-    seed: Seed = option(42, "of samples, noise, shuffling and the adapter's initialization")
+    seed: Seed = option(42, "seed of samples, noise, shuffling and the adapter")
     save_dir: str = option("runs", "folder that holds the folders of runs")
     save_freq: Whole = option(10, "epochs between checkpoints; 0 = only at the end")
     eval_freq: Whole = option(10, "epochs between evaluations; 0 = only at the end")
@@ -250,23 +243,25 @@ class RunOptions:
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = option(False, "resume with another model, prompt set, adapter or objective than before")
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
-    max_train_minutes: NonNegative | None = option(None, "of training epochs, then stop; None = no limit")
-    logging_platform: str = option("tensorboard", "wandb, swanlab, tensorboard or none")
-    enable_mem_log: bool = option(False, "log the peak memory of every epoch")
+    max_train_minutes: NonNegative | None = option(None, "minutes of training epochs, then stop; None: no limit")
+    logging_platform: Literal["tensorboard", "wandb", "swanlab", "none"] = option("tensorboard", "tracker of metrics")
+    enable_mem_log: bool = option(False, "peak memory of every epoch in the log")
 
     dataset: str = option("", "folder of the prompt set")
-    prompt_fn: str = option("geneval", "kind of prompt set: geneval, general_ocr, text, geneval_image or arrow_editing")
+    prompt_fn: Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"] = option(
+        "geneval", "kind of prompt set"
+    )
     item_size: Literal["exact", "aspect"] = option(
-        "exact", "exact = items' height and width; aspect = only their shape, with the resolution's area"
+        "exact", "height and width of items: exact, or only their aspect with the resolution's area"
     )
     max_sequence_length: Whole = option(512, "text tokens; 0 = the longest prompt, up to a multiple of 64")
 
     mixed_precision: Literal["bf16", "no"] = option("bf16", "precision of forwards")
     allow_tf32: bool = option(True, "TF32 in float32 matrix products on the GPU")
-    use_lora: bool = option(True, "train a LoRA adapter; False = the whole transformer")
+    use_lora: bool = option(True, "LoRA adapter; False: the whole transformer is trained")
     enable_gradient_checkpointing: bool = option(False, "less memory for one more forward in training")
     per_prompt_stat_tracking: bool = option(True, "advantages relative to the group of a prompt")
-    num_threads: Count | None = option(None, "CPU threads per process; None = cores / processes")
+    num_threads: Count | None = option(None, "CPU threads per process; None: cores / processes")
 
     pretrained: PretrainedOptions = Field(default_factory=PretrainedOptions)
     sample: SampleOptions = Field(default_factory=SampleOptions)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from paco_grpo.advantages.aggregation import describe
-from paco_grpo.data.prompts import KINDS, DataError
-from paco_grpo.monitoring.trackers import TRACKERS
+from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
-from paco_grpo.options import OPTIONS, PUBLISHED, ConfigError, RunOptions
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
 from paco_grpo.policies.hub import hub_folder
 from paco_grpo.policies.lora import find_lora
@@ -45,11 +44,6 @@ def raise_if_any(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def contradictions(options: RunOptions) -> list[str]:
-    """Options that contradict each other: a line for each, beginning with the option's name."""
-    return [problem for rule in (_noise, _tail, _training, _rewards) for problem in rule(options)]
-
-
 def check_run(options: RunOptions) -> Objective:
     """Refuse options that contradict each other, the objective, the rewards or the model.
 
@@ -63,30 +57,13 @@ def check_run(options: RunOptions) -> Objective:
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
     train, problems, objective = options.train, contradictions(options), None
-    for name, value, known in (
-        ("prompt_fn", options.prompt_fn, [*KINDS]),
-        ("logging_platform", options.logging_platform, [*TRACKERS]),
-        ("pretrained.quantize", options.pretrained.quantize, [None, *quantize.KINDS]),
-    ):
-        if value not in known:
-            names = [choice for choice in known if choice]
-            published = PUBLISHED.get(f"{name}={value}")
-            hint = f" Here it is {published}." if published else did_you_mean(str(value), names)
-            problems.append(f"{name}={value!r} is unknown.{hint} Known: {', '.join(names)}")
-    for name, value in (
-        ("pretrained.quantize", options.pretrained.quantize),
-        ("sample.tail_weights", options.sample.tail_weights),
-    ):
-        if value in quantize.KINDS and (problem := quantize.missing_library()):
-            problems.append(f"{name}={value!r}: {problem}")
+    if train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append("train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]'")
+    if options.pretrained.quantize and (problem := quantize.missing_library()):
+        problems.append(f"pretrained.quantize={options.pretrained.quantize!r}: {problem}")
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         problems.append(f"speed.attention={problem}")
-    if train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
-        problems.append(
-            "train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]', or set it to False"
-        )
-    for group in ("train", "test"):
-        names = getattr(options, group).reward_fn
+    for group, names in (("train", train.reward_fn), ("test", options.test.reward_fn)):
         for look_up in (lambda: reward_weights(dict.fromkeys(names, 1.0)), *(partial(find_factory, n) for n in names)):  # noqa: B023
             try:
                 look_up()
@@ -94,9 +71,6 @@ def check_run(options: RunOptions) -> Objective:
                 problems.append(f"{group}.reward_fn: {error}")
     try:
         describe(train.aggregate_fn)
-    except ValueError as error:
-        problems.append(str(error).removeprefix("config."))
-    try:
         objective = get_objective(train.loss_type).for_run(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
@@ -111,79 +85,51 @@ def check_run(options: RunOptions) -> Objective:
     return objective
 
 
-def _noise(options: RunOptions) -> Iterator[str]:
-    sample = options.sample
-    for step in sample.noise_steps:
-        if not 0 <= step < sample.num_steps:
-            yield (
-                f"sample.noise_steps has step {step}, but sample.num_steps={sample.num_steps}: steps are 0 to "
-                f"{sample.num_steps - 1}"
-            )
-    if len(set(sample.noise_steps)) != len(sample.noise_steps):
-        yield f"sample.noise_steps={sample.noise_steps} names a step twice"
-    if sample.num_noise_steps is not None and sample.num_noise_steps > len(sample.noise_steps):
-        yield f"sample.num_noise_steps={sample.num_noise_steps} is more than sample.noise_steps has"
-    if options.train.timesteps == ():
-        yield "train.timesteps is empty; None trains on every noise step"
-
-
-def _tail(options: RunOptions) -> Iterator[str]:
-    sample = options.sample
-    for name in ("tail_steps", "tail_order", "tail_cache", "tail_weights"):
-        value = getattr(sample, name)
-        if value != OPTIONS[f"sample.{name}"].default and not (sample.noise_steps and sample.noise_level):
-            yield f"sample.{name}={value!r} changes the steps after the last noise step, but sampling has no noise"
-    if sample.tail_cache and options.speed.compile:
-        yield "sample.tail_cache cannot be used with speed.compile=True: each forward decides which blocks to skip"
-    if sample.tail_weights == "int8":
-        if options.pretrained.quantize is not None:
-            yield "sample.tail_weights='int8' needs an unquantized base: use it or pretrained.quantize, not both"
-        if options.speed.compile:
-            yield "sample.tail_weights='int8' cannot be used with speed.compile=True: it replaces compiled layers"
-
-
-def _training(options: RunOptions) -> Iterator[str]:
-    train, kind = options.train, options.pretrained.quantize
-    if options.speed.fused_adam and train.use_8bit_adam:
-        yield "speed.fused_adam=True cannot be used with train.use_8bit_adam=True, which has its own kernels"
-    if not options.use_lora and train.beta > 0:
-        yield "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"
-    if not options.use_lora and train.lora_path is not None:
-        yield "train.lora_path needs use_lora=True"
-    if train.reference == "start" and train.lora_path is None:
-        yield "train.reference='start' needs train.lora_path, the adapter to start from"
-    if kind is None:
-        return
-    if not options.use_lora:
-        yield f"pretrained.quantize={kind!r} needs use_lora=True: quantized weights cannot be trained"
-    if options.sample.merge_lora:
-        yield f"sample.merge_lora=True cannot be used with pretrained.quantize={kind!r}: the LoRA would be rounded away"
-    if train.sharding is not None:
-        yield f"train.sharding={train.sharding!r} cannot be used with pretrained.quantize={kind!r}"
-    if options.speed.compile:
-        yield f"speed.compile=True is not supported with pretrained.quantize={kind!r}"
-
-
-def _rewards(options: RunOptions) -> Iterator[str]:
-    if not options.dataset:
-        yield "dataset is empty; give the folder of the prompt set"
-    if not options.train.reward_fn:
-        yield "train.reward_fn is empty; give a reward, e.g. --config.train.reward_fn.jpeg_compressibility=1"
-    elif not any(options.train.reward_fn.values()):
-        yield "train.reward_fn has only rewards of weight 0, which are monitored; give one a weight"
-    known = {**options.train.reward_fn, **options.test.reward_fn}
-    for group in ("train", "test"):
-        for name in getattr(options, group).reward_fn_kwargs:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                yield f"{group}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{hint}"
-    short_names = [name.rsplit(":", 1)[-1] for name in options.train.reward_fn]
-    for name in options.train.aggregate_fn_kwargs.get("reward_weights") or ():
-        if name not in short_names:
-            yield (
-                f"train.aggregate_fn_kwargs.reward_weights has {name!r}, which is not in train.reward_fn."
-                f"{did_you_mean(name, short_names)}"
-            )
+def contradictions(options: RunOptions) -> list[str]:
+    """Options that contradict each other: a line for each, beginning with the option's name."""
+    sample, train, kind = options.sample, options.train, options.pretrained.quantize
+    steps, group, latents = sample.noise_steps, sample.num_images_per_prompt, sample.latents_per_prompt
+    noisy = bool(steps and sample.noise_level)
+    rules = (
+        (not options.dataset, "dataset is empty; give the folder of the prompt set"),
+        (not train.reward_fn, "train.reward_fn is empty; give a reward: --config.train.reward_fn.jpeg_compressibility=1"),
+        (max(steps, default=0) >= sample.num_steps,
+         f"sample.noise_steps={steps}: with sample.num_steps={sample.num_steps}, steps are 0 to {sample.num_steps - 1}"),
+        (len({*steps}) < len(steps), f"sample.noise_steps={steps} names a step twice"),
+        ((sample.num_noise_steps or 0) > len(steps), "sample.num_noise_steps is more than sample.noise_steps has"),
+        (train.timesteps == (), "train.timesteps is empty; None trains on every noise step"),
+        (sample.tail_steps is not None and not noisy, "sample.tail_steps needs noise: it shortens what follows it"),
+        (sample.tail_order != 1 and not noisy, "sample.tail_order needs noise: it changes the steps that follow it"),
+        ((sample.tail_cache or sample.tail_weights) and not noisy, "sample.tail_cache and sample.tail_weights need noise"),
+        ((sample.tail_cache or sample.tail_weights) and options.speed.compile,
+         "speed.compile cannot be used with sample.tail_cache or sample.tail_weights"),
+        (sample.tail_weights and kind, "sample.tail_weights needs an unquantized base, without pretrained.quantize"),
+        (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
+        ((train.best_and_worst or 0) > group, f"train.best_and_worst is more than the {group} images of a group"),
+        (latents > 1 and not sample.same_latent, "sample.latents_per_prompt has no effect without sample.same_latent"),
+        (train.reward_fn and not any(train.reward_fn.values()),
+         "train.reward_fn has only rewards of weight 0, which are monitored; give one a weight"),
+        (train.reference == "start" and train.lora_path is None, "train.reference='start' needs train.lora_path"),
+        (train.lora_path is not None and not options.use_lora, "train.lora_path needs use_lora=True"),
+        (train.beta > 0 and not options.use_lora,
+         "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"),
+        (kind and not options.use_lora, "pretrained.quantize needs use_lora=True: quantized weights cannot be trained"),
+        (kind and sample.merge_lora, "sample.merge_lora cannot be used with pretrained.quantize: the LoRA would be rounded away"),
+        (kind and train.sharding, "train.sharding cannot be used with pretrained.quantize"),
+        (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
+    )  # fmt: skip
+    rewards = {**train.reward_fn, **options.test.reward_fn}
+    trained = [name.rsplit(":", 1)[-1] for name in train.reward_fn]
+    names = [("train.reward_fn_kwargs", name, rewards) for name in train.reward_fn_kwargs]
+    names += [("test.reward_fn_kwargs", name, rewards) for name in options.test.reward_fn_kwargs]
+    weights = train.aggregate_fn_kwargs.get("reward_weights") or ()
+    names += [("train.aggregate_fn_kwargs.reward_weights", name, trained) for name in weights]
+    unknown = [
+        f"{option} has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"
+        for option, name, known in names
+        if name not in known
+    ]
+    return [problem for applies, problem in rules if applies] + unknown
 
 
 def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
@@ -193,12 +139,6 @@ def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[s
     steps = train.gradient_step_per_epoch or objective.gradient_steps
     if steps > images:
         yield f"train.gradient_step_per_epoch={steps} is more than the {images} images of an epoch"
-    if train.best_and_worst is not None and train.best_and_worst > sample.num_images_per_prompt:
-        yield f"train.best_and_worst={train.best_and_worst} is more than the {sample.num_images_per_prompt} images of a group"
-    if sample.num_images_per_prompt % sample.latents_per_prompt:
-        yield f"sample.latents_per_prompt={sample.latents_per_prompt} does not divide the {sample.num_images_per_prompt} images of a group"
-    if sample.latents_per_prompt > 1 and not sample.same_latent:
-        yield f"sample.latents_per_prompt={sample.latents_per_prompt} has no effect without sample.same_latent"
     if train.decay_type and not objective.snapshots:
         yield f"train.decay_type={train.decay_type} has no effect: train.loss_type={train.loss_type!r} keeps no old policy"
     if not options.use_lora and objective.snapshots:
@@ -220,7 +160,7 @@ def check_model(options: RunOptions) -> None:
                 "train.dgpo_reference='guided' needs train.loss_type='dgpo' and a model with true CFG, which "
                 "sample.guidance_scale and sample.negative_prompt turn on"
             )
-    if not policy_class(model).has_block_cache and sample.tail_cache:
+    if sample.tail_cache and not policy_class(model).has_block_cache:
         problems.append(f"sample.tail_cache={sample.tail_cache:g}: the transformer of {model} has no cache; set it to 0")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
