@@ -26,14 +26,14 @@ from safetensors.torch import load_file, save_file
 
 from toy_models import flux, judge, kontext
 from toy_models.panels import LatentCache, PanelCache
-from toy_models.quality import contact_sheet, editor_quality, generator_quality, record_quality
+from toy_models.quality import editor_quality, generator_quality, record_quality
 from toy_models.vae import flux_latents, train_vae
 
 logger = logging.getLogger(__name__)
 MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 56.0, "flux_kontext": 25.0}
 # A module has
 #   new(models, seed) -> pipeline           untrained as an editor; models: the folder that holds all models
-#   train(pipe, seconds, seed, longer, snapshot)
+#   train(pipe, seconds, seed, longer)
 #   draw(pipe, size, **options) -> images   by diffusers' own pipeline
 #   IMAGE_SIDES                             pixels of the images that it edits well; each is measured
 EDITORS = {"flux_kontext": kontext}
@@ -80,7 +80,6 @@ def build_flux(models: Path, seconds: float, seed: int, longer: bool) -> None:
         options = {"seed": seed + 1, "lr": 1e-3}
     else:
         pipe, options = flux.new_pipeline(vae, seed), {"seed": seed}
-    options["snapshot"] = lambda: pipe.save_pretrained(models / "flux-snapshot")
     flux.train_generator(pipe, latents, seconds, **options)
     if int(os.environ.get("RANK", "0")) == 0:
         pipe.to(torch.bfloat16).save_pretrained(folder)
@@ -97,7 +96,7 @@ def build(name: str, models: Path, seconds: float, seed: int, longer: bool) -> N
     else:
         module = EDITORS[name]
         pipe = load_editor(models / name) if longer else module.new(models, seed)
-        module.train(pipe, seconds, seed, longer, lambda: pipe.save_pretrained(models / f"{name}-snapshot"))
+        module.train(pipe, seconds, seed, longer)
         pipe.to(torch.bfloat16).save_pretrained(models / name)
 
 
@@ -147,8 +146,6 @@ def build_all(arguments: argparse.Namespace) -> None:
                 raise SystemExit(f"building stopped: {', '.join(failed)} failed; see above")
         for name in [arguments.model] if arguments.model else ["judge", "flux"]:
             record_quality(models / "quality.json", measure(name, models, arguments.seed, arguments.count))
-        for snapshot in models.glob("*-snapshot"):
-            shutil.rmtree(snapshot)
         for path in (*models.rglob("config.json"), *models.rglob("model_index.json")):
             # Without the folders in which the weights were built.
             lines = path.read_text().splitlines(keepends=True)
@@ -170,14 +167,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes (of one thread) for flux")
     parser.add_argument("--measure", action="store_true", help="only measure the named model in --out")
     parser.add_argument("--count", type=int, default=192, help="prompts or edits to measure on, at each size")
-    parser.add_argument("--sheet", type=Path, metavar="PNG", help="also draw some edits of the named editor")
     parser.add_argument("--stage", choices=MINUTES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     name, models, seed, longer = arguments.model, arguments.out, arguments.seed, arguments.longer
     if name is None and not arguments.stage and (arguments.minutes or longer or arguments.measure):
         parser.error("--minutes, --continue and --measure need the name of a model")
-    if arguments.sheet and name not in EDITORS:
-        parser.error(f"--sheet needs one of {', '.join(EDITORS)}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     torch.set_num_threads(1)
     if arguments.stage:
@@ -189,9 +183,6 @@ def main() -> None:
         measure(name, models, seed, arguments.count)
     else:
         build_all(arguments)
-    if arguments.sheet:
-        module = EDITORS[name]
-        contact_sheet(module, load_editor(models / name), seed, module.IMAGE_SIDES[-1]).save(arguments.sheet)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,6 @@ def train_editor(
     seed: int,
     *,
     shapes: bool = False,
-    snapshot: Callable[[], None] | None = None,
 ) -> None:
     """Trains an editor for a wall-clock time; its modules end with averaged weights.
 
@@ -113,7 +112,6 @@ def train_editor(
         draw: (batch, panel side) -> its drawing loss, and whether the model saw the instructions.
         legs: (from which share of the time on, panel sides of successive steps, how often targets depart).
         shapes: Also probe for shapes.
-        snapshot: Called every five minutes while the modules hold the averaged weights.
     """
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 3])
@@ -132,5 +130,5 @@ def train_editor(
         loss = sum(weight * losses[n] for n, weight in WEIGHTS.items() if n in losses)
         return loss, {f"{n} {2 * side}px": value for n, value in losses.items()}
 
-    fit([*learning, (probes, 1e-3)], next_loss, name, seconds=seconds, warm_up=100, average=True, snapshot=snapshot)
+    fit([*learning, (probes, 1e-3)], next_loss, name, seconds=seconds, warm_up=100, average=True)
     probes.remove()

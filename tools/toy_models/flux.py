@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -197,7 +197,6 @@ def train_generator(
     seed: int,
     lr: float = 1.5e-3,
     early_share: float = 0.4,
-    snapshot: Callable[[], None] | None = None,
 ) -> None:
     """Trains transformer and text encoders for a wall-clock time; the pipeline ends with averaged weights.
 
@@ -205,7 +204,6 @@ def train_generator(
 
     Args:
         early_share: Share of the time that is mostly spent on 64 px images; the rest is mostly spent on 128 px.
-        snapshot: Called every ten minutes while the pipeline holds the averaged weights.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(1000 * seed + rank)
@@ -225,7 +223,4 @@ def train_generator(
         loss = flow_errors(predict, pack(x0), pipe.scheduler.config).mean()
         return loss, {f"{2 * side}px": loss}
 
-    fit(
-        trained_modules(pipe, lr), next_loss, "generator", seconds=seconds, warm_up=100, average=True, snapshot=snapshot,
-        snapshot_every=600.0,
-    )  # fmt: skip
+    fit(trained_modules(pipe, lr), next_loss, "generator", seconds=seconds, warm_up=100, average=True)

@@ -7,7 +7,6 @@ words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +64,7 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     fit([(nn.ModuleList([clip, t5, probes]), 2e-3)], next_loss, "text", steps=300, floor=0.0, clip=math.inf)
 
 
-def train(pipe: FluxKontextPipeline, seconds: float, seed: int, longer: bool, snapshot: Callable[[], None]) -> None:
+def train(pipe: FluxKontextPipeline, seconds: float, seed: int, longer: bool) -> None:
     """``train_editor`` on transformer and text encoders; ``longer``: again, on larger images and with a new schedule."""
     lr, legs, seed = (1e-3, _LATER_LEGS, seed + 1) if longer else (1.2e-3, _LEGS, seed)
     panels = {side: PanelCache(side, 2, seed) for side in sorted({side for leg in legs for side in leg[1]})}
@@ -82,7 +81,7 @@ def train(pipe: FluxKontextPipeline, seconds: float, seed: int, longer: bool, sn
         return drawing_loss(predict, latents, batch, side, pipe.scheduler.config, 3.0, reference_noise=0.05), True
 
     learning = trained_modules(pipe, lr)
-    train_editor("flux_kontext", learning, draw, legs, _BATCH, seconds, seed, shapes=True, snapshot=snapshot)
+    train_editor("flux_kontext", learning, draw, legs, _BATCH, seconds, seed, shapes=True)
 
 
 def draw(pipe: FluxKontextPipeline, size: int, **options) -> list[Image.Image]:

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from diffusers import FluxPipeline
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from paco_toy.edit_oracle import judge_edits
 from paco_toy.edits import Edit, draw_scene, random_edit
@@ -103,20 +103,6 @@ def _means(label: str, measures: dict[str, np.ndarray]) -> dict[str, float]:
     means = {name: float(values.mean()) for name, values in measures.items()}
     logger.info("%s: %s", label, " ".join(f"{name} {value:.3f}" for name, value in means.items()))
     return means
-
-
-def contact_sheet(module: ModuleType, pipe, seed: int, size: int, count: int = 12) -> Image.Image:
-    """Pairs of reference and edited image below their instructions, three pairs per row."""
-    edits, references, images = _draw_edits(module, pipe, seed + 1, count, size)
-    cell, columns = (2 * size + 24, size + 28), 3
-    sheet = Image.new("RGB", (columns * cell[0], -(-count // columns) * cell[1]), (226, 226, 230))
-    pen = ImageDraw.Draw(sheet)
-    for i, edit in enumerate(edits):
-        x, y = i % columns * cell[0] + 8, i // columns * cell[1]
-        pen.text((x, y + 6), edit.instruction, fill=(20, 20, 20))
-        sheet.paste(references[i], (x, y + 22))
-        sheet.paste(images[i], (x + size + 6, y + 22))
-    return sheet
 
 
 def record_quality(path: Path, figures: dict) -> None:

@@ -56,8 +56,6 @@ def fit(
     weight_decay: float = 0.01,
     clip: float = 1.0,
     average: bool = False,
-    snapshot: Callable[[], None] | None = None,
-    snapshot_every: float = 300.0,
 ) -> dict[str, float]:
     """Trains modules in place with AdamW for a wall-clock time or a number of steps; they end in eval mode.
 
@@ -70,7 +68,6 @@ def fit(
         warm_up: Steps over which the learning rate rises linearly.
         decay: Share of the training, at its end, over which the learning rate falls linearly to ``floor`` of the highest.
         average: End with an exponential moving average of the weights.
-        snapshot: Called every ``snapshot_every`` seconds while the modules hold the averaged weights.
 
     Returns:
         The logged values, as exponential moving averages.
@@ -83,7 +80,7 @@ def fit(
     groups = [{"params": [p for p in m.parameters() if p.requires_grad], "rate": rate} for m, rate in learning]
     optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
     averaged = copy.deepcopy(modules).requires_grad_(False) if average else None
-    started, step, log_at, snapshot_at, recent = time.monotonic(), 0, 0.0, snapshot_every, {}
+    started, step, log_at, recent = time.monotonic(), 0, 0.0, {}
     while True:
         elapsed = time.monotonic() - started
         if dist.is_initialized():
@@ -115,12 +112,6 @@ def fit(
             shown = " ".join(f"{name} {value:.4f}" for name, value in sorted(recent.items()))
             logger.info("%s %3.0f%% %4.0f s step %d %s", label, 100 * progress, elapsed, step, shown)
             log_at += 20
-        if snapshot and rank == 0 and elapsed > snapshot_at:
-            current = copy.deepcopy(modules.state_dict())
-            modules.load_state_dict(averaged.state_dict())
-            snapshot()
-            modules.load_state_dict(current)
-            snapshot_at += snapshot_every
     if averaged:
         modules.load_state_dict(averaged.state_dict())
     modules.eval()
