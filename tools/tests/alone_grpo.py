@@ -1,6 +1,6 @@
 """What test_alone.py runs in an environment with PaCo-GRPO alone.
 
-    python alone_grpo.py prepare FOLDER      tiny CLIP weights, a judge that answers every question, an editing set
+    python alone_grpo.py prepare FOLDER      tiny CLIP weights, a tiny editor, a judge that answers every question, an editing set
     python alone_grpo.py score FOLDER PORT   one score of each reward
 """
 
@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from tiny_clip import save_clip, save_open_clip  # PaCo-GRPO/tests
+from tiny_clip import save_clip, save_open_clip  # PaCo-GRPO/tests, as the next one
+from tiny_qwen_edit import build_tiny_qwen_edit
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_grpo.rewards.registry import build_rewards
@@ -25,6 +26,7 @@ TOY_JUDGE = Path("../quickstart/models/judge")
 def prepare(folder: Path) -> None:
     save_clip(folder / "clip")
     save_open_clip(folder / "open_clip")
+    build_tiny_qwen_edit(folder / "qwen_image_edit")
 
     # All tokens but Yes and No have the logit 0, so that one of those two is always the most probable token.
     judge, processor = AutoModelForImageTextToText.from_pretrained(TOY_JUDGE), AutoProcessor.from_pretrained(TOY_JUDGE)

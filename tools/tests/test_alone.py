@@ -91,7 +91,7 @@ def test_paco_grpo(place, tmp_path):
         def train(script: str, name: str, model: str, kwargs: dict, **options) -> dict:
             """The last epoch's metrics of a short run of a published configuration with toy weights."""
             options |= {
-                "pretrained.model": f"../quickstart/models/{model}", "run_name": name, "mixed_precision": "no",
+                "pretrained.model": model, "run_name": name, "mixed_precision": "no",
                 "train.resolution": 64, "test.resolution": 64, "num_epochs": 1, "sample.num_images_per_prompt": 2,
                 "sample.unique_sample_num_per_epoch": 2, "test.num_steps": 2, "test.num_images": 1,
                 "train.reward_fn_kwargs": kwargs,
@@ -102,12 +102,12 @@ def test_paco_grpo(place, tmp_path):
 
         served = {"port": int(port), "model": "Paco-Reward-7B"}
         clip = {"pickscore": {"model": f"{made}/clip", "processor": f"{made}/clip"}, "subfig_clipT": {"model": f"local-dir:{made}/open_clip"}}
-        row = train("train_flux", "t2is", "flux", {"consistency_score": served} | clip, max_sequence_length=32)
+        row = train("train_flux", "t2is", "../quickstart/models/flux", {"consistency_score": served} | clip, max_sequence_length=32)
         assert row["reward/missing_share"] == 0 and {f"reward/{name}_mean" for name in ("consistency_score", *clip)} <= set(row)
         edits = {"dataset": made, "sample.num_steps": 6}
         for script, name, model in (
-            ("train_flux_kontext", "kontext_editing", "flux_kontext"),
-            ("train_qwenimage_edit", "qwen_editing", "qwen_image_edit"),
+            ("train_flux_kontext", "kontext_editing", "../quickstart/models/flux_kontext"),
+            ("train_qwenimage_edit", "qwen_editing", f"{made}/qwen_image_edit"),
         ):
             row = train(script, name, model, {"consistency_for_editing": served}, max_sequence_length=8, **edits)
             assert row["reward/missing_share"] == 0
