@@ -62,6 +62,6 @@ def data_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def scorer(judge_dir):
     """The random judge, loaded."""
-    from paco_reward.scorer import JudgeScorer
+    from paco_judge.scorer import JudgeScorer
 
     return JudgeScorer.from_pretrained(judge_dir, batch_size=4)

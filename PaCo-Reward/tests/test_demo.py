@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Verdict
 from paco_reward import sheet
 from paco_reward.answers import Answers, Asked, questions_about
 from paco_reward.cli import main
 from paco_reward.demo import asked_about
 from paco_reward.errors import PacoRewardError
-from paco_reward.scorer import JudgeScorer
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 

@@ -11,13 +11,13 @@ from training_tools import adapter, train_config
 
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
+from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_reward import overlay, worker
 from paco_reward.cli import main
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
-from paco_reward.families import trained_limits, with_template, write_limits
-from paco_reward.scorer import JudgeScorer
+from paco_reward.families import with_template, write_limits
 
 REPO = Path(__file__).resolve().parents[2]
 FAMILIES = ("qwen3_vl", "qwen3_5")
@@ -61,7 +61,7 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(judge, data, tmp
     write_limits(served, trained_limits(tmp_path / "adapter"))
     scorer = JudgeScorer.from_pretrained(served)
     pairs, labels = labeled_pairs(data, "pairs")
-    inputs = scorer.inputs(pairs)
+    inputs = scorer.inputs([scorer.chat(pair) for pair in pairs])
     assert int(inputs["image_grid_thw"].prod(-1).max()) * 16 * 16 <= LIMIT
     for index, row in enumerate(rows):
         first = next(position for position, label in enumerate(row["labels"]) if label != -100)
@@ -149,18 +149,6 @@ def test_unknown_types_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PacoRewardError, match=r"config\.json of model .* cannot be read"):
         with_template({"model_name_or_path": str(tmp_path)})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"enable_thinking": True}, "enable_thinking: false"),
-        ({"packing": True, "neat_packing": True, "template": "qwen3_5"}, "do not mix in Qwen3.5"),
-    ],
-)
-def test_settings_that_would_spoil_the_first_token(changes, message):
-    with pytest.raises(PacoRewardError, match=message):
-        check_combinations({"first_token_weight": 0.1} | changes)
 
 
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):

@@ -12,14 +12,12 @@ import torch
 from pairing_tools import fake_judge
 from PIL import Image
 
+from paco_judge import images
 from paco_judge.client import Pair
-from paco_judge.images import encode
+from paco_judge.images import UnreadableImage, encode, load_image
 from paco_judge.questions import editing_texts, load_editing_questions, load_question
-from paco_reward import images
+from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
-from paco_reward.errors import PacoRewardError
-from paco_reward.images import open_image
-from paco_reward.scorer import JudgeScorer
 
 
 @pytest.fixture
@@ -59,11 +57,11 @@ def test_images_by_url_score_as_files(paths, web, answering_judge, capsys, monke
     assert main(["score", f"{web}/0.png", f"{web}/1.png", "--model", str(answering_judge)]) == 0
     by_url = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in by_path] == [line.split()[-1] for line in by_url]
-    with pytest.raises(PacoRewardError, match=r"nowhere\.png cannot be fetched.*404"):
-        open_image(f"{web}/nowhere.png")
-    monkeypatch.setattr(images, "LARGEST_DOWNLOAD", 100)
-    with pytest.raises(PacoRewardError, match="larger than"):
-        open_image(f"{web}/0.png")
+    with pytest.raises(UnreadableImage, match=r"nowhere\.png cannot be fetched.*404"):
+        load_image(f"{web}/nowhere.png")
+    monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)
+    with pytest.raises(UnreadableImage, match="larger than"):
+        load_image(f"{web}/0.png")
 
 
 def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, tiny, capsys):
@@ -86,12 +84,12 @@ def test_a_users_question_and_form(paths, answering_judge, tmp_path, tiny, capsy
     assert main([*command, "--theme", "boat", *form]) == 0
     shown = numbers(capsys.readouterr().out.splitlines()[0], 1)
     scorer = JudgeScorer.from_pretrained(answering_judge)
-    images = [Image.open(io.BytesIO(encode(tiny.picture(i), "jpeg"))) for i in range(2)]
-    prompt = scorer.prompt("Same boat?")
+    pictures = [Image.open(io.BytesIO(encode(tiny.picture(i), "jpeg"))) for i in range(2)]
+    prompt = scorer.prompt(scorer.chat(Pair(*pictures, "Same boat?")).messages)
     for number in (1, 2):
         prompt = prompt.replace("<|vision_start|>", f"<img{number}>: <|vision_START|>", 1)
     prompt = prompt.replace("START", "start")
-    inputs = scorer.processor(text=[prompt], images=images, return_tensors="pt")
+    inputs = scorer.processor(text=[prompt], images=pictures, return_tensors="pt")
     with torch.no_grad():
         logits = scorer.model(**inputs).logits[0, -1].double()
     ids = [
@@ -110,7 +108,7 @@ def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, caps
     question = load_question("pair").text()
     pair, longer = (Pair(tiny.picture(i), tiny.picture(i + 1), question + " x" * 9 * i) for i in (0, 2))
     expected, _ = scorer.reasons([pair, longer], 5)
-    first = int(scorer.first_token_logits([pair])[0].argmax())
+    first = int(scorer.first_token_logits([scorer.chat(pair)])[0].argmax())
     assert [expected] == scorer.reasons([pair], 5)
     assert expected.startswith(scorer.processor.tokenizer.decode(first, skip_special_tokens=True).strip())
     # The random judge answers neither Yes nor No: its reasons are printed, but no mean.
@@ -151,10 +149,14 @@ def test_over_a_server(paths, capsys, monkeypatch):
         (["accuracy", "--dataset_dir", "nowhere", "--dataset", "pairs"], "nowhere/dataset_info.json"),
         (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),
         (["score", "A", "B", "--question", "theme"], "{theme}"),
+        (["score", "A", "B", "--theme", "<|image_pad|>", "--model", "JUDGE", "--reasons"], "<|image_pad|>"),
+        (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "1x300"),
         (["score", "A", "B", "--question", "pair", "pair"], "--question"),
     ],
 )
-def test_problems_are_one_line(paths, arguments, named, capsys):
-    assert main([{"A": paths[0], "B": paths[1]}.get(argument, argument) for argument in arguments]) == 1
+def test_problems_are_one_line(paths, judge_dir, tmp_path, arguments, named, capsys):
+    Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
+    places = {"A": paths[0], "B": paths[1], "THIN": str(tmp_path / "thin.png"), "JUDGE": str(judge_dir)}
+    assert main([places.get(argument, argument) for argument in arguments]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and named in error

@@ -11,7 +11,7 @@ choose_python paco_reward
 echo "train: with $PYTHON ($PYTHON_FROM)" >&2
 
 CONFIG=config/paco_reward_lora.yaml
-if [[ $# -gt 0 && "$1" != *=* ]]; then
+if [[ $# -gt 0 && ( "$1" != *=* || "${1%%=*}" == */* || -f "$1" ) ]]; then  # a path may hold =, a key no /
     CONFIG="$1"
     shift
     [[ -f "$CONFIG" ]] && CONFIG="$(realpath "$CONFIG")"

@@ -122,14 +122,15 @@ def rehearse_judge(
         Exception: Whatever the code raises on a GPU.
         PacoRewardError: The configuration is wrong.
     """
+    from llamafactory.train.tuner import run_exp
+
     from paco_reward import overlay
-    from paco_reward.config import check_combinations, check_keys, load_config, with_accumulation
+    from paco_reward.config import check_combinations, load_config, with_accumulation
     from paco_reward.families import with_template
 
     overlay.install()
     config = load_config(file, overrides)
     check_combinations(config)
-    check_keys(config, overlay.train_arguments())
     config = with_accumulation(config, processes)
     rows = config.get("per_device_train_batch_size", 8)
     micro_batches = config.get("gradient_accumulation_steps", 1)
@@ -152,7 +153,7 @@ def rehearse_judge(
         kind = {4: "nf4", 8: "int8"}.get(bits)
         printed = contextlib.redirect_stdout(io.StringIO())  # an example of the data, thousands of tokens long
         with FakeGPU() as gpu, _seam(gpu, kind) as seen, gpu.recording(), printed:
-            overlay.run_training(with_template(small))
+            run_exp(with_template(small))
     return _scaled(gpu.meter.phases, seen, Path(file).stem, rows, micro_batches, processes, notes)
 
 

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json; several, with commas, are also reported each")
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
-    accuracy.add_argument("--max_samples", type=int, help="only the first pairs")
+    accuracy.add_argument("--max_samples", type=score_command.positive, help="only the first pairs")
     accuracy.set_defaults(command=_accuracy)
     build_command.add_parser(commands)
     return parser
@@ -70,13 +70,13 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from paco_judge.scorer import silence_transformers
     from paco_reward.datasets import labeled_pairs
     from paco_reward.export import export, synthetic_pairs
-    from paco_reward.scorer import quiet
 
     if bool(args.dataset_dir) != bool(args.dataset):
         raise PacoRewardError("--dataset_dir and --dataset go together")
-    quiet()
+    silence_transformers()
     pairs = labeled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
     largest = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force, pairs=pairs)
     print(f"merged model: {args.output}")
@@ -86,15 +86,15 @@ def _export(args: argparse.Namespace) -> int:
 
 def _accuracy(args: argparse.Namespace) -> int:
     from paco_judge.questions import form_of
-    from paco_reward.datasets import labeled_pairs
+    from paco_reward.datasets import FilePairs, labeled_pairs
     from paco_reward.metrics import measure
 
-    pairs, labels, kinds = [], [], []
+    rows, labels, kinds = [], [], []
     for name in args.dataset.split(","):
         own = labeled_pairs(args.dataset_dir, name, args.max_samples, form_of(args))
-        pairs, labels, kinds = [*pairs, *own[0]], [*labels, *own[1]], [*kinds, *[name] * len(own[0])]
+        rows, labels, kinds = [*rows, *own[0].rows], [*labels, *own[1]], [*kinds, *[name] * len(own[1])]
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(score_command.load_judge(args), pairs, labels, kinds)
+    report |= measure(score_command.load_judge(args), FilePairs(rows), labels, kinds)
     # JSON has no NaN: a number that could not be computed is null.
     for numbers in (report, *report.get("kinds", {}).values()):
         numbers |= {name: None for name, value in numbers.items() if isinstance(value, float) and math.isnan(value)}

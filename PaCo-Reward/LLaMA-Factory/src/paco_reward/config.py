@@ -1,14 +1,15 @@
 """A training configuration: a YAML file and key=value arguments, merged as LLaMA-Factory merges them."""
 
-import difflib
+import logging
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from paco_reward.errors import PacoRewardError
 
 GLOBAL_BATCH = "global_batch_size"
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -38,16 +39,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         raise PacoRewardError(f"configuration {path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def check_keys(config: dict[str, Any], dataclasses: list[type]) -> None:
-    """Refuse a key that is no field of the argument dataclasses, and suggest the nearest one."""
-    known = {item.name for cls in dataclasses for item in fields(cls) if item.init} | {GLOBAL_BATCH}
-    for key in config:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise PacoRewardError(f"unknown configuration key {key!r}{hint}")
-
-
 def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     """The configuration with ``gradient_accumulation_steps`` in place of ``global_batch_size``.
 
@@ -71,6 +62,8 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
     fewer = max(wanted // at_once, 1)
     nearest = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
+    if nearest * at_once != wanted:
+        logger.warning("a step has %d sequences instead of %s: %d", nearest * at_once, GLOBAL_BATCH, wanted)
     return config | {"gradient_accumulation_steps": nearest}
 
 

@@ -2,17 +2,20 @@
 
 import difflib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paco_judge.client import Pair
+from paco_judge.images import load_image
 from paco_judge.json_io import DamagedJson, lines, parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm
 from paco_reward.errors import PacoRewardError
-from paco_reward.images import open_image
 
 TAG = "<image>"
+RESERVED = ("<|image_pad|>", "<|video_pad|>")  # stand for images in the models; in a text they end the training
+DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Example:
     answer: str
     images: tuple[Path, ...]
 
+    @property
+    def labeled(self) -> bool:
+        """Whether the answer begins with Yes or No."""
+        return self.answer.startswith(("Yes", "No"))
+
 
 def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | None = None) -> list[Example] | None:
     """All rows of a local ShareGPT data set (json or jsonl); None if it is another, which only LLaMA-Factory reads.
@@ -31,13 +39,14 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
     Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists, else used as they are.
 
     Raises:
-        PacoRewardError: A missing or unreadable file, an unknown name, a missing column, or a row whose number of images
-            differs from its number of <image> tags.
+        PacoRewardError: A missing or unreadable file, an unknown name, a missing column, a text that holds an image
+            token of the model, or a row whose number of images differs from its number of <image> tags.
     """
     folder = Path(dataset_dir)
     index = folder / "dataset_info.json"
     if not index.is_file():
-        raise PacoRewardError(f"{index} does not exist; point dataset_dir at the folder of the data sets")
+        hint = f"download it: {DOWNLOAD}" if folder.name == "PaCo-Dataset" else "point dataset_dir at the data sets' folder"
+        raise PacoRewardError(f"{index} does not exist; {hint}")
     infos = _read_json(index)
     if not isinstance(infos, dict):
         raise PacoRewardError(f"{index} is not a JSON object of data sets")
@@ -87,14 +96,49 @@ def _example(row: Any, place: str, columns: dict[str, str], tags: dict[str, str]
     files = files if isinstance(files, list) else [files]
     if odd := [value for value in (*(text for _, text in texts), *files) if not isinstance(value, str) or "\0" in value]:
         raise PacoRewardError(f"dataset {place}: messages and images must be texts, not {str(odd[0])[:40]!r}")
+    if held := [token for token in RESERVED if any(token in text for _, text in texts)]:
+        raise PacoRewardError(f"dataset {place}: a text holds {held[0]}, which stands for an image in the model; remove it")
     prompt = "\n".join(text for who, text in texts if who == user)
     answers = [text for who, text in texts if who == assistant]
     if not answers or not prompt:
         raise PacoRewardError(f"dataset {place}: needs a message by {user!r} and one by {assistant!r}; see tags")
-    if prompt.count(TAG) != len(files):
-        raise PacoRewardError(f"dataset {place}: {prompt.count(TAG)} {TAG} tags but {len(files)} images")
+    found = sum(text.count(TAG) for _, text in texts)
+    if found != len(files):
+        raise PacoRewardError(f"dataset {place}: {found} {TAG} tags but {len(files)} images")
     paths = tuple(media / file if os.path.isfile(media / file) else Path(file) for file in files)
     return Example(place, prompt, answers[-1], paths)
+
+
+def check_data(config: dict[str, Any], log: Callable[[str], None]) -> None:
+    """Read the data sets of a training configuration; ``log`` takes what was found, a line at a time.
+
+    Images must exist. A damaged one is reported by the training, which reads it.
+
+    Raises:
+        PacoRewardError: A data set cannot be read, or images are missing.
+    """
+    names = [name for key in ("dataset", "eval_dataset") for name in _names(config.get(key))]
+    if not names:
+        raise PacoRewardError("the configuration names no dataset; set dataset: NAME")
+    for name in dict.fromkeys(names):
+        examples = load_examples(config.get("dataset_dir", "data"), name, config.get("media_dir"))
+        if examples is None:
+            log(f"dataset {name}: not a local ShareGPT file, left to LLaMA-Factory")
+            continue
+        log(f"dataset {name}: {len(examples)} examples")
+        if missing := [(file, example.place) for example in examples for file in example.images if not file.is_file()]:
+            raise PacoRewardError(f"{len(missing)} images do not exist, first: {missing[0][0]} ({missing[0][1]})")
+        if odd := [example for example in examples if not example.labeled]:
+            log(
+                f"WARNING: dataset {name}: {len(odd)} of {len(examples)} answers begin with neither Yes nor No, which the "
+                f"judge is asked for; first: {odd[0].place}, {odd[0].answer[:40]!r}"
+            )
+
+
+def _names(value: str | list[str] | None) -> list[str]:
+    """The names in "a, b" or ["a", "b"] or None."""
+    parts = value.split(",") if isinstance(value, str) else value or []
+    return [str(part).strip() for part in parts if str(part).strip()]
 
 
 def pair_prefix(form: RequestForm) -> str:
@@ -102,34 +146,46 @@ def pair_prefix(form: RequestForm) -> str:
     return "".join(form.label(number) + TAG for number in (1, 2))
 
 
+class FilePairs(Sequence[Pair]):
+    """Pairs in files. Images are opened when a pair is taken and are not kept: data sets are larger than memory.
+
+    Args:
+        rows: The two files and the question of each pair.
+    """
+
+    def __init__(self, rows: Sequence[tuple[Path, Path, str]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Pair:
+        """Raises UnreadableImage."""
+        first, second, question = self.rows[index]
+        return Pair(load_image(first), load_image(second), question)
+
+
 def labeled_pairs(
     dataset_dir: str | Path, dataset: str, limit: int | None = None, form: RequestForm = DEFAULT_FORM
-) -> tuple[list[Pair], list[bool]]:
+) -> tuple[FilePairs, list[bool]]:
     """Pairs of a local data set, and whether their answer begins with Yes.
 
     Raises:
-        PacoRewardError: The data set cannot be read, a row is not <image><image>QUESTION (with the labels of ``form``)
-            with an answer that begins with Yes or No, or an image is unreadable.
+        PacoRewardError: The data set cannot be read, or a row is not <image><image>QUESTION (with the labels of ``form``)
+            with an answer that begins with Yes or No.
     """
     images = pair_prefix(form)
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
         raise PacoRewardError(f"dataset {dataset} is not a local ShareGPT file; download it and set file_name")
-    cache: dict[Path, Any] = {}
-    pairs, labels = [], []
     for example in examples[:limit]:
         if len(example.images) != 2 or not example.prompt.startswith(images):
             raise PacoRewardError(
                 f"dataset {example.place}: a pair's message is {images}QUESTION with two images; see --image_labels"
             )
-        if not example.answer.startswith(("Yes", "No")):
+        if not example.labeled:
             raise PacoRewardError(
                 f"dataset {example.place}: the answer begins with neither Yes nor No: {example.answer[:40]!r}"
             )
-        for file in example.images:
-            if file not in cache:
-                cache[file] = open_image(file)
-        first, second = (cache[file] for file in example.images)
-        pairs.append(Pair(first, second, example.prompt.removeprefix(images)))
-        labels.append(example.answer.startswith("Yes"))
-    return pairs, labels
+    rows = [(*example.images, example.prompt.removeprefix(images)) for example in examples[:limit]]
+    return FilePairs(rows), [example.answer.startswith("Yes") for example in examples[:limit]]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from paco_judge.grid import split_image
+from paco_judge.images import load_image
 from paco_reward import sheet
 from paco_reward.answers import Answers, Asked, Judge, questions_about
-from paco_reward.errors import PacoRewardError
-from paco_reward.images import open_image
+from paco_reward.errors import PacoRewardError, user_errors
 from paco_reward.score_command import add_asking_options, judge_named
 
 if TYPE_CHECKING:
@@ -80,11 +80,12 @@ def build(judge: Judge) -> gradio.Blocks:
         with_reasons: bool,
     ) -> Iterator[str]:
         try:
-            asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme, instruction)
-            answers = Answers(judge.name, asked, judge.score(asked.pairs))
-            yield sheet.fragment(answers)
-            if with_reasons:
-                yield sheet.fragment(Answers(judge.name, asked, answers.verdicts, judge.explain(asked.pairs)))
+            with user_errors():
+                asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme, instruction)
+                answers = Answers(judge.name, asked, judge.score(asked.pairs))
+                yield sheet.fragment(answers)
+                if with_reasons:
+                    yield sheet.fragment(Answers(judge.name, asked, answers.verdicts, judge.explain(asked.pairs)))
         except PacoRewardError as error:
             raise gradio.Error(str(error), duration=None) from error
 
@@ -122,11 +123,8 @@ def asked_about(
     images: list[Image.Image] = []
     names: list[str] = []
     for path, _ in files:
-        image = open_image(Path(path))
-        try:
-            panels = split_image(image, rows, columns)
-        except ValueError as error:
-            raise PacoRewardError(str(error)) from error
+        with user_errors():
+            panels = split_image(load_image(path), rows, columns)
         stem = Path(path).name
         images += panels
         names += [stem] if len(panels) == 1 else [f"{stem} {n + 1}" for n in range(len(panels))]

@@ -11,6 +11,15 @@ class PacoRewardError(RuntimeError):
 
 
 @contextmanager
+def user_errors(prefix: str = "") -> Iterator[None]:
+    """A ValueError of paco_judge (bad images, texts, weights, keys) becomes a PacoRewardError."""
+    try:
+        yield
+    except ValueError as error:
+        raise PacoRewardError(f"{prefix}{error}") from error
+
+
+@contextmanager
 def writing(file: Path) -> Iterator[None]:
     """Errors while ``file`` is written become PacoRewardError; a full disk is called that."""
     try:

@@ -11,11 +11,10 @@ from PIL import Image
 
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
+from paco_judge.scorer import JudgeScorer, load_adapter, local_folder, trained_limits
 from paco_judge.weights import from_pretrained_strict
-from paco_reward.errors import PacoRewardError
-from paco_reward.families import processor_folder, trained_limits, write_limits
-from paco_reward.preflight import check_model
-from paco_reward.scorer import JudgeScorer, load_adapter
+from paco_reward.errors import PacoRewardError, user_errors
+from paco_reward.families import write_limits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
@@ -38,7 +37,6 @@ def export(
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    check_model(base)
     output = Path(output).resolve()
     for given in (Path(base).resolve(), Path(adapter).resolve()):
         if given.exists() and (output == given or output in given.parents or given in output.parents):
@@ -49,11 +47,9 @@ def export(
         raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
     config = AutoConfig.from_pretrained(base)
     saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
-    try:
+    with user_errors():
         model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
-    except ValueError as error:
-        raise PacoRewardError(f"{error}; download or export it again") from error
-    model = load_adapter(model, adapter).merge_and_unload().to(saved)
+        model = load_adapter(model, base, adapter).merge_and_unload().to(saved)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Renamed at the end: an interrupted or wrong export never looks complete.
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
@@ -80,7 +76,7 @@ def export(
 
 def _copy_processor(base: str, output: Path) -> None:
     """Copy the base's tokenizer, image processor and chat template files unchanged."""
-    for file in processor_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
+    for file in local_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
             shutil.copyfile(file, output / file.name)
 

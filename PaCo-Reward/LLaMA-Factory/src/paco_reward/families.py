@@ -8,13 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paco_judge.questions import CHAT_OPTIONS
+from paco_judge.scorer import PROCESSOR_FILES, set_limits
 from paco_reward.errors import PacoRewardError
 
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat template renders.
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}
-# With thinking off Qwen3.5's prompts end with an empty block of thoughts, and answers begin with Yes or No.
-CHAT_OPTIONS = {"enable_thinking": False}
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 _NO_LIMIT = 1 << 60
 
@@ -70,23 +69,6 @@ def limit_images(processor: Any, most: int) -> None:
     processor.image_max_pixels, processor.image_min_pixels = _NO_LIMIT, 1
 
 
-def set_limits(processor: Any, limits: dict[str, int]) -> None:
-    """Give the processor the limits of ``trained_limits``."""
-    # A new object: processors without a size of their own share their class's.
-    processor.image_processor.size = type(processor.image_processor.size)(**limits)
-
-
-def trained_limits(adapter: str | Path) -> dict[str, int] | None:
-    """Fewest and most pixels of an image in the training of an adapter; None if it has no processor's files."""
-    folder = processor_folder(adapter, PROCESSOR_FILES)
-    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
-        settings = json.loads(file.read_bytes())
-        size = settings.get("image_processor", settings).get("size", {})
-        if all(edge in size for edge in _EDGES):
-            return {edge: size[edge] for edge in _EDGES}
-    return None
-
-
 def write_limits(folder: Path, limits: dict[str, int]) -> None:
     """Change the limits in a model folder's files, if they differ."""
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
@@ -99,12 +81,3 @@ def write_limits(folder: Path, limits: dict[str, int]) -> None:
         if any(images.get(name) != value for name, value in changed.items()):
             images |= changed
             file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def processor_folder(name: str | Path, patterns: tuple[str, ...]) -> Path:
-    """A local folder as it is; of a hub name, the files that match."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(name), allow_patterns=list(patterns)))

@@ -1,9 +1,8 @@
-"""`paco-reward train`: checks everything, then trains in this process or in several through torchrun."""
+"""`paco-reward train`: checks the configuration, then trains in this process or in several through torchrun."""
 
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +10,37 @@ import torch
 
 from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config
-from paco_reward.errors import PacoRewardError
+from paco_reward.datasets import check_data
 from paco_reward.families import with_template
-from paco_reward.preflight import check_training
-from paco_reward.worker import ERROR_FILE, train
+from paco_reward.worker import train
 
 
 def run(config_path: str | Path, overrides: list[str], environment: dict[str, str]) -> int:
     """Check a training configuration and run it; returns the exit status.
 
     Raises:
-        PacoRewardError: A check failed, or the first training process reported a problem.
+        PacoRewardError: A check failed.
     """
     config = load_config(config_path, overrides)
     check_combinations(config)
     overlay.check_version()
-    check_training(config, lambda line: print(line, flush=True))
-    print(f"template: {with_template(config)['template']}", flush=True)
+    check_data(config, lambda line: print(line, flush=True))
+    print(f"template: {with_template(config)['template']}\nloss: {loss_name(config)}", flush=True)
     command = torchrun_command(config, config_path, overrides, environment)
     if command is None:
         train(config)
         return 0
     print(" ".join(command), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        # torchrun ends with pages of its own: the worker's error is repeated as the last line.
-        report = Path(folder) / "error"
-        status = subprocess.run(command, env=environment | {ERROR_FILE: str(report)}, check=False).returncode
-        if report.is_file():
-            raise PacoRewardError(report.read_text(encoding="utf-8"))
-    return status
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def loss_name(config: dict[str, Any]) -> str:
+    """The loss that a configuration trains, for people."""
+    weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme") or "sequence"
+    if weight is None:
+        return "LLaMA-Factory's own (first_token_weight: null)"
+    other = "; the published trainer weights by first_token_scheme: released" if scheme == "sequence" else ""
+    return f"first_token_weight {weight}, first_token_scheme {scheme}{other}"
 
 
 def torchrun_command(

@@ -1,5 +1,6 @@
 """Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64."""
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from scipy.stats import rankdata
 
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
+
+logger = logging.getLogger(__name__)
 
 # Columns of the per-answer statistics that evaluation gathers.
 TOKEN_ACCURACY, FIRST_CORRECT, P_YES, LABEL = range(4)
@@ -67,14 +70,17 @@ def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
     return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": int(scored.sum())}
 
 
-def measure(scorer: Scorer, pairs: list[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
+def measure(scorer: Scorer, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
     """``judge_report`` of a judge on labeled pairs; missing (pairs without score), mean_p_yes, seconds.
 
     ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
     """
     started = time.monotonic()
-    scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in scorer.score(pairs)])
+    verdicts = scorer.score(pairs)
+    scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in verdicts])
     missing = np.isnan(scores)
+    if missing.any():
+        logger.warning("%d pairs have no score, first: %s", missing.sum(), verdicts[int(missing.argmax())].error)
     each = {}
     if len(set(kinds)) > 1:
         chosen = {kind: np.array(kinds) == kind for kind in kinds}

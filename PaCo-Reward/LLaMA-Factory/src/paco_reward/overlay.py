@@ -3,7 +3,8 @@
 1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
 2. The SFT trainer gets the first-token-weighted loss, whose logits are those of the answers alone, and the judge's
    metrics. It keeps no activations of a frozen vision tower.
-3. The tokenizer's template is compared with the model's chat template, and the processor limits the images.
+3. The tokenizer's template is compared with the model's chat template, the processor limits the images, and a damaged
+   image is named.
 
 ``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
 """
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from paco_judge.scorer import option_ids
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import SCHEMES, answer_positions_only, count_answers, find_answers, first_token_loss
@@ -52,6 +54,7 @@ def install() -> None:
         PacoRewardError: An untested LLaMA-Factory, or one without the expected seams.
     """
     version = check_version()
+    from llamafactory.data.mm_plugin import MMPluginMixin
     from llamafactory.hparams import parser
     from llamafactory.train.sft import workflow
 
@@ -68,6 +71,7 @@ def install() -> None:
         group[group.index(base)] = arguments
     workflow.load_tokenizer = _loading(workflow.load_tokenizer)
     workflow.get_template_and_fix_tokenizer = _checking(workflow.get_template_and_fix_tokenizer)
+    MMPluginMixin._preprocess_image = _naming(MMPluginMixin._preprocess_image)
     workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
 
 
@@ -95,18 +99,17 @@ def _checking(get_template: Callable) -> Callable:
     return get
 
 
-def train_arguments() -> list[type]:
-    """The dataclasses whose fields are the keys of a training configuration (after ``install``)."""
-    from llamafactory.hparams import parser
+def _naming(preprocess: Callable) -> Callable:
+    """LLaMA-Factory's preparation of an image; errors of its decoder name the file."""
 
-    return list(parser._TRAIN_ARGS)
+    def prepared(self: Any, image: Any, **kwargs: Any) -> Any:
+        try:
+            image.load()
+        except (OSError, SyntaxError, ValueError) as error:
+            raise OSError(f"image {getattr(image, 'filename', '')} cannot be read: {error}") from error
+        return preprocess(self, image, **kwargs)
 
-
-def run_training(args: dict[str, Any], callbacks: list[Any] | None = None) -> None:
-    """LLaMA-Factory's training with the arguments of a configuration (after ``install``)."""
-    from llamafactory.train.tuner import run_exp
-
-    run_exp(args, callbacks)
+    return prepared
 
 
 def _arguments_class(base: type) -> type:
@@ -146,21 +149,6 @@ def _arguments_class(base: type) -> type:
     return FirstTokenArguments
 
 
-def option_ids(tokenizer: Any) -> tuple[int, int]:
-    """Token ids of Yes and No.
-
-    Raises:
-        PacoRewardError: The tokenizer splits one of them.
-    """
-    ids = []
-    for option in ("Yes", "No"):
-        tokens = tokenizer.encode(option, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise PacoRewardError(f"this tokenizer splits {option!r} into {len(tokens)} tokens; a judge needs one")
-        ids.append(tokens[0])
-    return ids[0], ids[1]
-
-
 def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
     """Statistics of one evaluation batch.
 
@@ -197,8 +185,6 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
 
 def _trainer_class(base: type, upstream_metric: type) -> type:
     """LLaMA-Factory's SFT trainer with our metric, and our loss in the hook of its own dft loss."""
-    from transformers import PrinterCallback
-
     class FirstTokenTrainer(base):
         paco_reward = True
 
@@ -208,7 +194,6 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 kwargs["compute_metrics"] = JudgeMetrics()
                 kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
             super().__init__(finetuning_args, processor, *args, **kwargs)
-            self.remove_callback(PrinterCallback)  # worker.ProgressLines replaces its raw dictionaries
             _compute_frozen_towers_without_gradients(self.model)
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
@@ -238,7 +223,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             The trainer passes it to the loss of each micro-batch and multiplies the result by the number of processes,
             whose gradients are averaged.
             """
-            if self.compute_loss_func is None:
+            if self.finetuning_args.first_token_weight is None:
                 return super()._get_num_items_in_batch(batch_samples, device)
             if self.first_token_scheme == "released":
                 count = torch.tensor(len(batch_samples), device=device)

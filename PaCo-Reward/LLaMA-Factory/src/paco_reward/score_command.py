@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paco_judge.client import DEFAULT_MODEL, Pair
-from paco_judge.images import data_url
+from paco_judge.images import data_url, load_image
 from paco_judge.questions import add_form_arguments, build_messages, form_of
 from paco_judge.verdict import Verdict
 from paco_reward import sheet
 from paco_reward.answers import Answers, Asked, Judge, questions_about
-from paco_reward.errors import PacoRewardError, writing
-from paco_reward.images import open_image
+from paco_reward.errors import PacoRewardError, user_errors, writing
 from paco_reward.server import Server, api_key, ask_all
 
 if TYPE_CHECKING:
-    from paco_reward.scorer import JudgeScorer
+    from paco_judge.scorer import JudgeScorer
 
 TOP_LOGPROBS = 20  # as requested from servers: the same pairs have a score either way (docs/method.md §1)
 EXAMPLES = """\
@@ -61,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_asking_options(parser: argparse.ArgumentParser) -> None:
     """Options of ``judge_named``."""
-    parser.add_argument("--reason_tokens", type=int, default=512, help="longest answer (default %(default)s)")
+    parser.add_argument("--reason_tokens", type=positive, default=512, help="longest answer (default %(default)s)")
     add_judge_options(parser)
     parser.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading a model")
     parser.add_argument("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
@@ -71,8 +70,15 @@ def add_judge_options(parser: argparse.ArgumentParser) -> None:
     """Options of ``load_judge``."""
     parser.add_argument("--model", "--base", dest="model", help="model folder or hub name (served name with --server)")
     parser.add_argument("--adapter", help="adapter folder for the model")
-    parser.add_argument("--batch_size", type=int, default=32, help="pairs per forward pass (default %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=32, help="pairs per forward pass (default %(default)s)")
     add_form_arguments(parser)
+
+
+def positive(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def load_judge(args: argparse.Namespace) -> JudgeScorer:
@@ -81,12 +87,13 @@ def load_judge(args: argparse.Namespace) -> JudgeScorer:
     Raises:
         PacoRewardError: It cannot be loaded.
     """
-    from paco_reward.scorer import JudgeScorer, quiet
+    from paco_judge.scorer import JudgeScorer, silence_transformers
 
     if not args.model:
         raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL")
-    quiet()
-    return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form_of(args))
+    silence_transformers()
+    with user_errors():
+        return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form_of(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,10 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if args.instruction is not None and not args.instruction.strip():
         raise PacoRewardError("--instruction is empty; give the text that the edit was made with")
     questions = questions_about(args.theme, args.instruction, args.question)
-    asked = Asked([open_image(source) for source in args.images], args.images, questions)
-    judge = judge_named(args)
-    verdicts = judge.score(asked.pairs)
-    answers = Answers(judge.name, asked, verdicts, judge.explain(asked.pairs) if args.reasons else ())
+    with user_errors():
+        asked = Asked([load_image(source) for source in args.images], args.images, questions)
+        judge = judge_named(args)
+        verdicts = judge.score(asked.pairs)
+        answers = Answers(judge.name, asked, verdicts, judge.explain(asked.pairs) if args.reasons else ())
     (_print_edits if asked.about_edits else _print_pairs)(answers)
     if args.html:
         with writing(Path(args.html)):

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.client import Pair
-from paco_judge.images import data_url
+from paco_judge.images import data_url, load_image
 from paco_judge.json_io import DamagedJson, parse_object
 from paco_judge.questions import EDITING, Question
 from paco_reward.errors import PacoRewardError, writing
-from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
 from paco_reward.pairing.outputs import copy
 from paco_reward.pairing.records import CandidateSet, EditRow, LabeledPair, PromptItem, Ranking
@@ -105,7 +104,7 @@ def rank_by_scores(
     def pair(candidates: CandidateSet, name: str) -> Pair:
         folder = output / "images" / candidates.folder
         text = question.text(theme=items[candidates.folder].theme)
-        return Pair(open_image(folder / candidates.ref_image), open_image(folder / name), text)
+        return Pair(load_image(folder / candidates.ref_image), load_image(folder / name), text)
 
     pairs = {key(c, name): partial(pair, c, name) for c in sets for name in c.comp_images}
     _score(server, journal, pairs, "rankings", ", or use --rank_by order for a model without log-probabilities")
@@ -218,7 +217,7 @@ def editing_pairs(
         return pairs
 
     def shown(pair: LabeledPair) -> Pair:
-        return Pair(open_image(output / pair.first), open_image(output / pair.second), pair.question)
+        return Pair(load_image(output / pair.first), load_image(output / pair.second), pair.question)
 
     _score(server, journal, {key: partial(shown, pair) for key, pair in unlabeled}, "editing labels")
     for key, pair in unlabeled:
@@ -302,7 +301,7 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 
 
 def _messages(files: Sequence[Path], text: str) -> list[dict]:
-    images = [{"type": "image_url", "image_url": {"url": data_url(open_image(file))}} for file in files]
+    images = [{"type": "image_url", "image_url": {"url": data_url(load_image(file))}} for file in files]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
 

@@ -25,7 +25,6 @@ from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, outputs, select
 from paco_reward.pairing.options import asked_form, check, server_of
 from paco_reward.pairing.records import TEST, TRAIN, LabeledPair, PromptItem, Ranking
-from paco_reward.preflight import check_images
 from paco_reward.server import Server
 
 logger = logging.getLogger(__name__)
@@ -65,8 +64,6 @@ def build(options: Namespace) -> dict[str, Any]:
     if server is not None and options.reasons:
         reason_server = replace(server, model=options.reason_model or server.model)
         reason_server = replace(reason_server, model=reason_server.check())
-    images = {file: item.place for item in items for file in item.files()}
-    check_images(images | {file: edit.place for edit in edits for file in (edit.source, edit.edited)})
     _claim_output(options, items)
 
     asked = record(tuple(dict.fromkeys(questions)) * bool(items) + editing * bool(edits), asked_form(options))

@@ -2,6 +2,7 @@
 
 import argparse
 
+from paco_reward.errors import user_errors
 from paco_reward.pairing.options import add_options
 
 DESCRIPTION = """\
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Build, then print a summary."""
     from paco_reward.pairing.build import build
 
-    stats = build(args)
+    with user_errors():  # unreadable images
+        stats = build(args)
     for name, value in stats["counts"].items():
         print(f"{value:>9}  {name.replace('_', ' ')}")
     for name, numbers in stats["datasets"].items():

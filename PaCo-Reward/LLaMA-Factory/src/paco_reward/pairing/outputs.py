@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from paco_judge.grid import split_image
+from paco_judge.images import load_image
 from paco_reward.errors import PacoRewardError, writing
-from paco_reward.images import open_image
 from paco_reward.pairing.inputs import IMAGE_TAG
 from paco_reward.pairing.records import LabeledPair, PromptItem
 
@@ -71,7 +71,7 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
             elif not target.exists():
                 if grid is None or grid[0] != file:
                     try:
-                        grid = file, split_image(open_image(file), item.rows, item.cols)
+                        grid = file, split_image(load_image(file), item.rows, item.cols)
                     except ValueError as error:
                         raise PacoRewardError(f"{item.place}: {file}: {error}") from error
                 buffer = io.BytesIO()
@@ -124,7 +124,7 @@ def write_samples(output: Path, datasets: Mapping[str, Sequence[LabeledPair]]) -
     for index, (name, pair) in enumerate(samples):
         left, top = index % 2 * (width // 2) + _GAP, index // 2 * row + _GAP
         for place, file in enumerate((pair.first, pair.second)):
-            image = ImageOps.contain(open_image(output / file), (_SIDE, _SIDE))
+            image = ImageOps.contain(load_image(output / file), (_SIDE, _SIDE))
             corner = (left + place * (_SIDE + 4), top)
             sheet.paste(image, corner)
             end = (corner[0] + image.width, corner[1] + image.height)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from paco_judge.images import load_image
 from paco_judge.questions import Question
-from paco_reward.images import open_image
 from paco_reward.pairing.inputs import connected
 from paco_reward.pairing.records import CandidateSet, LabeledPair, PromptItem, Ranking
 
@@ -122,7 +122,7 @@ def fingerprint(file: Path) -> tuple[int, np.ndarray]:
     import imagehash
     from PIL import Image
 
-    image = open_image(file)
+    image = load_image(file)
     bits = np.packbits(imagehash.phash(image).hash.ravel())
     small = image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
     return int.from_bytes(bits.tobytes(), "big"), np.asarray(small, dtype=np.float32).ravel()

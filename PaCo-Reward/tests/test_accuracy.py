@@ -1,0 +1,51 @@
+"""``paco-reward accuracy``."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from paco_reward.cli import main
+from paco_reward.datasets import labeled_pairs
+from paco_reward.metrics import judge_report
+
+
+@pytest.fixture
+def arguments(judge_dir, data_dir):
+    return ["accuracy", "--model", str(judge_dir), "--dataset_dir", str(data_dir), "--dataset", "held_out"]
+
+
+def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_path, capsys):
+    output = tmp_path / "new" / "judge.json"
+    assert main([*arguments, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert json.loads(capsys.readouterr().out) == report
+    pairs, labels = labeled_pairs(data_dir, "held_out")
+    expected = judge_report([verdict.p_yes for verdict in scorer.score(pairs)], labels)
+    assert labels == [True, False] * 5 and report["n"] == 10 and report["missing"] == 0
+    assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(arguments, data_dir, tmp_path, capsys, monkeypatch):
+    opened, original = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or original(*args, **kwargs))
+    pairs, _ = labeled_pairs(data_dir, "held_out")
+    assert len(pairs) == 10 and not opened
+    monkeypatch.undo()
+    (tmp_path / "cut.png").write_bytes(pairs.rows[0][0].read_bytes()[:-40])
+    rows = json.loads((data_dir / "held_out.json").read_text())
+    rows = [row | {"images": [str(data_dir / image) for image in row["images"]]} for row in rows]
+    rows[2]["images"][0] = str(tmp_path / "cut.png")
+    (tmp_path / "held_out.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_bytes((data_dir / "dataset_info.json").read_bytes())
+    arguments[arguments.index("--dataset_dir") + 1] = str(tmp_path)
+    assert main([*arguments, "--output", "."]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["missing"] == 1 and "cannot be written" in shown.err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--batch_size", "0"), ("--max_samples", "-1")])
+def test_counts_are_positive(arguments, option, value, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, option, value])
+    assert option in capsys.readouterr().err

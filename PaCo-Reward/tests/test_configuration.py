@@ -1,0 +1,150 @@
+"""Problems of a training configuration and its data are reported before anything is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paco_reward.config import check_combinations, load_config
+from paco_reward.datasets import check_data
+from paco_reward.errors import PacoRewardError
+from paco_reward.launch import loss_name, torchrun_command
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "config"
+
+
+@pytest.fixture
+def data(data_dir, tmp_path):
+    """A copy of the data sets that a test may break."""
+    return Path(shutil.copytree(data_dir, tmp_path / "data"))
+
+
+@pytest.fixture
+def config(data):
+    return {"dataset_dir": str(data), "dataset": "pairs"}
+
+
+def found(config) -> list[str]:
+    logged = []
+    check_data(config, logged.append)
+    return logged
+
+
+def problem(config) -> str:
+    with pytest.raises(PacoRewardError) as caught:
+        found(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_data_sets_are_counted_and_others_left_to_llama_factory(config, data):
+    info = json.loads((data / "dataset_info.json").read_text())
+    others = {"hub": {"hf_hub_url": "some/set"}, "alpaca": info["pairs"] | {"formatting": "alpaca"}}
+    (data / "dataset_info.json").write_text(json.dumps(info | others))
+    logged = found(config | {"dataset": "pairs, hub, alpaca", "eval_dataset": ["held_out"]})
+    assert logged[0] == "dataset pairs: 16 examples" and "held_out: 10" in logged[-1]
+    assert sum("left to LLaMA-Factory" in line for line in logged) == 2
+
+
+def test_dataset_problems(config, data, tmp_path):
+    assert "did you mean pairs?" in problem(config | {"dataset": "pair"})
+    assert "names no dataset" in problem(config | {"dataset": None})
+    assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
+    assert "hf download X-GenGroup/PaCo-Dataset" in problem(config | {"dataset_dir": "PaCo-Dataset"})
+    rows = json.loads((data / "pairs.json").read_text())
+    turns = rows[0]["messages"]
+    for number, change, named in (
+        (0, {"images": rows[0]["images"][:1]}, "1 images"),
+        (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
+        (3, {"images": None}, "'images'"),
+        (1, {"messages": turns[:1]}, "'assistant'"),
+        (1, {"messages": [{"role": "user"}]}, "'content'"),
+        (4, {"messages": [turns[0], {"role": "assistant", "content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
+        (5, {"messages": [turns[0], {"role": "assistant", "content": "No. <image>"}]}, "3 <image> tags"),
+    ):
+        changed = {key: value for key, value in (rows[number] | change).items() if value is not None}
+        (data / "pairs.json").write_text(json.dumps([*rows[:number], changed, *rows[number + 1 :]]))
+        message = problem(config)
+        assert f"pairs row {number}" in message and named in message
+    for text in ("[]", "{broken"):
+        (data / "pairs.json").write_text(text)
+        assert "pairs.json" in problem(config)
+    (data / "pairs.json").unlink()
+    assert "pairs.json does not exist" in problem(config)
+
+
+def test_other_labels_are_announced(config, data):
+    rows = json.loads((data / "pairs.json").read_text())
+    rows[3]["messages"][1]["content"] = "Maybe."
+    (data / "pairs.json").write_text(json.dumps(rows))
+    (warning,) = [line for line in found(config) if "WARNING" in line]
+    assert "1 of 16" in warning and "row 3" in warning and "Maybe" in warning
+
+
+def test_configuration_files(tmp_path):
+    for name in ("paco_reward_lora", "paco_reward_lora_16gb", "toy_reward_lora"):
+        config = load_config(CONFIGS / f"{name}.yaml", ["learning_rate=1e-5"])
+        assert config["learning_rate"] == 1e-5 and config["template"] == "qwen2_vl"
+        assert config["first_token_weight"] == 0.1 and config["first_token_scheme"] == "sequence"
+        assert "released" in loss_name(config) and "null" in loss_name({})
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    (tmp_path / "list.yaml").write_text("- a")
+    toy = CONFIGS / "toy_reward_lora.yaml"
+    for file, overrides, named in (
+        (CONFIGS / "toy.yaml", [], "toy_reward_lora.yaml"),
+        (toy, ["lr"], "'lr'"),
+        (tmp_path / "bad.yaml", [], "bad.yaml"),
+        (tmp_path / "list.yaml", [], "list.yaml"),
+    ):
+        with pytest.raises(PacoRewardError, match=named):
+            load_config(file, overrides)
+
+
+def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
+    file = tmp_path / "with=sign" / "my.yaml"
+    file.parent.mkdir()
+    file.write_text("dataset: mine\ndataset_dir: nowhere\nfirst_token_weight: null\n")
+    command = ["env", f"PYTHON={sys.executable}", "bash", str(ROOT / "train/paco_reward.sh"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "nowhere/dataset_info.json" in done.stderr
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "deepspeed").glob("*.json")), ids=lambda file: file.stem)
+def test_deepspeed_configurations_leave_the_batch_to_the_trainer(file):
+    """Every number that the training configuration sets is "auto", so that the two cannot contradict each other."""
+    found = json.loads(file.read_text())
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert {found[name] for name in names} == {"auto"} and found["bf16"] == {"enabled": "auto"}
+    assert found["zero_optimization"]["stage"] == int(file.stem[4])
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"train_on_prompt": True}, "train_on_prompt"),
+        ({"packing": True}, "neat_packing"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"packing": True, "neat_packing": True, "template": "qwen3_5"}, "Qwen3.5"),
+    ],
+)
+def test_invalid_combinations(config, named):
+    check_combinations(config)
+    with pytest.raises(PacoRewardError, match=named):
+        check_combinations({"first_token_weight": 0.1} | config)
+    check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
+
+
+def test_the_torchrun_command():
+    assert torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is None
+    command = torchrun_command({}, "c.yaml", ["a=1"], {"NPROC_PER_NODE": "2", "MASTER_PORT": "1234"})
+    assert command[-4:] == ["-m", "paco_reward.worker", "c.yaml", "a=1"]
+    assert "--nproc_per_node=2" in command and "--master_port=1234" in command
+    several = torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1"})
+    assert "--nnodes=2" in several and "--node_rank=1" in several and "--master_port=29500" in several
+    assert torchrun_command({"deepspeed": "ds.json"}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is not None
