@@ -28,7 +28,6 @@ from pairing_tools import (
     rows,
     write_lines,
 )
-from PIL import Image
 
 from paco_judge.grid import split_prompt
 from paco_judge.questions import RequestForm, theme_question
@@ -58,7 +57,6 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
     assert not themes["train"] & themes["test"]
     known = {theme_question(split_prompt(line["prompt"]).theme) for line in read_lines(world / "metadata.jsonl")}
     assert {prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]} == known
-    assert Image.open(tmp_path / "out" / "samples.png").size[0] > 600
     assert json.loads((tmp_path / "out" / "stats.json").read_text()) == stats
 
 

@@ -12,7 +12,6 @@ from pairing_tools import of_colour
 from PIL import Image
 
 from paco_judge.questions import load_question
-from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import Journal, read_order, read_reason
 from paco_reward.pairing.inputs import connected
@@ -209,6 +208,7 @@ def test_repeated_and_disputed_pairs_are_left_out():
         ("Nothing differs between the two.", None),
         ("I think yes, since both are red.", None),
         ("Yes. Look at <image> and its colours.", None),
+        ("Yes. Look at <|image_pad|> and its colours.", None),
         ("", None),
     ],
 )
@@ -239,9 +239,3 @@ def test_a_journal_keeps_every_complete_answer_wherever_it_is_cut(tmp_path_facto
     for text in texts:
         again.add(text, text * 2)
     assert file.read_bytes() == raw and Journal(file).values == {text: text * 2 for text in texts}
-
-
-def test_a_damaged_journal_names_its_line(tmp_path):
-    (tmp_path / "j.jsonl").write_text('{"key": "a", "value": 1}\nnot json\n')
-    with pytest.raises(PacoRewardError, match=r"j.jsonl line 2 is damaged"):
-        Journal(tmp_path / "j.jsonl")

@@ -3,5 +3,5 @@
 command   the command and its summary       records   what the steps exchange
 options   declared and checked              select    candidate sets, labels, near-duplicates, splits, balance
 build     the steps in order                answers   a model's rankings, labels and reasons, journaled
-inputs    reading and checking inputs       outputs   sub-figures, data set files, samples
+inputs    reading and checking inputs       outputs   sub-figures, data set files
 """

@@ -16,8 +16,9 @@ from paco_judge.client import Pair
 from paco_judge.images import data_url, load_image
 from paco_judge.json_io import DamagedJson, parse_object
 from paco_judge.questions import EDITING, Question
+from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError, writing
-from paco_reward.pairing.inputs import IMAGE_TAG, PairKey, Written
+from paco_reward.pairing.inputs import PairKey, Written
 from paco_reward.pairing.outputs import copy
 from paco_reward.pairing.records import CandidateSet, EditRow, LabeledPair, PromptItem, Ranking
 from paco_reward.server import Server, ask_all, progress
@@ -341,6 +342,6 @@ def read_reason(answer: str) -> tuple[str, str] | None:
     if match is None:
         return None
     reasons = " ".join(answer[match.end() :].split()).strip("*_ ")
-    if len(reasons) < _FEWEST_REASON_CHARACTERS or IMAGE_TAG in reasons:
+    if len(reasons) < _FEWEST_REASON_CHARACTERS or any(token in reasons for token in (TAG, *RESERVED)):
         return None
     return match[1].capitalize(), reasons[0].upper() + reasons[1:]

@@ -4,7 +4,7 @@ OUTPUT/
   images/<idx>/…, editing_images/…        sub-figures and edits
   prompt_data.jsonl, sets.jsonl           what was paired; consistency_full_rank.jsonl: the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
-  stats.json, samples.png                 numbers, and some pairs as a picture
+  stats.json                              numbers
   work/                                   answers of the server: delete to ask again
 """
 
@@ -228,6 +228,5 @@ def _finish(
                 "--yes_ranks and --no_ranks"
             )
         outputs.write_datasets(options.output, datasets, pair_prefix(asked_form(options)))
-        outputs.write_samples(options.output, datasets)
     outputs.write_json(options.output / "stats.json", stats)
     return stats

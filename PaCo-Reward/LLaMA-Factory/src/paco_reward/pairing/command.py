@@ -63,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
             "to its lines and pass the file to --rankings"
         )
     else:
-        print(f"written to {args.output}; samples.png shows some pairs, stats.json holds these numbers")
+        print(f"written to {args.output}; stats.json holds these numbers")
     return 0

@@ -19,10 +19,10 @@ from typing import Any
 
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.json_io import DamagedJson, lines, parse_object
+from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.records import TEST, TRAIN, EditRow, PromptItem, Ranking
 
-IMAGE_TAG = "<image>"
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EDIT_LABELS = {"yes": True, "no": False, "true": True, "false": False}
@@ -57,8 +57,8 @@ def _text(place: str, row: Mapping[str, Any], key: str) -> str:
     text = row.get(key)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise PacoRewardError(f"{place} has no {key}; every line needs a text under {key!r}")
-    if IMAGE_TAG in text:
-        raise PacoRewardError(f"{place}: the {key} contains {IMAGE_TAG}, which LLaMA-Factory reads as an image")
+    if held := [token for token in (TAG, *RESERVED) if token in text]:
+        raise PacoRewardError(f"{place}: the {key} contains {held[0]}, which stands for an image; remove it")
     return text
 
 

@@ -1,26 +1,23 @@
-"""Writing the data set: sub-figures, the files that LLaMA-Factory reads, a picture of samples."""
+"""Writing the data set: sub-figures, and the files that LLaMA-Factory reads."""
 
 import io
 import json
 import logging
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image
 
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
 from paco_reward.errors import PacoRewardError, writing
-from paco_reward.pairing.inputs import IMAGE_TAG
 from paco_reward.pairing.records import LabeledPair, PromptItem
 
 logger = logging.getLogger(__name__)
 
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-_SIDE, _TEXT, _GAP, _EACH = 144, 330, 10, 4  # of samples.png: pixels, and pairs of each label
 
 
 def write_atomically(file: Path, content: bytes) -> None:
@@ -82,7 +79,7 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     return count
 
 
-def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str = IMAGE_TAG * 2) -> None:
+def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str) -> None:
     """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json.
 
     ``images``: what stands for the two images before each question.
@@ -108,32 +105,3 @@ def write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], 
             "tags": _TAGS,
         }
     write_json(output / "dataset_info.json", info)
-
-
-def write_samples(output: Path, datasets: Mapping[str, Sequence[LabeledPair]]) -> None:
-    """samples.png: the first pairs of each label of each data set, with answer and question."""
-    samples = [
-        (name, pair)
-        for name, pairs in datasets.items()
-        for label in (True, False)
-        for pair in [pair for pair in pairs if pair.label == label][:_EACH]
-    ]
-    width, row = 2 * (2 * _SIDE + _TEXT + 2 * _GAP), _SIDE + _GAP
-    sheet = Image.new("RGB", (width, _GAP + row * -(-len(samples) // 2)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
-    for index, (name, pair) in enumerate(samples):
-        left, top = index % 2 * (width // 2) + _GAP, index // 2 * row + _GAP
-        for place, file in enumerate((pair.first, pair.second)):
-            image = ImageOps.contain(load_image(output / file), (_SIDE, _SIDE))
-            corner = (left + place * (_SIDE + 4), top)
-            sheet.paste(image, corner)
-            end = (corner[0] + image.width, corner[1] + image.height)
-            draw.rectangle((corner[0] - 1, corner[1] - 1, *end), outline=(190, 190, 190))
-        color = (20, 120, 50) if pair.label else (170, 30, 30)
-        text = left + 2 * _SIDE + _GAP
-        draw.text((text, top), f"{pair.verdict}   {name}", fill=color, font=font)
-        body = [*textwrap.wrap(pair.question, 50)[:4], "", *textwrap.wrap(pair.answer, 50)[:4]]
-        draw.multiline_text((text, top + 17), "\n".join(body), fill=(40, 40, 40), font=font, spacing=1)
-    buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
-    write_atomically(output / "samples.png", buffer.getvalue())
