@@ -55,16 +55,18 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     """
     config = dict(config)
     wanted = config.pop(GLOBAL_BATCH, None)
-    if wanted is None or config.get("gradient_accumulation_steps") is not None:
+    if wanted is None:
         return config
     if type(wanted) is not int or wanted < 1:
         raise PacoRewardError(f"{GLOBAL_BATCH} must be a positive integer, not {wanted!r}")
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
-    fewer = max(wanted // at_once, 1)
-    nearest = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
-    if nearest * at_once != wanted:
-        logger.warning("a step has %d sequences instead of %s: %d", nearest * at_once, GLOBAL_BATCH, wanted)
-    return config | {"gradient_accumulation_steps": nearest}
+    steps = config.get("gradient_accumulation_steps")
+    if steps is None:
+        fewer = max(wanted // at_once, 1)
+        steps = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
+    if steps * at_once != wanted:
+        logger.warning("a step has %d sequences instead of %s: %d", steps * at_once, GLOBAL_BATCH, wanted)
+    return config | {"gradient_accumulation_steps": steps}
 
 
 def check_combinations(config: dict[str, Any]) -> None:
