@@ -5,6 +5,7 @@
 #   NNODES             machines (default 1). With more, start the same command on each of them with
 #   NODE_RANK          its number, 0 to NNODES-1, and the same
 #   MASTER_ADDR        name or address of machine 0, and MASTER_PORT (default 29500), where it can be reached
+#   MAIN_PROCESS_PORT  published name of MASTER_PORT
 #   ACCELERATE_CONFIG  a file written by `accelerate config`: accelerate launch then starts the processes, not torchrun
 #   ACCELERATE_USE_CPU true = train on the CPU although there are GPUs that torch does not see
 #   PYTHON             interpreter (default: the activated environment, the repository's .venv, or python3)
@@ -17,7 +18,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 
 gpus=0
 ! command -v nvidia-smi >/dev/null || gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
-processes="${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}" nodes="${NNODES:-1}" rank="${NODE_RANK:-}" port="${MASTER_PORT:-29500}"
+processes="${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}" nodes="${NNODES:-1}" rank="${NODE_RANK:-}" port="${MASTER_PORT:-${MAIN_PROCESS_PORT:-29500}}"
 [[ "$processes" =~ ^[1-9][0-9]{0,3}$ ]] || fail "NUM_PROCESSES=$processes is not a positive number of processes"
 ((gpus == 0 || processes <= gpus)) || fail "NUM_PROCESSES=$processes, but torch sees $gpus GPU(s); lower it"
 [[ "$nodes" =~ ^[1-9][0-9]{0,3}$ ]] || fail "NNODES=$nodes is not a positive number of machines"
