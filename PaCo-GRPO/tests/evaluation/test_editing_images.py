@@ -51,7 +51,7 @@ def test_report_shows_reference_before_and_after(run_dir, tmp_path):
     assert len(pairs) == 5 and all(p.reference.is_file() for pair in pairs for p in pair)
     files = write_report(run_dir, tmp_path / "report.html")
     page = files[0].read_text()
-    assert page.count("<article>") == 5 and page.count("<img") == 15 + 2 and page.count("<b>reference</b>") == 5
+    assert page.count("<article>") == 5 and page.count("<figure>") == 15 and page.count("<b>reference</b>") == 5
 
 
 def test_contact_sheet_of_pairs():
