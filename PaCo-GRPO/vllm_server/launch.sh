@@ -2,5 +2,7 @@
 # Start judge servers from PaCo-GRPO: VLLM_MODEL_PATHS=… VLLM_MODEL_NAMES=… [VLLM_PORT=8000] [VLLM_LABEL=default]
 # bash vllm_server/launch.sh [--foreground]        (all variables: bash vllm_server/launch.sh --help)
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
-run_module launch "$@"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/../../tools/python.sh"
+choose_python psutil
+PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.launch "$@"

@@ -147,10 +147,10 @@ class LaunchSettings:
     label: str = _read(label_from)
     api_key: str | None = _read(_api_key)
     engine: str = _choice("VLLM_ENGINE", "auto", "vllm", "transformers")
-    # None: chosen by the number of heads
+    # None: chosen by size, memory and number of heads
     tensor_parallel: tuple[int | None, ...] = _number("VLLM_TP", None, 1, 1024, per_model=True)
-    replicas: tuple[int, ...] = _number("VLLM_REPLICAS", 1, 1, 1024, per_model=True)
-    start_timeout_s: tuple[float, ...] = _number("VLLM_START_TIMEOUT", 1800.0, 1, 86400, float, per_model=True)
+    replicas: tuple[int | None, ...] = _number("VLLM_REPLICAS", None, 1, 1024, per_model=True)
+    start_timeout_s: float = _number("VLLM_START_TIMEOUT", 1800.0, 1, 86400, float)
     gpu_memory_utilization: float = _number("GPU_MEMORY_UTILIZATION", 0.85, 0.01, 1.0, float)
     max_model_len: int = _number("MAX_MODEL_LEN", 8192, 16, 1 << 24)
     # In one request. build-dataset ranks 5 by default: a reference and --candidates.
@@ -158,11 +158,7 @@ class LaunchSettings:
     # From which vLLM may fetch images; nobody by default.
     media_hosts: tuple[str, ...] = _read(_media_hosts)
     extra_args: tuple[str, ...] = _read(_extra_args)
-    gateway: str = _choice("VLLM_GATEWAY", "auto", "always")
-    gateway_workers: int = _number("VLLM_GATEWAY_WORKERS", 1, 1, 256)
-    max_concurrent: int = _number("VLLM_MAX_CONCURRENT", 1024, 1, 1 << 20)
     max_body_mb: float = _number("VLLM_MAX_BODY_MB", 32.0, 0.001, 4096, float)
-    request_timeout_s: float = _number("VLLM_REQUEST_TIMEOUT", 600.0, 0.1, 86400, float)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "LaunchSettings":

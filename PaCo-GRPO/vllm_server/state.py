@@ -1,83 +1,102 @@
-"""The process table: the servers of each launch, in one folder per label under a runtime folder of this user."""
+"""The servers of each launch, in one folder per label under a runtime folder of this user; how they are recognized."""
 
 import contextlib
 import fcntl
-import http.client
 import json
 import os
 import platform
 import stat
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from vllm_server.processes import Process, end_processes, port_users
-from vllm_server.settings import LaunchError, local_url
+import psutil
 
-GATEWAY = "gateway"  # title and engine of the gateway's record
-_STATE, _LOCK = "state.json", "lock"
+from vllm_server.settings import LaunchError
+
+GATEWAY = "gateway"  # engine of the gateway's record
+_STATE = "state.json"
+_CLOCK_S = 2.0  # psutil's start times move by less when the system's clock is corrected
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server process: what it serves, where, and how to recognize it."""
+    """A process that serves, and how to recognize it: its pid may belong to another process by now."""
 
-    title: str  # differs between replicas
-    name: str  # of the model
-    model: str
-    host: str
-    port: int
+    title: str
+    model: str  # folder or hub name
+    url: str
     engine: str
-    log: str | None = None
-    leader: Process | None = None  # None: not started
-    members: tuple[Process, ...] = ()
-    names: tuple[str, ...] = ()  # everything it serves, adapters included
-    gpus: tuple[str, ...] = ()
+    names: tuple[str, ...]  # everything it serves, adapters included
+    gpus: tuple[str, ...]
+    log: str | None  # None: the launch's own output
+    pid: int
+    started: float  # seconds since the epoch
 
-    @property
-    def url(self) -> str:
-        """Where this machine reaches the server."""
-        return local_url(self.host, self.port)
-
-    def answers(self, api_key: str | None, timeout_s: float = 5.0) -> bool:
-        """Whether this very server, and no other process on its port, is healthy and serves all its names."""
-        return port_users(self.host, self.port, self.leader) == (True, None) and self._replies(api_key, timeout_s)
-
-    def _replies(self, api_key: str | None, timeout_s: float) -> bool:
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
+    def alive(self) -> bool:
+        """Whether this very process runs."""
         try:
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            response.read()
-            if response.status != 200:
-                return False
-            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-            served = json.loads(connection.getresponse().read())["data"]
-            return set(self.names) <= {entry["id"] for entry in served}
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < _CLOCK_S
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
             return False
-        finally:
-            connection.close()
+
+    def members(self) -> list[psutil.Process]:
+        """The running processes of the session that it leads or led; none once its pid was reused."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if abs(psutil.Process(self.pid).create_time() - self.started) >= _CLOCK_S:
+                return []
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def state(self, api_key: str | None) -> str:
+        """``healthy``: it lists its names; ``other key``: VLLM_API_KEY is not the launch's; ``not answering``, ``ended``."""
+        if not self.alive():
+            return "ended"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for this machine's servers
+        try:
+            with opener.open(urllib.request.Request(f"{self.url}/v1/models", headers=headers), timeout=5) as answer:
+                served = {row["id"] for row in json.loads(answer.read(1 << 20))["data"]}
+        except urllib.error.HTTPError as error:
+            return "other key" if error.code in (401, 403) else "not answering"
+        except (OSError, ValueError, LookupError, TypeError):
+            return "not answering"
+        return "healthy" if set(self.names) <= served else "not answering"
 
 
-@dataclass(frozen=True)
-class Group:
-    """The servers of one launch, as written to state.json. ``ready``: all of them have answered."""
+def end(servers: Sequence[Server], grace_period_s: float = 20.0) -> list[psutil.Process]:
+    """End servers with all processes of their sessions: the gateway first, so that it can answer its requests.
 
-    label: str
-    ready: bool
-    servers: tuple[Server, ...] = ()
+    Args:
+        grace_period_s: Time for a server to end its own children, who would get in the way if they were signaled too.
 
-
-def end_servers(servers: Sequence[Server]) -> list[Process]:
-    """Ends servers: the gateway first, so that it can answer its requests. Returns processes that are still running."""
+    Returns:
+        Processes that do not end even when killed.
+    """
     left = []
     for front in (True, False):
-        part = [server for server in servers if (server.engine == GATEWAY) == front]
-        members = [member for server in part for member in server.members]
-        left += end_processes(members, [server.leader for server in part])
+        chosen = [server for server in servers if (server.engine == GATEWAY) == front]
+        leaders = [psutil.Process(server.pid) for server in chosen if server.alive()]
+        members = [process for server in chosen for process in server.members()]
+        for process in leaders:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        psutil.wait_procs(leaders, grace_period_s)
+        members += [process for server in chosen for process in server.members() if process not in members]
+        for signal_it, seconds in ((psutil.Process.terminate, 2.0), (psutil.Process.kill, 10.0)):
+            for process in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    signal_it(process)
+            _, members = psutil.wait_procs(members, seconds)
+        left += members
     return left
 
 
@@ -88,7 +107,7 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
     may be shared by several machines.
 
     Raises:
-        LaunchError: When the path is relative, or the folder belongs to another user.
+        LaunchError: The path is relative, or the folder belongs to another user, or others can write in it.
     """
     given = environment.get("PACO_RUNTIME_DIR")
     home = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
@@ -102,24 +121,25 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
         raise LaunchError(f"cannot create the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise LaunchError(f"the runtime folder {root} is not a folder of this user; set PACO_RUNTIME_DIR to another")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LaunchError(f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR")
     return root
 
 
 @contextlib.contextmanager
-def port_locked(root: Path, port: int, label: str) -> Iterator[None]:
-    """One launch on a port at a time: two would load for minutes, and vLLM would let both listen. Raises LaunchError."""
-    with open(root / f"port-{port}.lock", "a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            handle.seek(0)
-            raise LaunchError(
-                f"port {port} is taken: {handle.read() or 'another launch'} is in progress there; choose another VLLM_PORT"
-            ) from error
-        handle.truncate(0)
-        handle.write(f"the launch of label {label!r} (pid {os.getpid()})")
-        handle.flush()
+def locked(path: Path, what: str) -> Iterator[None]:
+    """One launch at a time of ``what``. Raises LaunchError."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LaunchError(f"the lock {path} cannot be opened ({error.strerror}); remove it") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError as error:
+        raise LaunchError(f"another launch of {what} is in progress; wait, or choose another") from error
+    finally:
+        os.close(handle)
 
 
 class LabelFolder:
@@ -128,48 +148,26 @@ class LabelFolder:
     def __init__(self, root: Path, label: str):
         self.path, self.label = root / label, label
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """One launch of a label at a time. Raises LaunchError during another one."""
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        with open(self.path / _LOCK, "w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise LaunchError(f"another launch of label {self.label!r} is in progress") from error
-            yield
-
-    def read(self) -> Group | None:
-        """None where there is no group. Raises LaunchError for a damaged file."""
+    def read(self) -> list[Server]:
+        """The servers; none where nothing was launched. Raises LaunchError for a damaged file."""
         try:
-            data = json.loads((self.path / _STATE).read_text())
-            servers = [
-                Server(**server | {"leader": Process(**server["leader"]),
-                                   "members": tuple(Process(**member) for member in server["members"]),
-                                   "names": tuple(server["names"]), "gpus": tuple(server["gpus"])})
-                for server in data["servers"]
-            ]  # fmt: skip
-            return Group(data["label"], data["ready"], tuple(servers))
+            rows = json.loads((self.path / _STATE).read_text())
+            return [Server(**row | {"names": tuple(row["names"]), "gpus": tuple(row["gpus"])}) for row in rows]
         except FileNotFoundError:
-            return None
+            return []
         except (ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{self.path / _STATE} is damaged ({error}); remove it if nothing runs") from error
 
-    def write(self, group: Group) -> None:
-        """Replaces state.json atomically."""
+    def write(self, servers: Sequence[Server]) -> None:
+        """Replace state.json atomically."""
         temporary = self.path / f"{_STATE}.new"
-        temporary.write_text(json.dumps(asdict(group), indent=1))
+        temporary.write_text(json.dumps([asdict(server) for server in servers], indent=1))
         temporary.replace(self.path / _STATE)
 
-    def remove(self) -> None:
-        """Removes the group; its logs stay."""
-        (self.path / _STATE).unlink(missing_ok=True)
-
     def remove_ended(self) -> None:
-        """Removes the group unless a server of it runs (another launch may have replaced it)."""
-        group = self.read()
-        if group is not None and not any(server.leader.alive() for server in group.servers):
-            self.remove()
+        """Remove the state unless a server of it runs; logs stay."""
+        if not any(server.alive() for server in self.read()):
+            (self.path / _STATE).unlink(missing_ok=True)
 
     def log(self, name: str) -> Path:
         """The log file of a server."""
@@ -178,5 +176,5 @@ class LabelFolder:
 
 
 def all_labels(root: Path) -> list[LabelFolder]:
-    """The labels with a group, by name."""
+    """The labels with a state, by name."""
     return [LabelFolder(root, path.parent.name) for path in sorted(root.glob(f"*/{_STATE}"))]

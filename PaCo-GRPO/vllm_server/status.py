@@ -1,39 +1,15 @@
-"""Show which servers run and whether they answer. Exit status 0 when all are healthy, else 3; 1 after errors."""
+"""Show which servers run and whether they answer. Exit status 0 when all are healthy, else 3; 1 after errors.
+
+A state is healthy, loading or stuck, other key (VLLM_API_KEY is not the one of the launch), or ended.
+"""
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 
 from vllm_server.settings import LaunchError
 from vllm_server.state import all_labels, runtime_root
-
-
-def status(environment: Mapping[str, str]) -> tuple[list[dict], list[str]]:
-    """One row per process, and what is wrong with labels whose state cannot be read.
-
-    ``state``: healthy, loading, not answering (it runs but does not serve its models: it is stuck, or VLLM_API_KEY is
-    not the one of the launch), or ended.
-    """
-    rows, errors = [], []
-    for folder in all_labels(runtime_root(environment)):
-        try:
-            group = folder.read()
-        except LaunchError as error:
-            errors.append(f"label {folder.label!r}: {error}")
-            continue
-        for server in group.servers if group else ():
-            if not server.leader.alive():
-                state = "ended"
-            elif server.answers(environment.get("VLLM_API_KEY") or None):
-                state = "healthy"
-            else:
-                state = "not answering" if group.ready else "loading"
-            row = {"label": folder.label, "name": server.title, "model": server.model, "engine": server.engine}
-            row |= {"url": server.url, "gpus": list(server.gpus), "pid": server.leader.pid, "log": server.log}
-            rows.append(row | {"state": state})
-    return rows, errors
 
 
 def main() -> int:
@@ -41,10 +17,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="status.sh", description=__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     arguments = parser.parse_args()
+    rows, errors = [], []
     try:
-        rows, errors = status(os.environ)
+        folders = all_labels(runtime_root(os.environ))
     except LaunchError as error:
-        rows, errors = [], [str(error)]
+        folders, errors = [], [str(error)]
+    for folder in folders:
+        try:
+            for server in folder.read():
+                row = {"label": folder.label, "name": server.title, "model": server.model, "engine": server.engine}
+                row |= {"url": server.url, "gpus": list(server.gpus), "pid": server.pid, "log": server.log}
+                state = server.state(os.environ.get("VLLM_API_KEY") or None)
+                rows.append(row | {"state": {"not answering": "loading or stuck"}.get(state, state)})
+        except LaunchError as error:
+            errors.append(f"label {folder.label!r}: {error}")
     for error in errors:
         print(f"status: {error}", file=sys.stderr)
     if arguments.json:

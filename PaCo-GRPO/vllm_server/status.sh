@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Show which servers run: bash vllm_server/status.sh [--json]
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
-run_module status "$@"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/../../tools/python.sh"
+choose_python psutil
+PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.status "$@"

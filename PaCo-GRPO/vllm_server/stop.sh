@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # End the servers of one label: VLLM_LABEL=… bash vllm_server/stop.sh
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
-run_module stop "$@"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/../../tools/python.sh"
+choose_python psutil
+PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.stop "$@"

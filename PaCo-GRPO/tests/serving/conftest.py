@@ -1,8 +1,5 @@
 import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,23 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
 sys.path.insert(0, str(Path(__file__).parent))
-from gateway_tools import health
-from serving_tools import Shell, free_port, wait_for
+from serving_tools import Shell
 
 torch.set_num_threads(1)
-
-
-def load_file(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
 def tiny():
     """Makes a Qwen2.5-VL of random weights (shared with PaCo-Reward's tests)."""
-    return load_file(REPO / "PaCo-Reward" / "tests" / "tiny_judge.py")
+    spec = importlib.util.spec_from_file_location("tiny_judge", REPO / "PaCo-Reward" / "tests" / "tiny_judge.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -46,37 +38,10 @@ def judge_folder(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def judge(judge_folder):
-    from vllm_server.transformers_engine.model import JudgeModel
+def scorer(judge_folder):
+    from paco_judge.scorer import JudgeScorer
 
-    return JudgeModel.load(str(judge_folder), max_model_len=1024)
-
-
-@pytest.fixture(scope="session")
-def engine_url(judge_folder):
-    """The transformers engine as a separate process, serving the tiny judge as ``Tiny-Judge``."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm_server.transformers_engine", "--model", str(judge_folder)]
-    command += [
-        "--port",
-        str(port),
-        "--served-model-name",
-        "Tiny-Judge",
-        "--max-model-len",
-        "1024",
-        "--max-body-mb",
-        "4",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(lambda: server.poll() is not None or health(url) == 200, 300)
-        assert server.poll() is None, "the engine ended while loading"
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) in (0, -signal.SIGTERM)
+    return JudgeScorer.from_pretrained(judge_folder)
 
 
 @pytest.fixture

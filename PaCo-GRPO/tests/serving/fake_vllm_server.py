@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
+parser.add_argument("command", choices=["serve"])
+parser.add_argument("model")
 parser.add_argument("--served-model-name", required=True)
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)

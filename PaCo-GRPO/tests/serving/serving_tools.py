@@ -10,7 +10,7 @@ import time
 import venv
 from pathlib import Path
 
-from vllm_server.processes import Process
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
@@ -36,11 +36,12 @@ class Shell:
         self.vllm = tmp_path / "vllm-environment"  # with nothing but a fake vLLM
         venv.create(self.vllm, symlinks=True)
         (site,) = self.vllm.glob("lib/python3*/site-packages")
-        package = site / "vllm" / "entrypoints" / "openai"
+        package = site / "vllm" / "entrypoints" / "cli"
         package.mkdir(parents=True)
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
-        shutil.copy(FAKE, package / "api_server.py")
+        shutil.copy(FAKE, package / "main.py")
+        (site / "psutil").symlink_to(Path(psutil.__file__).parent)  # it comes with vLLM
         self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
         self.bin.mkdir()
         self.environment = {
@@ -122,9 +123,8 @@ class Shell:
         return Path(self.environment["PACO_RUNTIME_DIR"]) / "test" / "state.json"
 
     def pids(self) -> list[int]:
-        """Every process of the launch, as the state records them."""
-        servers = json.loads(self.state_file().read_text())["servers"]
-        return [member["pid"] for server in servers for member in server["members"]]
+        """The servers of the launch, as the state records them."""
+        return [server["pid"] for server in json.loads(self.state_file().read_text())]
 
     def running(self) -> set[int]:
         """Every process that a launch started, recorded or not."""
@@ -145,7 +145,13 @@ def read_until(process: subprocess.Popen, text: str) -> str:
 
 
 def all_ended(pids: list[int]) -> None:
-    wait_for(lambda: not any(map(Process.of, pids)), 10)
+    def running(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    wait_for(lambda: not any(map(running, pids)), 10)
 
 
 def wait_for(condition, timeout_s: float = 60.0):

@@ -7,18 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
+import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
-from serving_tools import FAKE, all_ended, free_port, option, wait_for
+from serving_tools import VLLM_PYTHON, all_ended, free_port, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
 from vllm_server import engines
-from vllm_server.launch import Interrupts, launch
-from vllm_server.processes import Process
+from vllm_server.launch import launch
 from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import runtime_root
+from vllm_server.state import Server, end, runtime_root
 
 
 def test_launch_status_stop(shell):
@@ -30,7 +33,7 @@ def test_launch_status_stop(shell):
     assert status == 0 and "healthy" in table
     assert JudgeClient(shell.url, model="judge").check() == "Judge"
     pids = shell.fake_pids()
-    assert all(map(Process.of, pids)), "it survives the shell that started it"
+    assert all(map(psutil.pid_exists, pids)), "it survives the shell that started it"
     assert "ended" in shell.run("stop.sh")[1]
     all_ended(pids)
     assert "Nothing runs with label 'test'" in shell.run("stop.sh")[1]
@@ -41,7 +44,7 @@ def test_command_and_environment_of_vllm(shell, model):
     shell.launch(VLLM_EXTRA_ARGS="--seed 3", PYTHONPATH="/nowhere", VLLM_MAX_IMAGES="5")
     (record,) = shell.records()
     words, environment = record["argv"], record["env"]
-    assert option(words, "--model") == str(model), "relative folders become absolute"
+    assert words[:2] == ["serve", str(model)], "relative folders become absolute"
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
@@ -101,30 +104,6 @@ def test_without_vllm_the_transformers_engine_serves_and_says_so(shell, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        (None, "4"),  # 28 heads: not 8
-        pytest.param(
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}},
-            "8",
-            marks=pytest.mark.slow,
-            id="heads left to the defaults of the class",
-        ),
-    ],
-)
-def test_gpus_are_used_together(shell, model, config, size):
-    if config:
-        (model / "config.json").write_text(json.dumps(config))
-    shell.install_gpus(8)
-    del shell.environment["CUDA_VISIBLE_DEVICES"]
-    output = shell.launch(GPU_MEMORY_UTILIZATION="0.5")
-    assert ("GPUs 4,5,6,7 stay unused" in output) == (size == "4")
-    words = shell.records()[0]["argv"]
-    assert option(words, "--tensor-parallel-size") == size
-    assert option(words, "--gpu-memory-utilization") == "0.5"
-
-
-@pytest.mark.parametrize(
     ("variables", "named"),
     [
         ({"VLLM_MODEL_PATHS": ""}, "VLLM_MODEL_PATHS"),
@@ -145,7 +124,8 @@ def test_gpus_are_used_together(shell, model, config, size):
         ({"VLLM_API_KEY": "a b"}, "VLLM_API_KEY"),
         ({"VLLM_API_KEY": "a\nb"}, "VLLM_API_KEY"),
         ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
-        ({"VLLM_GATEWAY": "never"}, "VLLM_GATEWAY"),
+        ({"VLLM_LORA": "adapter=.", "VLLM_ENGINE": "transformers"}, "VLLM_LORA"),
+        ({"VLLM_REPLICAS": "2", "VLLM_ENGINE": "transformers"}, "VLLM_REPLICAS"),
         ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_MEDIA_HOSTS": "a.example", "VLLM_ENGINE": "transformers"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_START_TIMEOUT": "soon"}, "VLLM_START_TIMEOUT"),
@@ -161,28 +141,38 @@ def test_gpus_are_used_together(shell, model, config, size):
         ({"VLLM_ENGINE": "vllm", "VLLM_PYTHON": "/nowhere/python"}, "/nowhere/python"),
         ({"PACO_RUNTIME_DIR": "run"}, "PACO_RUNTIME_DIR"),
         ({"PACO_RUNTIME_DIR": "{cwd}/link"}, "PACO_RUNTIME_DIR"),
+        ({"PACO_RUNTIME_DIR": "{cwd}/open"}, "others can write"),
+        ({"PACO_RUNTIME_DIR": "{cwd}/locks"}, "lock"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch, variables, named):
-    (shell.cwd / "elsewhere").mkdir()
+    for name, mode in (("elsewhere", 0o700), ("open", 0o777), ("locks/test", 0o700)):
+        (shell.cwd / name).mkdir(parents=True)
+        (shell.cwd / name).chmod(mode)
+    (shell.cwd / "locks").chmod(0o700)
+    (shell.cwd / "locks" / "test" / "lock").symlink_to(shell.cwd / "precious")
+    (shell.cwd / "precious").write_text("data")
     (shell.cwd / "link").symlink_to(shell.cwd / "elsewhere")
     monkeypatch.chdir(shell.cwd)
     monkeypatch.setenv("PATH", shell.environment["PATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     variables = {name: value.format(cwd=shell.cwd) for name, value in variables.items()}
     with pytest.raises(LaunchError) as error:
-        launch(shell.environment | variables, False, Interrupts())
+        launch(shell.environment | variables, False)
     assert named in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists(), "nothing was started"
+    assert (shell.cwd / "precious").read_text() == "data"
 
 
 NUMBERS = (
     *("VLLM_PORT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_START_TIMEOUT", "GPU_MEMORY_UTILIZATION", "MAX_MODEL_LEN"),
-    *("VLLM_MAX_IMAGES", "VLLM_GATEWAY_WORKERS", "VLLM_MAX_CONCURRENT", "VLLM_MAX_BODY_MB", "VLLM_REQUEST_TIMEOUT"),
+    *("VLLM_MAX_IMAGES", "VLLM_MAX_BODY_MB"),
 )
 
 
-@pytest.mark.parametrize("value", ["nan", "-nan", "1e999", "-inf", "9" * 5000, "1" + "0" * 5000 + ".5", "-1", "0x10", "①"])
+@pytest.mark.parametrize(
+    "value", ["nan", "-nan", "1e999", "-inf", "9" * 5000, "1" + "0" * 5000 + ".5", "-1", "0x10", "①"]
+)
 def test_odd_numbers_are_refused_in_one_short_sentence(value):
     for variable in NUMBERS:
         with pytest.raises(LaunchError, match=variable) as error:
@@ -203,7 +193,7 @@ def test_a_lora_adapter_is_not_a_model(shell, model):
 def test_a_port_in_use_is_refused(shell):
     with socket.create_server(("127.0.0.1", shell.port)):
         errors = shell.failed_launch()
-    assert "VLLM_PORT" in errors and f"pid {os.getpid()} " in errors
+    assert "VLLM_PORT" in errors and "another program listens" in errors
 
 
 def test_of_two_launches_on_one_port_only_one_is_ready(shell):
@@ -212,26 +202,10 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
     ends = [(*launch.communicate(timeout=200), launch.returncode) for launch in launches]
     (errors,) = [errors for _, errors, status in ends if status == 1]
     assert sorted(status for *_, status in ends) == [0, 1] and [("Ready:" in out) for out, *_ in ends].count(True) == 1
-    assert str(shell.port) in errors and "label" in errors and errors.count("\n") == 1
+    assert str(shell.port) in errors and errors.count("\n") == 1
     (row,) = shell.status()
     assert row["state"] == "healthy"
     shell.stop(VLLM_LABEL=row["label"])
-
-
-def test_a_launch_is_not_ready_because_another_server_answers(shell):
-    """The other takes the port while the model loads, and serves the same name."""
-    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
-    pids = shell.fake_pids()
-    words = ["--served-model-name", "Judge", "--host", "127.0.0.1", "--port", str(shell.port)]
-    other = subprocess.Popen([sys.executable, FAKE, *words])
-    try:
-        _, errors = launch.communicate(timeout=60)
-        assert launch.returncode == 1 and f"port {shell.port}" in errors and f"pid {other.pid} " in errors
-        assert errors.count("\n") == 1
-        all_ended(pids)
-    finally:
-        other.kill()
-        other.wait()
 
 
 def test_a_label_in_use_is_refused_and_that_of_a_dead_launch_is_replaced(shell):
@@ -252,7 +226,7 @@ def test_after_the_launcher_was_killed_its_servers_are_known_and_the_label_is_us
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=60)
     assert "VLLM_LABEL=test bash vllm_server/stop.sh" in shell.failed_launch()
-    assert [row["state"] for row in shell.status()] == ["loading"]
+    assert [row["state"] for row in shell.status()] == ["loading or stuck"]
     shell.stop()
     all_ended(pids)
     shell.launch()
@@ -341,7 +315,7 @@ def test_a_damaged_state_is_reported_and_hides_no_other_label(shell):
     shell.launch(VLLM_LABEL="other")
     state = shell.state_file()
     state.parent.mkdir(parents=True)
-    for damage in ("{", "[]", '{"label": "test", "ready": true, "servers": [{"leader": null}]}', "\udcff"):
+    for damage in ("{", "3", '[{"title": "Judge"}]', "\udcff"):
         state.write_text(damage, errors="surrogateescape")
         for script in ("launch.sh", "stop.sh", "status.sh"):
             status, output, errors = shell.run(script)
@@ -367,6 +341,134 @@ def test_the_transformers_engine_is_launched(shell, judge_folder, tiny):
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "Do the two images show the same? Yes or No") for i in range(8)]
     verdicts = JudgeClient(shell.url, model="judge", deadline_s=120).score_blocking(pairs)
     assert all(verdict.ok or "neither Yes nor No" in verdict.error for verdict in verdicts)
+    pid = shell.status()[0]["pid"]
+    shell.stop()
+    all_ended([pid])
+
+
+def ask(shell, model: str, key: str | None = None) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(trust_env=False) as http:
+        return http.post(f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers)
+
+
+@pytest.fixture
+def two(model) -> dict:
+    """Variables of a launch with two models."""
+    shutil.copytree(model, model.parent / "second")
+    return {"VLLM_MODEL_PATHS": "model,second", "VLLM_MODEL_NAMES": "Judge,Other"}
+
+
+def test_two_models_behind_one_port_in_two_launches(shell, two, tmp_path):
+    output = shell.launch(**two)
+    assert "Gateway in front" in output and f"Ready:  Judge, Other at {shell.url}/v1" in output
+    for name in ("Judge", "Other"):
+        assert ask(shell, name).json()["choices"][0]["message"]["content"] == name
+    assert ask(shell, "Third").status_code == 404
+    assert [(row["name"], row["engine"], row["state"]) for row in shell.status()] == [
+        ("gateway", "gateway", "healthy"), ("Judge", "vllm", "healthy"), ("Other", "vllm", "healthy")
+    ]  # fmt: skip
+    pids = shell.pids() + shell.fake_pids(2)
+    other = {"VLLM_PORT": str(free_port()), "VLLM_LABEL": "other", "FAKE_VLLM_RECORD": str(tmp_path / "other")}
+    shell.launch(**two, **other)
+    shell.stop()
+    all_ended(pids)
+    assert [(row["label"], row["state"]) for row in shell.status()] == [("other", "healthy")] * 3
+
+
+def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
+    output = shell.launch(VLLM_API_KEY="geheim", VLLM_HOST="0.0.0.0")
+    assert ask(shell, "Judge").status_code == 401 and ask(shell, "Judge", "geheim").status_code == 200
+    (record,) = shell.records()
+    assert option(record["argv"], "--host") == "127.0.0.1", "the engine is not reachable from outside"
+    assert record["env"]["VLLM_API_KEY"] == "geheim"
+    assert [row["state"] for row in shell.status(VLLM_API_KEY="geheim")] == ["healthy"] * 2
+    assert shell.status()[0]["state"] == "other key", "it answers, and wants a key"
+    written = "".join(path.read_text() for path in shell.state_file().parent.iterdir() if path.is_file())
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in shell.pids()]
+    assert "geheim" not in output + written + "".join(commands)
+
+
+def test_a_server_that_fails_ends_the_whole_launch(shell, two):
+    errors = shell.failed_launch(**two, FAKE_VLLM="Other dies")
+    assert "the server of Other ended with status 1" in errors and "Judge" not in errors
+    wait_for(lambda: not shell.running(), timeout_s=10)
+    assert shell.status() == []
+
+
+def test_gpus_and_adapters_of_two_models(shell, two, tmp_path):
+    """Copies run inside one vLLM; an adapter is served on the base that it names."""
+    shell.install_gpus(4)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    gpus = {"CUDA_VISIBLE_DEVICES": "3,2,1,0", "VLLM_TP": "1", "VLLM_REPLICAS": "2,1", "VLLM_LORA": "tuned=adapter"}
+
+    def save(part: str) -> None:
+        weights = {f"a.{part}.lora_A.weight": np.zeros((12, 4), np.float32)}
+        save_file(weights, adapter / "adapter_model.safetensors")
+
+    save("visual")
+    assert "tuned changes the vision tower" in shell.failed_launch(**two, **gpus)
+    save("language_model")
+    output = shell.launch(**two, **gpus)
+    assert "GPU 3,2, 2 copies" in output and "GPUs 0 stay unused" in output and "tuned (LoRA) from" in output
+    records = {record["name"]: record for record in shell.records(2)}
+    assert {name: record["env"]["CUDA_VISIBLE_DEVICES"] for name, record in records.items()} == {
+        "Judge": "3,2",
+        "Other": "1",
+    }
+    assert option(records["Judge"]["argv"], "--data-parallel-size") == "2"
+    assert "--data-parallel-size" not in records["Other"]["argv"] and "--enable-lora" not in records["Judge"]["argv"]
+    assert option(records["Other"]["argv"], "--lora-modules") == f"tuned={adapter}"
+    assert ask(shell, "tuned").json()["served"] == ["Other", "tuned"]
+
+
+def test_without_cuda_visible_devices_the_judge_takes_one_gpu_and_says_so(shell):
+    shell.install_gpus(8)
+    del shell.environment["CUDA_VISIBLE_DEVICES"]
+    assert "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in shell.launch()
+    assert shell.records()[0]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_reused_pid_is_left_alone():
+    innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    recorded = Server("J", "m", "http://127.0.0.1:1", "vllm", ("J",), (), None, innocent.pid, time.time() - 100)
+    assert not recorded.alive() and recorded.members() == [] and end([recorded], 1.0) == []
+    assert innocent.poll() is None
+    innocent.kill()
+    innocent.wait()
+
+
+@pytest.mark.slow
+def test_weights_of_another_family_are_warned_about(shell, judge_folder, tmp_path):
+    """vLLM may read other files than transformers."""
+    folder = shutil.copytree(judge_folder, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.k_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
+    assert "Weights of Judge not checked: " in shell.launch(VLLM_MODEL_PATHS=str(folder))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
+def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer, tiny):
+    output = shell.launch(
+        900, VLLM_MODEL_PATHS=str(judge_folder), VLLM_PYTHON=str(VLLM_PYTHON), VLLM_START_TIMEOUT="800"
+    )
+    assert output.startswith("Engine: vllm")
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)]
+    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score_blocking(pairs)
+    expected = scorer.score(pairs, top=20)
+    both = [(one.p_yes, other.p_yes) for one, other in zip(verdicts, expected, strict=True) if one.ok and other.ok]
+    assert len(both) > 6 and np.abs(np.subtract(*zip(*both))).max() < 1e-3
+    remote = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        body = {"model": "Judge", "messages": [{"role": "user", "content": [remote]}]}
+        assert http.post(f"{shell.url}/v1/chat/completions", json=body).status_code == 400
     pid = shell.status()[0]["pid"]
     shell.stop()
     all_ended([pid])

@@ -168,7 +168,9 @@ class JudgeClient:
             return self.model
         alike = [name for name in served if name.casefold() == self.model.casefold()]
         if len(alike) == 1:
-            logger.warning("judge at %s serves %r; using it for %r (case-insensitive)", self.base_url, *alike, self.model)
+            logger.warning(
+                "judge at %s serves %r; using it for %r (case-insensitive)", self.base_url, *alike, self.model
+            )
             return alike[0]
         raise JudgeModelMissing(
             f"the judge at {self.base_url} does not serve {self.model!r}; it serves "

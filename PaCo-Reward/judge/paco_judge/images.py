@@ -179,6 +179,6 @@ async def _off_loop(function, image: Image.Image):
 def _as_rgb(image: Image.Image) -> Image.Image:
     try:
         return to_rgb(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # decoders raise many types on damaged data
         name = getattr(image, "filename", "") or "in memory"
         raise UnreadableImage(f"image {name} cannot be read: {error}") from error

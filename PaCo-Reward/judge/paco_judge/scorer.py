@@ -156,7 +156,9 @@ class JudgeScorer:
 
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it: image 1, image 2, question. Raises BadChat, UnreadableImage."""
-        message = build_messages("", "" if pair.image_b else None, pair.question, self.form, [""] * len(pair.more_images))[0]
+        message = build_messages(
+            "", "" if pair.image_b else None, pair.question, self.form, [""] * len(pair.more_images)
+        )[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
         self.check(chat)
@@ -179,6 +181,11 @@ class JudgeScorer:
             except ValueError as error:
                 raise BadChat(f"an image of {image.width}x{image.height} pixels cannot be shown: {error}") from error
         return tokens
+
+    def length(self, chat: Chat) -> int:
+        """The number of tokens of a chat's prompt. Raises BadChat."""
+        images = self.check(chat)
+        return len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]) + images - len(chat.images)
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The text of a chat's messages, as the model's chat template renders it."""
@@ -238,7 +245,9 @@ def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) 
 
     folder = local_folder(adapter, ("adapter_*",))
     if not (folder / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`")
+        raise FileNotFoundError(
+            f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`"
+        )
     check_adapter({name: tuple(value.shape) for name, value in model.state_dict().items()}, folder, tensors_in(base))
     return PeftModel.from_pretrained(model, str(folder))
 

@@ -132,7 +132,7 @@ def test_a_key_that_no_header_can_hold_is_one_sentence(key):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("0123456789x⨉ .[]-:TOPLEFTPANEL\"\n", max_size=60))
+@given(st.text('0123456789x⨉ .[]-:TOPLEFTPANEL"\n', max_size=60))
 @example("9" * 5000 + "x2 grid. PANEL-1: a")
 @example("1x2 grid. PANEL-" + "1" * 5000 + ": a. PANEL-2: b")
 @example("9999999x9999999 grid")

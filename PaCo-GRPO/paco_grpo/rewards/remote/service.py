@@ -28,12 +28,11 @@ from starlette.routing import Route
 from paco_grpo.asgi import (
     SERVER_SETTINGS,
     ApiError,
-    Bodies,
     KeyGuard,
     public,
+    read_body,
     refuse,
     unknown_route,
-    until_caller_leaves,
 )
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
@@ -53,7 +52,7 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
         api_key: Required of every request if given.
         max_body_bytes: Limit of one request; a larger one is refused while it arrives.
     """
-    thread, bodies = ThreadPoolExecutor(1, thread_name_prefix="reward"), Bodies(max_body_bytes)
+    thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
 
     def score(body: bytes) -> bytes:
         images, items = decode_request(body)
@@ -63,13 +62,12 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
         return JSONResponse({"status": "ok", "reward": name})
 
     async def post_score(request: Request) -> Response:
-        async with bodies.read(request.scope, request.receive) as body:
-            # A request whose caller leaves before its turn is not scored.
-            scoring = asyncio.get_running_loop().run_in_executor(thread, score, body)
+        body = await read_body(request, max_body_bytes)
+        async with turn:
+            if await request.is_disconnected():  # a request whose caller left before its turn is not scored
+                raise ApiError("the caller left", 499)
             try:
-                scores = await until_caller_leaves(request.receive, scoring)
-            except ApiError:
-                raise
+                scores = await asyncio.get_running_loop().run_in_executor(thread, score, body)
             except WireError as error:
                 raise ApiError(public(str(error))) from error
             except Exception as error:  # a user's reward may raise anything; the run then reports it and stops

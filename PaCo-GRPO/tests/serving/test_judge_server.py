@@ -1,0 +1,255 @@
+"""The engine on transformers: scores as the scorer's, limits, and one request's fault costs no other."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from unittest import mock
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from serving_tools import ROOT, free_port, wait_for
+
+from paco_grpo.asgi import ApiError
+from paco_judge.client import JudgeClient, Pair
+from paco_judge.images import data_url, encode
+from paco_judge.questions import build_messages, theme_question
+from paco_judge.verdict import p_yes_from_top_logprobs
+from vllm_server.judge_server import Engine, Job, build_app, parse_request
+
+SCORE = {"model": "Judge", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+
+
+@pytest.fixture
+def engine(scorer):
+    return Engine(scorer, max_model_len=1024)
+
+
+@pytest.fixture
+async def http(engine):
+    app = build_app(engine, "Judge", max_body_bytes=1 << 20)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e", timeout=120) as http,
+    ):
+        yield http
+
+
+def pairs_of(tiny, count: int) -> list[Pair]:
+    """Of different lengths; some share images."""
+    pictures = [tiny.picture(seed, 28 + 9 * seed) for seed in range(4)]
+    return [
+        Pair(pictures[i % 4], pictures[(i + 1 + i // 4) % 4], theme_question("a fox" + " and a boat" * (i % 3)))
+        for i in range(count)
+    ]
+
+
+def body(pair: Pair, **fields) -> dict:
+    return SCORE | {"messages": build_messages(*map(data_url, pair.images), pair.question)} | fields
+
+
+async def test_scores_are_the_scorers_whatever_the_batch(http, scorer, tiny):
+    pairs = pairs_of(tiny, 24)
+    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body(pair)) for pair in pairs))
+    expected = scorer.score(pairs, top=20)
+    for answer, verdict in zip(answers, expected, strict=True):
+        (entry,) = answer.json()["choices"][0]["logprobs"]["content"]
+        top = [each["logprob"] for each in entry["top_logprobs"]]
+        assert len(top) == 20 and top == sorted(top, reverse=True) and entry["logprob"] == top[0]
+        found = p_yes_from_top_logprobs(entry["top_logprobs"])
+        assert found == (None if verdict.p_yes is None else pytest.approx(verdict.p_yes, abs=1e-5))
+    assert sum(verdict.ok for verdict in expected) > 10
+
+
+async def test_longer_answers_are_the_scorers_too(http, scorer, tiny):
+    pairs = pairs_of(tiny, 4)
+    limits = [3, 7, 5, 1]
+    asked = [body(pair, max_tokens=limit, logprobs=False, top_logprobs=0) for pair, limit in zip(pairs, limits)]
+    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
+    for pair, limit, answer in zip(pairs, limits, answers, strict=True):
+        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+        assert choice["message"]["content"].strip() == scorer.reasons([pair], limit)[0]
+        assert usage["completion_tokens"] <= limit and choice["logprobs"] is None
+        assert choice["finish_reason"] == "length" or usage["completion_tokens"] < limit
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A small file that says it is large."""
+    content = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    for name, data in ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")):
+        content += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return content
+
+
+def url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+BAD_IMAGES = {
+    "1x300": data_url(Image.new("RGB", (1, 300))),
+    "cut off": url(encode(NOISE)[:-3000]),
+    "20000x20000": url(huge_png(20_000, 20_000)),
+    "1048576x1048576": url(huge_png(1 << 20, 1 << 20)),
+    "an EPS, which would run Ghostscript": url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"),
+    "no base64": "data:image/png;base64,A",
+}
+
+
+async def test_a_bad_image_is_an_error_of_its_own_request(http, tiny):
+    (good,) = pairs_of(tiny, 1)
+    asked = [body(good)]
+    for bad in BAD_IMAGES.values():
+        asked += [body(good, messages=build_messages(bad, data_url(good.image_a), "same?")), body(good)]
+    with mock.patch("subprocess.check_call") as ghostscript:
+        answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
+    assert [answer.status_code for answer in answers] == [200] + [400, 200] * len(BAD_IMAGES)
+    for answer in answers[1::2]:
+        assert answer.json()["error"]["code"] == "invalid_image" and "0x" not in answer.text
+    assert not ghostscript.called
+
+
+TEXT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": 0.7}, 400, "temperature"),
+        ({"n": 2}, 400, "n"),
+        ({"stream": True}, 400, "stream"),
+        ({"tools": [{}]}, 400, "tools"),
+        ({"response_format": {"type": "json"}}, 400, "response_format"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"top_logprobs": 21}, 400, "top_logprobs"),
+        ({"logprobs": False}, 400, "top_logprobs"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages"),
+        ({"messages": build_messages("http://example.test/a.png", "data:", "q")}, 400, "messages"),
+        ({"messages": build_messages("file:///etc/passwd", "data:", "q")}, 400, "messages"),
+        ({"messages": build_messages(*["data:image/png;base64,AA"] * 2, "q") * 9}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "messages"),
+        ({"max_tokens": 1000, "messages": [{"role": "user", "content": "a b c " * 100}]}, 400, "messages"),
+    ],
+)
+async def test_unsupported_requests_are_refused(http, fields, status, param):
+    answer = await http.post("/v1/chat/completions", json=SCORE | {"messages": TEXT} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 600
+
+
+def test_neutral_fields_are_accepted():
+    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "presence_penalty": 0, "stop": None, "seed": 3, "user": "me"}
+    asked = parse_request(
+        json.dumps(SCORE | {"messages": TEXT, "max_completion_tokens": 2} | neutral).encode(), ["Judge"]
+    )
+    assert asked.limit == 2
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(
+    inner, max_size=3) | st.dictionaries(st.sampled_from(["model", "messages", "role", "content", "type", "text"]), inner
+    )).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_body_is_a_request_or_a_refusal(content):
+    with pytest.raises(ApiError):
+        parse_request(content, ["Judge"])
+
+
+async def test_routes_bodies_and_key(engine, http):
+    assert (await http.get("/health")).json() == {"status": "ok"}
+    (row,) = (await http.get("/v1/models")).json()["data"]
+    assert row["id"] == "Judge" and row["max_model_len"] == 1024
+    unknown = await http.get("/v1/embeddings")
+    assert unknown.status_code == 404 and "POST /v1/chat/completions" in unknown.json()["error"]["message"]
+    assert (await http.post("/v1/chat/completions", content=b"x" * (1 << 20) + b"x")).status_code == 413
+    guarded = build_app(engine, "Judge", api_key="secret")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://e") as keyed:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer sécret".encode()}):
+            assert (await keyed.get("/v1/models", headers=headers)).status_code == 401
+        assert (await keyed.get("/v1/models", headers={"authorization": "Bearer secret"})).status_code == 200
+
+
+async def test_a_request_that_breaks_the_model_costs_the_others_nothing(engine, tiny, monkeypatch):
+    """And it is tried twice, with the others and alone, not once for each of them."""
+    pairs, calls, plain = pairs_of(tiny, 5), [], engine.scorer.first_token_logits
+    bad = Pair(pairs[0].image_a, pairs[0].image_b, "out of memory")
+
+    def forward(chats):
+        texts = [chat.messages[-1]["content"][-1]["text"] for chat in chats]
+        calls.append(texts)
+        if bad.question in texts:
+            raise RuntimeError("out of memory")
+        return plain(chats)
+
+    monkeypatch.setattr(engine.scorer, "first_token_logits", forward)
+    jobs = [Job(parse_request(json.dumps(body(pair)).encode(), ["Judge"]), None) for pair in (*pairs, bad)]
+    *good, failed = engine.answers(jobs)
+    assert all("choices" in answer for answer in good)
+    assert failed.status == 500 and sum(bad.question in texts for texts in calls) == 2
+
+
+def test_logits_that_are_not_numbers_are_an_error_that_is_not_retried(engine, tiny, monkeypatch):
+    monkeypatch.setattr(engine.scorer, "first_token_logits", lambda chats: np.full((len(chats), 420), np.nan))
+
+    async def answer():
+        return engine.answers([Job(parse_request(json.dumps(body(pairs_of(tiny, 1)[0])).encode(), ["Judge"]), None)])
+
+    (failed,) = asyncio.run(answer())
+    assert failed.status == 422
+
+
+async def test_a_request_whose_caller_left_is_not_computed(engine, tiny, monkeypatch):
+    class Left:
+        async def is_disconnected(self):
+            return True
+
+    monkeypatch.setattr(engine, "answers", lambda jobs: [])
+    working = asyncio.create_task(engine.run())
+    with pytest.raises(ApiError) as error:
+        await engine.ask(parse_request(json.dumps(body(pairs_of(tiny, 1)[0])).encode(), ["Judge"]), Left())
+    working.cancel()
+    assert error.value.status == 499
+
+
+@pytest.mark.slow
+def test_the_judges_client_and_openais_with_a_real_process(judge_folder, scorer, tiny):
+    port = free_port()
+    command = [sys.executable, "-m", "vllm_server.judge_server", "--model", str(judge_folder), "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([*command, "--served-model-name", "Judge", "--max-model-len", "1024"], env=environment)
+    base = f"http://127.0.0.1:{port}"
+    try:
+
+        def up():
+            try:
+                return httpx.get(f"{base}/health", trust_env=False).status_code == 200
+            except httpx.HTTPError:
+                return server.poll() is not None
+
+        wait_for(up, 300)
+        pairs = pairs_of(tiny, 20)
+        verdicts = JudgeClient(base, model="judge", deadline_s=300).score_blocking(pairs)
+        for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
+            assert found.ok == expected.ok and found.p_yes == (
+                expected.ok and pytest.approx(expected.p_yes, abs=1e-5) or None
+            )
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
+        whole = client.chat.completions.create(**body(pairs[0], max_tokens=7))
+        assert whole.usage.completion_tokens <= 7 and len(whole.choices[0].logprobs.content) == 1
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) in (0, -signal.SIGTERM)

@@ -1,0 +1,407 @@
+"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs, with transformers.
+
+    python -m vllm_server.judge_server --model FOLDER --served-model-name NAME --port 8000
+
+Answers are greedy. ``top_logprobs`` are those of the first token. Requests that wait while a batch runs become the next
+batch.
+"""
+
+import argparse
+import asyncio
+import base64
+import binascii
+import logging
+import os
+import reprlib
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+
+from paco_grpo.asgi import SERVER_SETTINGS, ApiError, KeyGuard, read_body, refuse, unknown_route
+from paco_judge.images import UnreadableImage, as_received, open_image
+from paco_judge.scorer import BadChat, Chat, JudgeScorer
+
+logger = logging.getLogger(__name__)
+
+MAX_PIXELS = 1 << 25  # of one image, 100 MB as RGB
+MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, and of all that are decoded at a time
+MAX_WAITING = 4096
+# Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+_CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
+_ROUTES = "GET /health, GET /v1/models, POST /v1/chat/completions"
+_LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: Annotated[
+        str,
+        BeforeValidator(lambda url: url.get("url") if isinstance(url, dict) else url),
+        Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,"),  # nothing is fetched
+    ]
+
+
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[
+        list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
+        Field(min_length=1),
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+    ]
+
+
+JSON_OBJECT = TypeAdapter(dict[str, Any])
+_One, _Zero = Annotated[float, Field(ge=1, le=1)], Annotated[float, Field(ge=0, le=0)]
+_Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
+
+
+class ChatRequest(BaseModel):
+    """The accepted fields; a null counts as missing. Sampling options accept only the value of a greedy answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: _Length | None = None
+    max_completion_tokens: _Length | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
+    stream: Literal[False] = False
+    n: _One = 1
+    top_p: _One = 1
+    temperature: _Zero = 0
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+    stop: Annotated[list, Field(max_length=0)] = []
+    tools: Annotated[list, Field(max_length=0)] = []
+    logit_bias: Annotated[dict, Field(max_length=0)] = {}
+    # Without effect on a greedy answer.
+    user: Any = None
+    seed: Any = None
+    metadata: Any = None
+    store: Any = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer; None: until the model ends it."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def urls(self) -> list[str]:
+        """The images."""
+        parts = [part for message in self.messages for part in message.content]
+        return [part.image_url for part in parts if isinstance(part, _ImagePart)]
+
+    def turns(self) -> list[dict]:
+        """The messages in the form of the scorer's ``Chat``."""
+        return [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, _TextPart) else {"type": "image"}
+                    for part in message.content
+                ],
+            }
+            for message in self.messages
+        ]
+
+
+def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -> ChatRequest:
+    """Checks a request's body. Raises ApiError."""
+    try:
+        body = JSON_OBJECT.validate_json(content)
+    except ValidationError as invalid:
+        raise ApiError(f"the body is not a JSON object: {invalid.errors()[0]['msg']}") from invalid
+    if (model := body.get("model")) not in served:
+        message = f"model {reprlib.repr(model)} is not served here; served: {', '.join(served)}"
+        raise ApiError(message, 404, param="model", code="model_not_found")
+    try:
+        request = ChatRequest.model_validate({name: value for name, value in body.items() if value is not None})
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = (
+            f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; this engine answers greedily and at once"
+        )
+        raise ApiError(f"{message}, use vLLM for other requests", param=str(first["loc"][0])) from invalid
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if len(request.urls) > max_images:
+        message = f"{len(request.urls)} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
+        raise ApiError(message, param="messages")
+    return request
+
+
+@dataclass
+class Job:
+    """A request in the queue. ``answer`` receives the choice and its token counts, or an exception."""
+
+    request: ChatRequest
+    http: Request | None
+    answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    chat: Chat | None = None
+    pixels: int = 0
+    tokens: int = 0  # of the prompt
+
+
+class Engine:
+    """One queue, and one thread that opens images and runs the model. All other state is used on the event loop only.
+
+    Args:
+        max_model_len: Tokens of prompt and answer together.
+        max_batch: Requests in one batch.
+    """
+
+    def __init__(self, scorer: JudgeScorer, max_model_len: int, max_batch: int = 64):
+        self.scorer, self.max_model_len, self.max_batch = scorer, max_model_len, max_batch
+        self._tokenizer = scorer.processor.tokenizer
+        eos = scorer.model.generation_config.eos_token_id
+        eos = {*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id}
+        self.eos_ids = eos - {None}
+        self._batch_tokens = _BATCH_TOKENS[scorer.model.device.type]
+        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
+
+    async def ask(self, request: ChatRequest, http: Request | None = None) -> dict:
+        """The choice and the usage of an answer. ``http``: a request whose caller has left is not worked on.
+
+        Raises:
+            ApiError: It is refused, or failed.
+        """
+        if self._queue.qsize() >= MAX_WAITING:
+            raise ApiError(f"{MAX_WAITING} requests are waiting; try again later", 429, retry_after_s=1)
+        job = Job(request, http)
+        self._queue.put_nowait(job)
+        return await job.answer
+
+    async def run(self) -> None:
+        """Works on the queue until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            jobs = [await self._queue.get()]
+            while len(jobs) < self.max_batch and not self._queue.empty():
+                jobs.append(self._queue.get_nowait())
+            for job in [job for job in jobs if job.http and await job.http.is_disconnected()]:
+                job.answer.set_exception(ApiError("the caller left", 499))
+                jobs.remove(job)
+            answers = await loop.run_in_executor(self._thread, self.answers, jobs)
+            for job, answer in zip(jobs, answers, strict=True):
+                if not job.answer.cancelled():
+                    (job.answer.set_exception if isinstance(answer, Exception) else job.answer.set_result)(answer)
+
+    def answers(self, jobs: Sequence[Job]) -> list[dict | ApiError]:
+        """An answer or an error for each request; what is wrong with one costs the others nothing."""
+        found: dict[int, dict | ApiError] = {}
+        for index, job in enumerate(jobs):
+            try:
+                self._open(job)
+            except ApiError as error:
+                found[index] = error
+        for group in self._groups([(index, job) for index, job in enumerate(jobs) if index not in found]):
+            found |= self._together_or_alone(dict(group))
+        return [found[index] for index in range(len(jobs))]
+
+    def _together_or_alone(self, jobs: dict[int, Job]) -> dict[int, dict | ApiError]:
+        try:
+            return self._answer(jobs)
+        except Exception:
+            logger.exception("a batch of %d requests failed", len(jobs))
+        if len(jobs) == 1:
+            return {index: ApiError("the engine failed on this request; its log says why", 500) for index in jobs}
+        found: dict[int, dict | ApiError] = {}
+        for index, job in jobs.items():
+            found |= self._together_or_alone({index: job})
+        return found
+
+    def _open(self, job: Job) -> None:
+        """Reads the headers of a request's images, and measures its prompt. Raises ApiError."""
+        request, images = job.request, []
+        characters = sum(len(part.get("text", "")) for turn in request.turns() for part in turn["content"])
+        if characters > _CHARACTERS_PER_TOKEN * self.max_model_len:
+            raise _too_long(f"the texts have {characters} characters", self.max_model_len)
+        try:
+            for url in request.urls:
+                images.append(open_image(base64.b64decode(url.partition(",")[2], validate=True)))
+            sizes = [image.width * image.height for image in images]
+            if max(sizes, default=0) > MAX_PIXELS or sum(sizes) > MAX_REQUEST_PIXELS:
+                text = f"at most {MAX_PIXELS} each and {MAX_REQUEST_PIXELS} together"
+                raise UnreadableImage(f"has too many pixels, or the images have too many together: {text}")
+        except UnreadableImage as error:
+            raise ApiError(f"an image {error}", param="messages", code="invalid_image") from error
+        except binascii.Error as error:
+            raise ApiError(f"an image is not valid base64: {error}", param="messages", code="invalid_image") from error
+        job.chat, job.pixels = Chat(request.turns(), images), sum(sizes)
+        try:
+            job.tokens = self.scorer.length(job.chat)
+        except BadChat as error:
+            raise ApiError(str(error), param="messages", code="invalid_image") from error
+        if job.tokens + (request.limit or 1) > self.max_model_len:
+            raise _too_long(f"the prompt has {job.tokens} tokens, and then there is the answer", self.max_model_len)
+
+    def _groups(self, jobs: Sequence[tuple[int, Job]]) -> list[list[tuple[int, Job]]]:
+        """Requests for one forward each."""
+        groups: list[list[tuple[int, Job]]] = []
+        longest = pixels = 0
+        for index, job in jobs:
+            longest, pixels = max(longest, job.tokens), pixels + job.pixels
+            full = groups and longest * (len(groups[-1]) + 1) > self._batch_tokens or pixels > MAX_REQUEST_PIXELS
+            if full or not groups:
+                groups.append([])
+                longest, pixels = job.tokens, job.pixels
+            groups[-1].append((index, job))
+        return groups
+
+    def _answer(self, jobs: dict[int, Job]) -> dict[int, dict | ApiError]:
+        """One forward, and more for answers of several tokens."""
+        found: dict[int, dict | ApiError] = {}
+        chats: dict[int, Chat] = {}
+        for index, job in jobs.items():
+            try:
+                chats[index] = Chat(job.chat.messages, [as_received(image, "png") for image in job.chat.images])
+            except UnreadableImage as error:
+                found[index] = ApiError(str(error), param="messages", code="invalid_image")
+        if not chats:
+            return found
+        rows = self.scorer.first_token_logits(list(chats.values()))
+        logits = dict(zip(chats, rows, strict=True))
+        longer = [index for index in chats if jobs[index].request.limit != 1]
+        texts = self._generate([(jobs[index], chats[index]) for index in longer]) if longer else []
+        ids = {index: [int(logits[index].argmax())] for index in chats} | dict(zip(longer, texts, strict=True))
+        for index in chats:
+            if np.isnan(logits[index]).any():
+                # No 5xx: asking again, as clients then do, would not help.
+                message = "the model's logits are not numbers: its weights are damaged"
+                found[index] = ApiError(message, 422, code="not_a_number")
+            else:
+                found[index] = self._choice(jobs[index], logits[index], ids[index])
+        return found
+
+    def _generate(self, asked: Sequence[tuple[Job, Chat]]) -> list[list[int]]:
+        """The tokens of each answer, its end token included."""
+        limits = [min(self.max_model_len - job.tokens, job.request.limit or self.max_model_len) for job, _ in asked]
+        answers = []
+        for row, limit in zip(self.scorer.generate([chat for _, chat in asked], max(limits)).tolist(), limits):
+            end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))
+            answers.append(row[: min(end, limit)])
+        return answers
+
+    def _choice(self, job: Job, logits: np.ndarray, ids: list[int]) -> dict:
+        """The choice and the usage, as OpenAI writes them."""
+        logprobs = None
+        if job.request.logprobs:
+            scores = logits.astype(np.float64)
+            scores -= np.logaddexp.reduce(scores)
+            count = max(1, job.request.top_logprobs)
+            top = np.argpartition(-scores, count - 1)[:count]
+            entries = [self._entry(int(token), scores[token]) for token in top[np.argsort(-scores[top], kind="stable")]]
+            first = self._entry(ids[0], scores[ids[0]])
+            logprobs = {"content": [first | {"top_logprobs": entries[: job.request.top_logprobs]}]}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)},
+            "logprobs": logprobs,
+            "finish_reason": "stop" if ids[-1] in self.eos_ids else "length",
+        }
+        usage = {"prompt_tokens": job.tokens, "completion_tokens": len(ids), "total_tokens": job.tokens + len(ids)}
+        return {"choices": [choice], "usage": usage}
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        text = self._tokenizer.decode([token])  # U+FFFD where the token is a part of a character
+        return {"token": text, "bytes": list(text.encode()), "logprob": max(float(logprob), _LOWEST)}
+
+
+def _too_long(what: str, limit: int) -> ApiError:
+    message = f"{what}; the model takes {limit} tokens together (raise MAX_MODEL_LEN, or send less)"
+    return ApiError(message, param="messages", code="context_length_exceeded")
+
+
+def build_app(
+    engine: Engine, name: str, *, max_images: int = 16, max_body_bytes: int = 32 << 20, api_key: str | None = None
+) -> FastAPI:
+    """The engine as an application. ``api_key``: needed on every route except ``/health``."""
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI):
+        app.state.work = asyncio.create_task(engine.run())
+        yield
+        app.state.work.cancel()
+
+    handlers = {ApiError: refuse, HTTPException: unknown_route(_ROUTES)}
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
+    if api_key:
+        app.add_middleware(KeyGuard, key=api_key)
+
+    @app.get("/health")
+    async def health() -> Response:
+        working = not app.state.work.done()
+        return JSONResponse({"status": "ok" if working else "the engine has stopped working"}, 200 if working else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        row = {"id": name, "object": "model", "created": started, "owned_by": "paco-rl"}
+        return JSONResponse({"object": "list", "data": [row | {"max_model_len": engine.max_model_len}]})
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        asked = parse_request(await read_body(request, max_body_bytes), [name], max_images)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
+        return JSONResponse(head | {"model": name} | await engine.ask(asked, request))
+
+    return app
+
+
+def main() -> int:
+    """Command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
+    parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5")
+    parser.add_argument("--served-model-name", help="name to serve it under; default: the model's")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-batch", type=int, default=64, help="requests in one batch")
+    parser.add_argument("--max-images", type=int, default=16, help="images in one request")
+    parser.add_argument("--max-body-mb", type=float, default=32)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # More threads would starve the HTTP side and the trainer on small machines.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // 2))
+    try:
+        scorer = JudgeScorer.from_pretrained(arguments.model)
+    except (OSError, ValueError) as error:
+        print(f"cannot serve {arguments.model}: {error}", file=sys.stderr)
+        return 1
+    longest = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len)
+    app = build_app(
+        Engine(scorer, min(arguments.max_model_len, longest), arguments.max_batch),
+        arguments.served_model_name or arguments.model,
+        max_images=arguments.max_images,
+        max_body_bytes=int(arguments.max_body_mb * (1 << 20)),
+        api_key=os.environ.get("VLLM_API_KEY") or None,
+    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=10, **SERVER_SETTINGS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
