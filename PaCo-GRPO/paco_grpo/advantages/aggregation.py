@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.stats import gmean, hmean
 
 from paco_grpo.suggest import did_you_mean
 
@@ -54,8 +56,7 @@ def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, 
         ValueError: A reward is negative.
     """
     _require_non_negative("geometric_mean_aggregate_fn", grouped_rewards)
-    with np.errstate(divide="ignore"):  # exp(log 0) = exp(−inf) = 0
-        return _per_group(lambda r: np.exp(np.mean([np.log(values) for values in r.values()], axis=0)), grouped_rewards)
+    return _per_group(lambda r: gmean(list(r.values()), axis=0), grouped_rewards)
 
 
 @dataclass(eq=False)
@@ -87,8 +88,7 @@ def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, n
         ValueError: A reward is negative.
     """
     _require_non_negative("harmonic_mean_aggregate_fn", grouped_rewards)
-    with np.errstate(divide="ignore"):  # R / (1/0) = R / inf = 0
-        return _per_group(lambda r: len(r) / np.sum([1.0 / values for values in r.values()], axis=0), grouped_rewards)
+    return _per_group(lambda r: hmean(list(r.values()), axis=0), grouped_rewards)
 
 
 @dataclass(eq=False)
@@ -201,19 +201,17 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
 
     Returns:
         A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
-        ``package.module:function``, or ``/absolute/file.py:function`` if it is in a file that cannot be imported by name
-        (the user's configuration file).
+        ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name.
 
     Raises:
-        ValueError: A lambda, a function inside a function, a partial or an object without a name: it could not be found
-            again when the saved run is loaded.
+        ValueError: It could not be found again, such as a lambda or a function inside a function.
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
     if isinstance(aggregate_fn, tuple(FACTORIES.values())):
         arguments = {f.name: getattr(aggregate_fn, f.name) for f in dataclasses.fields(aggregate_fn) if f.init}
         return {"name": type(aggregate_fn).__name__, "arguments": {k: _plain(v) for k, v in arguments.items()}}
-    name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", "")
+    name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", None) or ""
     if not isinstance(aggregate_fn, type):
         if BUILT_IN.get(name) is aggregate_fn:
             return name
@@ -221,10 +219,9 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
             return f"{module}:{name}"
         if inspect.isfunction(aggregate_fn) and name.isidentifier():
             return f"{Path(inspect.unwrap(aggregate_fn).__code__.co_filename).resolve()}:{name}"
-    kind = "a lambda" if "<lambda>" in name else f"{type(aggregate_fn).__name__} {name}".strip()
     raise ValueError(
-        f"{OPTION} is {kind}, which a saved run could not find again: give a built-in aggregation, or a function defined at "
-        "the top level of the configuration file or of an importable module"
+        f"{OPTION} is {name or aggregate_fn!r}, which a saved run could not find again: give a built-in aggregation, or a "
+        "function at the top level of the configuration file or of an importable module"
     )
 
 
@@ -241,10 +238,6 @@ def _is_importable(function: Callable, module: str, name: str) -> bool:
 def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
     """The inverse of ``describe``.
 
-    Args:
-        description: None, the name of a built-in function, ``{"name": …, "arguments": {…}}``,
-            ``package.module:function`` or ``file.py:function``.
-
     Raises:
         ValueError: There is no such function, or a built-in one does not take these arguments.
     """
@@ -253,34 +246,27 @@ def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
     name, arguments = description, {}
     if _is_table(description):
         name, arguments = description["name"], {k: _plain(v) for k, v in description["arguments"].items()}
-    if name in BUILT_IN:
-        try:
-            return BUILT_IN[name](**arguments) if name in FACTORIES else BUILT_IN[name]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{OPTION} = {name!r} with {arguments}: {error}") from error
     place, _, function = str(name).rpartition(":")
-    if place and function:
-        return _load(place, function)
+    try:
+        if name in BUILT_IN:
+            return BUILT_IN[name](**arguments) if name in FACTORIES else BUILT_IN[name]
+        if place and function:
+            return attrgetter(function)(_module(place))
+    except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
+        raise ValueError(f"{OPTION} = {name!r} {arguments or ''} cannot be used: {error}") from error
     raise ValueError(
         f"{OPTION} = {name!r} is unknown.{did_you_mean(str(name), BUILT_IN)} Known: {', '.join(BUILT_IN)}, "
         "'package.module:function' or 'file.py:function'"
     )
 
 
-def _load(place: str, function: str) -> AggregateFn:
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location("paco_grpo_aggregation", place)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        return attrgetter(function)(module)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ValueError(
-            f"{OPTION} = '{place}:{function}' cannot be imported: {error}; correct the path, or put the module's folder "
-            "on PYTHONPATH"
-        ) from error
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location("paco_grpo_aggregation", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _is_table(value: Any) -> bool:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum
-
-_TIES = 18  # first word of a random stream
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,11 @@ def compute_advantages(
     if not groups:
         return AdvantageResult(advantages, kept, stats)
     keys = _keys(groups, item_ids, prompts)
-    grouped = {
-        name: {key: _ranks(v[members]) if rank else v[members] for key, members in zip(keys, groups, strict=True)}
-        for name, v in values.items()
-    }
+    if rank:  # scaled to [0, 1]
+        for members in groups:
+            for v in values.values():
+                v[members] = (rankdata(v[members]) - 1) / (len(members) - 1)
+    grouped = {name: {key: v[members] for key, members in zip(keys, groups, strict=True)} for name, v in values.items()}
     function = aggregate_fn or partial(weighted_sum, reward_weights)
     totals = _aggregate(function, grouped)
     is_advantage = getattr(function, "returns_advantages", False)
@@ -88,42 +88,10 @@ def compute_advantages(
     return AdvantageResult(advantages, kept, stats)
 
 
-def best_and_worst(
-    result: AdvantageResult, item_ids: np.ndarray, count: int | None, seed: int, epoch: int
-) -> np.ndarray:
-    """Which samples are trained on (n,): of each item's kept samples the ``count`` with the most extreme advantages.
-
-    Half of them (rounded up) are the highest, the others the lowest; the advantages of all stay as they are. Among equal
-    ones a random order decides, the same on every process. A group whose advantages are all equal teaches nothing and is
-    left out.
-
-    Args:
-        result: Advantages from whole groups.
-        item_ids: (n,), the groups.
-        count: At least 2; None = all kept samples.
-        seed: The run's.
-        epoch: For the random order.
-    """
-    if count is None:
-        return result.kept
-    order = np.random.default_rng([_TIES, seed, epoch]).permutation(len(item_ids))
-    chosen = np.zeros(len(item_ids), dtype=bool)
-    for item in np.unique(item_ids):
-        members = order[(item_ids[order] == item) & result.kept[order]]
-        values = result.advantages[members]
-        if len(members) == 0 or np.ptp(values) == 0:
-            continue
-        ranked = members[np.argsort(-values, kind="stable")]
-        lowest = min(count, len(members)) // 2
-        chosen[ranked[: min(count, len(members)) - lowest]] = True
-        chosen[ranked[len(ranked) - lowest :]] = True
-    return chosen
-
-
 def _checked(rewards: Mapping[str, np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:
     if not rewards:
         raise ValueError("compute_advantages needs at least one reward: set config.train.reward_fn")
-    values = {name: np.asarray(array, np.float64) for name, array in rewards.items()}
+    values = {name: np.array(array, np.float64) for name, array in rewards.items()}
     lengths = {"item_ids": len(item_ids), "prompts": len(prompts)} | {name: len(v) for name, v in values.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rewards, item_ids and prompts must have one entry per sample, but have lengths {lengths}")
@@ -159,13 +127,6 @@ def _keys(groups: list[np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]
         text if texts.count(text) == 1 else f"{text} [item {item_ids[members[0]]}]"
         for text, members in zip(texts, groups, strict=True)
     ]
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks scaled to [0, 1], ties averaged: (values below + half of the other equals) / (n − 1)."""
-    below = (values[None, :] < values[:, None]).sum(axis=1)
-    equal = (values[None, :] == values[:, None]).sum(axis=1) - 1
-    return (below + 0.5 * equal) / (len(values) - 1)
 
 
 def _aggregate(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from paco_grpo.advantages.aggregation import (
     resolve,
     weighted_advantage_sum_aggregate_fn,
 )
-from paco_grpo.advantages.groups import best_and_worst, compute_advantages
+from paco_grpo.advantages.groups import compute_advantages
 
 WEIGHTS = {"a": 0.2, "b": 1.5}
 
@@ -326,28 +326,3 @@ def test_gdpo_over_random_groups(epoch):
     if result.kept.any():
         values = result.advantages[result.kept]
         assert abs(values.mean()) < 1e-9 and min(abs(values.std() - 1), values.std()) < 1e-6
-
-
-@settings(max_examples=100, deadline=None)
-@given(epochs(), st.integers(2, 6), st.integers(0, 5))
-def test_best_and_worst(epoch, count, seed):
-    rewards, items, prompts = epoch
-    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS)
-    chosen = best_and_worst(result, items, count, seed, epoch=3)
-    assert not (chosen & ~result.kept).any() and best_and_worst(result, items, None, seed, 3) is result.kept
-    np.testing.assert_array_equal(chosen, best_and_worst(result, items, count, seed, epoch=3))
-    for item in set(items):
-        group = (items == item) & result.kept
-        values, of_them = np.sort(result.advantages[group]), np.sort(result.advantages[group & chosen])
-        if len(values) == 0 or values[0] == values[-1]:
-            assert not of_them.any() and not (group & chosen).any()
-            continue
-        number = min(count, len(values))
-        expected = [*values[: number // 2], *values[len(values) - (number - number // 2) :]]
-        np.testing.assert_array_equal(of_them, expected)
-
-
-def test_ties_are_broken_at_random_but_alike():
-    result = compute_advantages({"a": [0.0] * 6 + [1.0] * 6}, [0] * 12, ["x"] * 12, reward_weights={"a": 1})
-    chosen = {tuple(np.flatnonzero(best_and_worst(result, np.zeros(12, int), 2, seed, 0))) for seed in range(20)}
-    assert len(chosen) > 5 and all(low < 6 <= high for low, high in chosen)
