@@ -55,8 +55,7 @@ OBJECTIVES = {
 }
 RANKS = """train flux ppo sample.cps=True sample.noise_steps=(0,1) train.rank_grpo=True train.beta=0.05
     train.num_inner_epochs=2 train.clip_range=1e-5 sample.same_latent=True train.max_missing_reward_fraction=1
-    train.reward_fn='{"golden_rewards:gaps": 1, "golden_rewards:brightness": 0.01}' train.ema_update_interval=2
-    train.watch_test_rewards=True"""
+    train.reward_fn='{"golden_rewards:gaps": 1, "golden_rewards:brightness": 0.01}' train.ema_update_interval=2"""
 ADAPTER = "{out}/run/checkpoints/epoch_0002"
 BUILD = "paco-reward build-dataset --metadata {inputs}/grids.jsonl --grids {inputs}/grids --test_share 0.3"
 IMAGES = "{inputs}/images/0.png {inputs}/images/1.png {inputs}/images/2.png {inputs}/images/3.png"
@@ -101,7 +100,7 @@ CASES: dict[str, list[str]] = {
     "flux-tail": [
         """train flux guard sample.num_steps=6 sample.tail_steps=3 sample.tail_order=2 sample.tail_cache=0.05
         sample.global_std=True train.old_log_prob=recompute enable_gradient_checkpointing=True
-        sample.noise_steps=(0,1,2) sample.num_noise_steps=2 train.lr_warmup_steps=3 speed.overlap_decode=True
+        sample.noise_steps=(0,1,2) sample.num_noise_steps=2 speed.overlap_decode=True
         train.reward_fn='{"golden_rewards:redness": 1, "jpeg_incompressibility": 0.5}'
         train.aggregate_fn=geometric_mean_aggregate_fn"""
     ],

@@ -92,7 +92,7 @@ class SampleOptions:
         None, "LoRA merged into the base for steps without noise; None: in float32 on a CPU"
     )
     global_std: bool = option(False, "advantages divided by the standard deviation over all images")
-    batch_size: Whole = option(1, "images per process and forward; 0 = as many as fit into memory")
+    batch_size: Count = option(1, "images per process and forward")
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
@@ -112,7 +112,6 @@ class TrainOptions:
     batch_size: Count = option(1, "images per process and forward; does not change the numbers")
     loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
-    lr_warmup_steps: Whole = option(0, "optimizer steps of linear warm-up")
     adam_beta1: Decay = option(0.9, "AdamW decay of the first moment")
     adam_beta2: Decay = option(0.999, "AdamW decay of the second moment")
     adam_weight_decay: NonNegative = option(1e-4, "AdamW decoupled weight decay")
@@ -165,13 +164,9 @@ class TrainOptions:
     reference: Literal["base", "start"] = option(
         "base", "reference of the KL term and the health probe: base model, or adapter of lora_path (start)"
     )
-    best_and_worst: Annotated[int, Field(ge=2, lt=2**31)] | None = option(
-        None, "images of each group that are trained on: the best half and the worst half of them; None = all"
-    )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
     max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
     stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")
-    watch_test_rewards: bool = option(False, "also score every epoch's samples with the rewards that only the test has")
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "{name: {argument: value}} of the rewards")
     aggregate_fn: str | dict[str, JsonValue] | Callable[..., Any] | None = option(
@@ -221,7 +216,6 @@ class SpeedOptions:
 
     compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
     attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None: its default")
-    fused_adam: bool | None = option(None, "one kernel for a whole AdamW step; None = on CUDA")
     offload_text_encoders: bool | None = option(None, "text encoders in main memory between uses; None: on CUDA")
     offload_vae: bool = option(False, "VAE in main memory between uses")
     overlap_decode: bool | None = option(None, "decode a batch while the next one is sampled; None = on CUDA")

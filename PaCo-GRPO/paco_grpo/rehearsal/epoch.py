@@ -26,9 +26,8 @@ from paco_grpo.policies import policy_class
 from paco_grpo.policies.performance import quantize
 from paco_grpo.rehearsal import models
 from paco_grpo.rehearsal.fake_gpu import DEVICE, Counts, FakeGPU, Phase
-from paco_grpo.rehearsal.plan import RESERVE
 from paco_grpo.training import build
-from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
+from paco_grpo.training.plan import Plan, make_plan, on_cuda
 from paco_grpo.training.trainer import Trainer
 
 # Parameters of rewards that load a float32 model on the device of the process.
@@ -107,7 +106,7 @@ def rehearse(
         options: The configuration.
         name: Its name.
         processes: GPUs that share an epoch.
-        memory: Bytes of the GPU, for ``sample.batch_size=0``.
+        memory: Bytes of the GPU.
         shallow: Few blocks in the transformer of a known model (fast, for tests: times and memory are too small).
 
     Raises:
@@ -127,18 +126,7 @@ def rehearse(
         with FakeGPU(memory) as gpu, _seam(gpu, options, model, architecture, folder) as written:
             small = _small(options, model, folder, notes)
             run = build.build_run(small, "rehearsal")
-            if options.sample.batch_size:
-                return _run(gpu, run, options, name, processes, notes, written)
-            full = dataclasses.replace(options, resume_from=None)
-            run.state.ema = None  # is made after the choice
-            gpu.memory -= sum(reward_bytes(options).values()) + RESERVE
-            among = SimpleNamespace(num_processes=processes, device=DEVICE, gather=lambda found: found)
-            parameters = list(run.state.parameters.values())
-            size = choose_batch_size(full, run.state.policy, run.train_items, among, run.folder, parameters)
-    chosen = dataclasses.replace(options, sample=dataclasses.replace(options.sample, batch_size=size))
-    found = rehearse(chosen, name, processes, memory, shallow)
-    found.notes.append(f"sample.batch_size=0: {size} images fit")
-    return found
+            return _run(gpu, run, options, name, processes, notes, written)
 
 
 def _run(
@@ -418,7 +406,7 @@ def _small(options: RunOptions, model: Path, folder: Path, notes: list[str]) -> 
         ),
         train=dataclasses.replace(
             train, reward_fn={f"{__name__}:constant_reward": 1.0}, reward_fn_kwargs={}, aggregate_fn=None,
-            aggregate_fn_kwargs={}, gradient_step_per_epoch=1, num_inner_epochs=1, watch_test_rewards=False, lora_path=None,
+            aggregate_fn_kwargs={}, gradient_step_per_epoch=1, num_inner_epochs=1, lora_path=None,
             timesteps=(1,), num_sigmas=None, sharding=None, stop_on_collapse=False,
         ),
         test=dataclasses.replace(

@@ -37,7 +37,7 @@ from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
 from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
-from paco_grpo.training.plan import Plan, choose_batch_size, make_plan, on_cuda
+from paco_grpo.training.plan import Plan, make_plan, on_cuda
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.client import JudgeError
@@ -55,7 +55,6 @@ class RewardSets:
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
-    evaluation_only: Mapping[str, Reward]  # those of the test alone, on training samples (train.watch_test_rewards)
     weights: Mapping[str, float]  # of the training rewards; those with weight 0 are monitored and not in it
     aggregate_fn: Callable | None
 
@@ -139,10 +138,7 @@ def _build(
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
-    batch_size = choose_batch_size(
-        options, policy, items["train"], accelerator, folder, list(parameters.values())
-    )
-    plan = make_plan(options, accelerator.num_processes, objective.gradient_steps, batch_size)
+    plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
     state = TrainState(
@@ -306,8 +302,7 @@ def _reward_sets(
     if accelerator.is_main_process:
         others = {f"test {name}": reward for name, reward in tested.items() if reward is not trained.get(name)}
         write_records(trained | others, folder)
-    only_test = {name: reward for name, reward in tested.items() if name not in trained}
-    return RewardSets(trained, tested, only_test if train.watch_test_rewards else {}, weights, aggregate_fn)
+    return RewardSets(trained, tested, weights, aggregate_fn)
 
 
 # --- the generator ------------------------------------------------------------------------------------------------------
@@ -410,7 +405,7 @@ def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> tor
         import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
-    return torch.optim.AdamW(parameters, fused=on_cuda(options.speed.fused_adam, parameters[0].device), **kwargs)
+    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **kwargs)
 
 
 def _log_start(run: Run, prompts: str) -> None:

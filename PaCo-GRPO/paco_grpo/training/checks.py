@@ -105,7 +105,6 @@ def contradictions(options: RunOptions) -> list[str]:
          "speed.compile cannot be used with sample.tail_cache or sample.tail_weights"),
         (sample.tail_weights and kind, "sample.tail_weights needs an unquantized base, without pretrained.quantize"),
         (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
-        ((train.best_and_worst or 0) > group, f"train.best_and_worst is more than the {group} images of a group"),
         (latents > 1 and not sample.same_latent, "sample.latents_per_prompt has no effect without sample.same_latent"),
         (train.reward_fn and not any(train.reward_fn.values()),
          "train.reward_fn has only rewards of weight 0, which are monitored; give one a weight"),

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paco_grpo.advantages import AdvantageResult, best_and_worst, compute_advantages
+from paco_grpo.advantages import AdvantageResult, compute_advantages
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
@@ -101,8 +101,7 @@ class Trainer:
         started = time.perf_counter()
         self.rng = capture_rng()
         samples = self.state.sampler.samples()
-        rewards = {**self.run.rewards.train, **self.run.rewards.evaluation_only}
-        queue, observer = ScoreQueue(rewards, self.options.sample.reward_batch_size), SampleObserver()
+        queue, observer = ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size), SampleObserver()
         try:
             rollouts = self._sample(samples, queue, observer)
             sampled = time.perf_counter()
@@ -113,9 +112,7 @@ class Trainer:
             queue.close()
         result = self._advantages(scores, samples)
         scored = time.perf_counter()
-        count, seed = self.options.train.best_and_worst, self.options.seed
-        kept = best_and_worst(result, samples.item_ids, count, seed, self.progress.epoch)
-        losses = self._update(rollouts, samples.item_ids, result.advantages, kept)
+        losses = self._update(rollouts, samples.item_ids, result.advantages, result.kept)
         updated = time.perf_counter()
         observed |= self.run.probe.measure() if self.run.probe else {}
         self.progress.epoch += 1

@@ -273,7 +273,7 @@ class Updater:
                 "Lower config.train.learning_rate, or look at the rewards of these samples."
             )
         for group in state.optimizer.param_groups:
-            group["lr"] = train.learning_rate * min(1.0, (state.step + 1) / max(1, train.lr_warmup_steps))
+            group["lr"] = train.learning_rate
         strategy.step(state.optimizer)
         state.step += 1
         if state.ema:

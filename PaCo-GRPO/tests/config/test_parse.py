@@ -92,7 +92,7 @@ VALUES = {
     "train.timesteps": {"1": (1,), "none": None},
     "sample.cps": {"true": True, "Yes": True},
     "train.ema": {"False": False, "no": False},
-    "speed.fused_adam": {"0": False, "None": None},
+    "speed.overlap_decode": {"0": False, "None": None},
     "run_name": {"none": "none"},
     "sample.negative_prompt": {" ": " ", "": None},
     "train.aggregate_fn": {"log_tame_aggregate_fn": "log_tame_aggregate_fn", "None": None},

@@ -16,7 +16,7 @@ from paco_grpo.monitoring.health import against_first, changes_since_first, judg
 from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.trainer import TrainingStopped
 
 LIMITS = load("t2is").health
 WELL = {
@@ -154,17 +154,3 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
 
 
-def test_evaluation_only_rewards_score_every_epoch_but_train_nothing(tiny_flux_dir, tmp_path):
-    weights = []
-    for name, watch in (("plain", False), ("monitored", True)):
-        config = tiny_options(
-            tiny_flux_dir, tmp_path, run_name=name, num_epochs=1, train__watch_test_rewards=watch,
-            test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}", health__probe_images=0,
-        )  # fmt: skip
-        trainer = Trainer(build_run(config))
-        trainer.fit()
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.run.state.parameters.values()]))
-        row = rows_of(config, "train")[0]
-        assert ("reward/jpeg_compressibility_mean" in row) == watch
-        assert "health/velocity_change" not in row and row["health/distinctness"] > 0
-    assert torch.equal(*weights)

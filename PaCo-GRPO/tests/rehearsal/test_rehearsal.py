@@ -16,9 +16,9 @@ from torch.nn import functional
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.performance.flux import JointAttention
-from paco_grpo.rehearsal import fake_gpu, plan
+from paco_grpo.rehearsal import fake_gpu
 from paco_grpo.rehearsal.architectures import PRESETS
-from paco_grpo.rehearsal.epoch import _tested_images, rehearse, reward_bytes
+from paco_grpo.rehearsal.epoch import _tested_images, rehearse
 from paco_grpo.rehearsal.fake_gpu import DEVICE, FakeGPU
 from paco_grpo.rehearsal.models import pipeline_of, policy_of
 from paco_grpo.types import Item
@@ -346,15 +346,6 @@ def test_float32_queries_beside_bfloat16_values_are_found(tiny_flux_dir, monkeyp
     monkeypatch.setattr(JointAttention, "_attend", without_cast)
     with pytest.raises(RuntimeError, match="same dtype"):
         rehearse(tiny(tiny_flux_dir, ("mixed_precision", "bf16")), "planted")
-
-
-def test_an_automatic_batch_leaves_room_for_the_epoch(tiny_flux_dir):
-    """Rewards, moments, average, records and the decoding of the batch before count."""
-    options = tiny(tiny_flux_dir, ("sample.batch_size", "0"))
-    memory = sum(reward_bytes(options).values()) + plan.RESERVE + 24 * 2**20
-    found = rehearse(options, "auto", memory=int(memory))
-    assert found.totals["sample"] + plan.RESERVE <= memory
-    assert 1 < found.plan.sample_batch_size < 32
 
 
 def test_an_evaluation_of_all_items_counts_all(monkeypatch):

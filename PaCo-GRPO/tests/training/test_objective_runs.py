@@ -2,15 +2,10 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from forked_runs import COMPARABLE, TOLERANCE, rows, run_to_end, weights
 from tiny_run import rows_of, tiny_options, train
-
-from paco_grpo.options import ConfigError
-from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import Trainer
 
 SIGMAS = {"sample__num_steps": 5, "sample__noise_level": 0, "train__num_sigmas": 2, "train__sigma_fraction": 0.8}
 RUNS = {
@@ -65,23 +60,3 @@ def test_two_processes_are_one(tiny_flux_dir, tmp_path, name):
             torch.testing.assert_close(after[key], tensor, rtol=0, atol=TOLERANCE)
 
 
-def test_training_on_the_best_and_the_worst(tiny_flux_dir, tmp_path, monkeypatch):
-    """Two of four images of each group are trained on, and the loss is divided by their number."""
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__best_and_worst=2, health__probe_images=0)
-    run = build_run(options)
-    seen, original = [], run.updater._backward
-    monkeypatch.setattr(
-        run.updater, "_backward", lambda *a, **k: seen.append((np.concatenate(a[1]), a[2], a[4])) or original(*a, **k)
-    )
-    Trainer(run).fit()
-    ((numbers, advantages, divided_by),) = seen
-    assert len(numbers) == divided_by == 4
-    items = run.state.sampler.samples(0).item_ids
-    for item in np.unique(items):
-        group = np.flatnonzero(items == item)
-        assert {*group} & {*numbers} == {group[advantages[group].argmax()], group[advantages[group].argmin()]}
-
-
-def test_more_than_a_group_has(tiny_flux_dir, tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.best_and_worst=5 is more than the 4"):
-        build_run(tiny_options(tiny_flux_dir, tmp_path, train__best_and_worst=5))

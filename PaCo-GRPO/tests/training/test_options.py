@@ -126,7 +126,6 @@ TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness
     [
         ({"seed": 1}, {}),
         ({"train__learning_rate": 1e-4}, {}),
-        ({"train__lr_warmup_steps": 10}, {}),
         ({"train__adam_weight_decay": 5.0}, {}),
         ({"train__adam_epsilon": 0.1}, {}),
         ({"train__adam_beta1": 0.5}, TWO_STEPS),

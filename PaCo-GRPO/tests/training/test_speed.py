@@ -1,7 +1,6 @@
 """Options that make a run faster: each has its effect, and the exact ones change no bit."""
 
 import dataclasses
-import json
 import logging
 import re
 import threading
@@ -13,7 +12,6 @@ from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.performance.compile import is_compiled
-from paco_grpo.training import plan
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import on_cuda
 from paco_grpo.training.trainer import Trainer
@@ -51,20 +49,6 @@ def test_exact_options_change_no_bit(make):
     with policy._offloaded_vae.at_work():
         assert weight.data_ptr() != home  # a copy
     assert policy.offloads_text_encoders and weight.data_ptr() == home
-
-
-def test_fused_adam_is_equal_to_rounding_and_resumes(make):
-    """The fused kernel orders its operations otherwise than the plain one: the same step to rounding."""
-    options = {"speed__fused_adam": True, "train__adam_epsilon": 1e-3}
-    config = make(**options)
-    fused = train(config)
-    assert all(group["fused"] for group in fused.run.state.optimizer.param_groups)
-    plain = weights_after(make(train__adam_epsilon=1e-3))
-    torch.testing.assert_close(weights(fused.run), plain, rtol=1e-4, atol=1e-5)
-    config = make(num_epochs=1, **options)
-    train(config)
-    config = dataclasses.replace(config, num_epochs=2, resume_from="latest")
-    assert torch.equal(weights_after(config), weights(fused.run))
 
 
 def test_compilation_and_attention_are_set(make, caplog):
@@ -149,28 +133,6 @@ def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
             velocities.append(policy.velocity(latents, torch.tensor([0.5]), conditioning, 32, 32).detach())
         change = float((velocities[0] - velocities[1]).norm() / velocities[0].norm())
         assert (change > 1e-4) == counts, name
-
-
-# --- batch size -------------------------------------------------------------------------------------------------------
-
-
-def test_batch_from_free_memory():
-    peak = lambda images: 10_000 + 300 * images
-    assert plan.fitting(peak, 13_000) == 10
-    assert plan.fitting(peak, 12_999) == 9
-    assert plan.fitting(peak, 5) == 1
-    assert [plan.largest_divisor(84, most) for most in (1, 5, 16, 32, 100)] == [1, 4, 14, 28, 84]
-
-
-def test_a_resumed_run_keeps_its_batch_size(make):
-    config = make(sample__batch_size=0, num_epochs=1)
-    run = train(config).run
-    assert run.plan.sample_batch_size == 8 and run.plan.samples == 8  # all of the epoch, at most 16 on a CPU
-    file = run.folder / "plan.json"
-    kept = json.loads(file.read_text()) | {"sample_batch_size": 2}
-    file.write_text(json.dumps(kept))
-    config = dataclasses.replace(config, resume_from="latest")
-    assert build_run(config).plan.sample_batch_size == 2
 
 
 # --- overlap with rewards ---------------------------------------------------------------------------------------------
