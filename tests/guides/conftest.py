@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from paco_judge.scorer import JudgeScorer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests")]
 
@@ -41,9 +44,16 @@ def save_judge(folder: Path, tiny_judge) -> Path:
     tiny_judge.save_judge(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
-    # All other tokens have the logit 0, so that one of these two is always the most probable.
+    # Yes and No share what the last hidden state of every question has in common, so that both are always the most
+    # probable; they differ a little, so that scores do. All other tokens have the logit 0.
+    scorer, states = JudgeScorer(model.eval(), AutoProcessor.from_pretrained(folder)), []
+    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][:, -1]))
+    noise = [Image.effect_noise((64, 64), sigma).convert("RGB") for sigma in (5, 100, 200)]
+    scorer.score(scorer.image_pairs([*noise, Image.new("RGB", (64, 64), "red")], "one red fox"))
+    hook.remove()
+    common = torch.cat(states).mean(dim=0)
     old, new = model.get_input_embeddings().weight.detach(), torch.zeros_like(model.lm_head.weight)
-    new[words] = torch.stack([old[words[0]], -old[words[0]]])
+    new[words] = 10 * common / common.square().sum() + old[words] / 10
     model.lm_head.weight = torch.nn.Parameter(new)
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     model.save_pretrained(folder)

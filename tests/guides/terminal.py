@@ -88,7 +88,7 @@ class Terminal:
     def stop_servers(self) -> None:
         """Stop every server that was launched."""
         for state in Path(self.environment["PACO_RUNTIME_DIR"]).glob("*/state.json"):
-            self.run("bash vllm_server/stop.sh", "PaCo-GRPO", VLLM_LABEL=state.parent.name)
+            self.run("conda activate paco-grpo\nbash vllm_server/stop.sh", "PaCo-GRPO", VLLM_LABEL=state.parent.name)
 
 
 def without_gpus(block: str) -> str:
