@@ -244,9 +244,8 @@ def test_the_judges_client_and_openais_with_a_real_process(judge_folder, scorer,
         pairs = pairs_of(tiny, 20)
         verdicts = JudgeClient(base, model="judge", deadline_s=300).score_blocking(pairs)
         for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
-            assert found.ok == expected.ok and found.p_yes == (
-                expected.ok and pytest.approx(expected.p_yes, abs=1e-5) or None
-            )
+            assert found.ok == expected.ok
+            assert not found.ok or found.p_yes == pytest.approx(expected.p_yes, abs=1e-5)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
         whole = client.chat.completions.create(**body(pairs[0], max_tokens=7))
         assert whole.usage.completion_tokens <= 7 and len(whole.choices[0].logprobs.content) == 1
