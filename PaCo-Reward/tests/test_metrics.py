@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paco_judge.verdict import Verdict
 from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, measure
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
@@ -27,7 +28,7 @@ def test_auc_counts_ordered_pairs(data):
 def test_several_kinds_of_pairs_are_also_reported_each():
     scores = [0.9, 0.8, 0.3, None, 0.6]
     labels, kinds = [True, False, False, True, True], ["a", "a", "b", "b", "b"]
-    scorer = SimpleNamespace(score=lambda pairs: [SimpleNamespace(p_yes=scores[pair]) for pair in pairs])
+    scorer = SimpleNamespace(score=lambda pairs: [Verdict(scores[pair], None if scores[pair] is not None else "none") for pair in pairs])
     found = measure(scorer, list(range(5)), labels, kinds)
     assert found["n"] == 4 and found["missing"] == 1 and found["accuracy"] == 0.75
     assert {kind: (own["n"], own["accuracy"]) for kind, own in found["kinds"].items()} == {"a": (2, 0.5), "b": (2, 1.0)}

@@ -94,7 +94,9 @@ def running(repo: Path) -> list[int]:
 
 def hanging(repo: Path) -> subprocess.Popen:
     """A run whose training does not end."""
-    process = subprocess.Popen(["bash", "quickstart/run.sh"], cwd=repo, env=environment(repo, HANG="1"), text=True,
+    # Whoever started the tests in the background had some signals ignored, and bash keeps that.
+    command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh"]
+    process = subprocess.Popen(command, cwd=repo, env=environment(repo, HANG="1"), text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 120
     while not (repo / "hanging").exists():

@@ -6,6 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from paco_grpo.report.data import ReportError
+from paco_grpo.report.page import write_report
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1, with one message, if there is nothing to report on."""
@@ -17,14 +20,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--title")
     parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")
     arguments = parser.parse_args(argv)
-    try:
-        from paco_grpo.report.data import ReportError
-        from paco_grpo.report.page import write_report
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("error: the report needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 1
     try:
         files = write_report(
             arguments.run_dir, arguments.out or arguments.run_dir / "report.html", judge=arguments.judge,

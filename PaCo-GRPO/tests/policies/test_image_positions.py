@@ -9,7 +9,6 @@ from named import load as load_named
 from tiny_policies import items, load
 
 from paco_grpo.checkpoint.model_card import write_model_card
-from paco_grpo.options import load_options, options_to_yaml
 from paco_grpo.policies.qwen_image_edit import mark_image_tokens
 
 NAME = "qwen_image_edit"
@@ -85,13 +84,3 @@ def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path)
     policy.samples_guided = False
     write_model_card(tmp_path, load_named("qwen_editing"), policy, epoch=1, step=2, evaluation=None)
     assert "no guidance, which it learned to do without" in (tmp_path / "README.md").read_text()
-
-
-def test_a_run_of_an_earlier_version_keeps_the_positions_it_was_trained_with(tmp_path):
-    options = load_named("qwen_editing")
-    assert options.pretrained.image_positions == "mrope"
-    text = options_to_yaml(options)
-    for saved, positions in ((text, "mrope"), (text.replace("  image_positions: mrope\n", ""), "stock")):
-        (tmp_path / "config.yaml").write_text(saved)
-        assert load_options(str(tmp_path / "config.yaml")).pretrained.image_positions == positions
-    assert load_named("toy_qwen_edit").pretrained.image_positions == "stock"

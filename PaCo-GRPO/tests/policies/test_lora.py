@@ -140,7 +140,7 @@ def test_targets(tiny_folder, targets, kinds):
 @pytest.mark.parametrize(
     ("targets", "near"),
     [
-        (["attn.to_q", "ff.net.2"], "'img_mlp.net.2'"),  # FLUX's name, which the published training gave Qwen-Image-Edit
+        (["attn.to_q", "ff.net.2"], "img_mlp.net.2"),  # FLUX's name, which the published training gave Qwen-Image-Edit
         ("attenton", "'attention'"),
         (r".*\.attn\.to_qq", "'attn.to_q'"),
         ("attn.(", "regular expression"),

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -169,13 +168,3 @@ def test_bad_judge_file_is_named(tmp_path, capsys):
     for name in ("none.json", "list.json"):
         assert main([str(run), "--judge", str(tmp_path / name)]) == 1
         assert name in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_remedy_is_named(tmp_path, capsys, monkeypatch):
-    for name in [n for n in sys.modules if n.startswith("paco_grpo.report.") and not n.endswith("__main__")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in [n for n in sys.modules if n.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # raises ModuleNotFoundError, as an absent package does
-    assert main([str(tmp_path)]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
