@@ -62,7 +62,7 @@ def test_report_and_last_lines(quickstart):
     assert output.strip().splitlines()[-1].endswith(str(page))
     text = page.read_text()
     assert text.count("<article>") == 12 and "accuracy on held-out pairs" in text
-    assert len(list(page.parent.glob("report_*.png"))) >= 5
+    assert len(list(page.parent.glob("report_*.png"))) == 4
 
 
 def test_nothing_is_left_running(quickstart):
