@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.checkpoint.files import CheckpointError, find_checkpoint
-from paco_grpo.checkpoint.lock import RunLock, claim_folder
+from paco_grpo.checkpoint.lock import LOCK_FILE, RunLock, claim_folder
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
@@ -111,8 +111,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         return _build(dataclasses.replace(options, run_name=run_name), folder, lock, objective, strategy)
     except BaseException:
         if lock is not None:
-            if not (folder / "config.yaml").exists():  # nothing of a run is in it
-                shutil.rmtree(folder)
+            _discard(folder)
             lock.release()
         raise
 
@@ -184,14 +183,12 @@ def _run_folder(
         if not name:
             check_writable(parent)
             name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        new = not (parent / name).exists() or not options.run_name
         check_writable(parent / name, _FIRST_DISK_CHECK)
         lock = RunLock(parent / name)
         try:
             _check_earlier_run(options, parent / name)
         except BaseException:
-            if new:
-                shutil.rmtree(parent / name)
+            _discard(parent / name)
             lock.release()
             raise
         locks.append(lock)
@@ -200,6 +197,12 @@ def _run_folder(
     name = main_decides(accelerator, claim)
     check_writable(parent / name, _FIRST_DISK_CHECK)
     return name, parent / name, locks[0] if locks else None
+
+
+def _discard(folder: Path) -> None:
+    """Remove the folder of a refused start, unless it holds more than such a start writes."""
+    if {path.name for path in folder.iterdir()} <= {LOCK_FILE, "questions.json"}:
+        shutil.rmtree(folder)
 
 
 def _check_earlier_run(options: RunOptions, folder: Path) -> None:

@@ -102,6 +102,12 @@ def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
         with pytest.raises(Exception, match="nowhere"):
             build_run(dataclasses.replace(options, dataset=str(tmp_path / "nowhere")))
     assert list((tmp_path / "runs").glob("*")) == []
+    mine = tmp_path / "runs" / "run" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("kept")
+    with pytest.raises(Exception, match="nowhere"):
+        build_run(dataclasses.replace(tiny_options(tiny_flux_dir, tmp_path), dataset=str(tmp_path / "nowhere")))
+    assert mine.read_text() == "kept"
 
 
 def test_a_lock_that_is_a_link_is_refused(tiny_flux_dir, tmp_path):
