@@ -22,8 +22,9 @@ import psutil
 
 MARK = "PACO_QUICKSTART_ID"  # in the environment of all processes of one quickstart, detached servers among them
 QUIET_SECONDS, REFRESH_SECONDS = 20.0, 0.5  # between lines of progress: in a file, on a terminal
-# `12/60 …`, `step 300/600  loss 0.21`, `12:00:01 epoch 6/20: …`; not `Loading …: 49%| 10/20 [`, which is a library's.
-_STEP = re.compile(r"(?:[\d:]+ )?(?:step |item |epoch )?(\d+)\s*/\s*(\d+)(?:[\s:]|$)")
+# `12/60 …`, `step 300/600  loss 0.21`, `12:00:01 epoch 6/20: …`, and a bar without a name, which is the trainer's:
+# ` 78%|███▊ | 12/60 [`; not `Loading …: 49%| 10/20 [`.
+_STEP = re.compile(r"(?:\d+%\|[^|]*\| |[\d:]+ )?(?:step |item |epoch )?(\d+)\s*/\s*(\d+)(?:[\s:]|$)")
 
 
 def fraction_done(line: str) -> float | None:
@@ -97,7 +98,7 @@ def run(log: Path, command: list[str]) -> int:
                 over = process.poll() is not None
                 for line in re.split(r"[\r\n]+", file.read()):  # progress bars rewrite a line with carriage returns
                     if (found := fraction_done(line)) is not None:
-                        done, text = found, line.strip()
+                        done, text = found, line.rpartition("|")[2].strip()
                 now = time.monotonic()
                 if now - shown >= (REFRESH_SECONDS if live else QUIET_SECONDS):
                     shown, peak = now, max(peak, resident_mb())

@@ -194,6 +194,7 @@ def test_a_taken_port_is_replaced(repo):
         ("12/60 pairs", 0.2),
         ("12:00:01 epoch 6/60: consistency_score 0.4512, loss 1e-3", 0.1),
         ("Converting format:  49%|####      | 10/20 [00:01<00:01]", None),
+        (" 50%|████▉     | 10/20 [00:01<00:01,  7.3it/s]", 0.5),
         ("saved 3/4x", None),
         ("7/6 x", None),
     ],
