@@ -19,8 +19,8 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-# Keeps the fresh noise apart from the steps' own noise, and that of inner epochs apart: it is seeded by (seed, step + a
-# multiple of this).
+# Offset of the noise of inner epoch n: (n + 1) times this, so that it differs from the rollout's noise and between inner
+# epochs.
 FRESH = 1 << 20
 
 

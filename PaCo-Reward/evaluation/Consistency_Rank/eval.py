@@ -56,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is that of eval_vllm.py."""
+    """Entry point; exit status as in eval_vllm.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scorer", help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name; default: --model")
     parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
