@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 parse "$@"
 done_file="$out/done"
 label="paco-quickstart-$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has other servers
-discard() { find "$out" -mindepth 1 -delete; }
+discard() { find "$out" -mindepth 1 -maxdepth 1 -not -name editing -exec rm -rf {} +; }
 stop_server() { (cd "$repo/PaCo-GRPO" && VLLM_LABEL="$label" bash vllm_server/stop.sh 9>&- >/dev/null 2>&1) || true; }
 cleanup() { stop_server; }
 begin "$seed" "$minutes"
