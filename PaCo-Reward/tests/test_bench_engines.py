@@ -77,11 +77,3 @@ def test_three_engines_agree(judge, bench, examples, tmp_path, server):
                 assert values == pytest.approx(reference[index], abs=tolerance), (name, index)
         values = [value for values in reference.values() for value in values]
         assert max(values) - min(values) > 0.1  # otherwise any engine would agree
-
-
-def test_the_vllm_environment_names_what_it_lacks(answering_judge, bench, tmp_path):
-    """It has no paco-reward: ``--engine transformers`` there is one clear line."""
-    arguments = ["--model", answering_judge, "--dataset_dir", bench.parent, "--results_dir", tmp_path, "--engine"]
-    status, output = outcome(start_script("eval_vllm.py", *arguments, "transformers", python=VLLM_PYTHON))
-    assert status == 2 and "--engine transformers" in output and ".venv/bin/python" in output
-    assert "Traceback" not in output
