@@ -41,7 +41,7 @@ def test_a_learning_rate_far_too_high_on_the_toy_world(tmp_path):
 
     status, said, rows = train(tmp_path, 0.1)
     assert status == 0, said
-    assert "the generator has left its base model" in said and "learning_rate is too high" in said
+    assert "config.health.max_velocity_change" in said and "config.train.learning_rate is too high" in said
     assert rows[0]["health/velocity_change"] > 0.75
     assert rows[1]["health/pixel_std_vs_first"] < 0.8  # epoch 2 samples with the broken weights: images lose contrast
 

@@ -70,8 +70,8 @@ def _collapses(row: Row, limits: HealthOptions) -> Iterator[Finding]:
     if change > limits.max_velocity_change:
         yield Finding(
             "max_velocity_change",
-            f"on the probe set the velocity differs from the base model's by {change:.2f} of its own size (KL "
-            f"{row.get('health/kl_base', math.nan):.2g}). Likely cause: config.train.learning_rate is too high; lower it, "
+            f"the generator has left its base model: on the probe set its velocity differs by {change:.2f} of the base's "
+            f"(KL {row.get('health/kl_base', math.nan):.2g}). Likely cause: config.train.learning_rate is too high; lower it, "
             "or add a KL term with config.train.beta > 0",
             collapse=True,
         )
