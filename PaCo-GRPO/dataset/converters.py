@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from paco_grpo.data.files import DataError, json_lines, text_of
+from paco_judge.grid import split_prompt
 from paco_judge.images import UnreadableImage, check_image, read_image
 from paco_judge.json_io import DamagedJson, parse
 
@@ -28,11 +29,12 @@ _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
 
 
-def t2is(source: Path, out: Path, *, test_share: float, **_) -> None:
+def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool = False, **_) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
     A set in one file is divided by a hash of each item's theme, so that train and test share no theme. Files named by
-    split, as in the prompt folders of the published trainer, stay as they are.
+    split, as in the prompt folders of the published trainer, stay as they are. With ``open_twins`` each prompt is there
+    twice: with ``"open": false``, and as ``open_twin`` makes it.
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
@@ -44,7 +46,27 @@ def t2is(source: Path, out: Path, *, test_share: float, **_) -> None:
             theme = str(row.get("theme") or _column(row, "prompt", where))
             splits[split or ("test" if _share_of(theme) < test_share else "train")].append(row)
     for split, rows in splits.items():
+        if open_twins:
+            rows = [each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each]
         _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A T2IS row without the sentences that describe what all panels share: the theme and the panels are left.
+
+    The description follows the theme's period without a space (dataset/README.md). A prompt without one has no twin: None.
+    The twin has ``"open": true``, its own ``idx`` and category, and no criteria of identity, which the description states.
+    """
+    prompt = str(row["prompt"])
+    head = split_prompt(prompt).theme
+    theme = re.match(r".*?[^.]\.(?=[^\s.])", head, re.DOTALL)
+    if theme is None:
+        return None
+    twin = {**row, "prompt": theme[0] + prompt[len(head) :], "open": True}
+    twin |= {name: f"{row[name]} (open)" for name in ("idx", "category") if row.get(name) is not None}
+    if row.get("criteria"):
+        twin["criteria"] = {name: texts for name, texts in row["criteria"].items() if name != "Identity"}
+    return twin
 
 
 def gedit(source: Path, out: Path, *, language: str, **_) -> None:

@@ -1,6 +1,6 @@
 """Fetch a public prompt set and convert it to ours.
 
-    python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N]
+    python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N] [--open_twins]
 
 NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as published, if it was
 downloaded before. The output is written completely or not at all, and is read once as a run would read it.
@@ -96,7 +96,8 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        public.convert(source, scratch, test_share=options.test_share, language=options.language, limit=options.limit)
+        chosen = {name: getattr(options, name) for name in ("test_share", "language", "limit", "open_twins")}
+        public.convert(source, scratch, **chosen)
         counts = {split: len(load_prompts(scratch, split, public.kind)) for split in public.splits}
         if output.exists():
             output.rmdir()
@@ -118,6 +119,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
     parser.add_argument("--language", default="en", choices=["en", "cn"], help="of GEdit-Bench's instructions")
     parser.add_argument("--test-share", type=float, default=0.1, help="of sets without a test split")
+    parser.add_argument("--open_twins", action="store_true", help="T2IS: each prompt also without its shared description")
     options = parser.parse_args(arguments)
     public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"
     try:

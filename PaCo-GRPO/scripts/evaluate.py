@@ -7,6 +7,8 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --benchmarks t2is,gedit[=FOLDER]   instead of the configuration's test set and rewards. t2is: consistency_score,
                     subfig_clipT and pickscore on T2IS prompts; gedit: the editing questions on GEdit-Bench's edits. The
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
+    --images_per_prompt K   at least 4: also consistency between the images of a prompt and κ, agreement beyond chance
+                    (docs/rewards.md); K times as many images, each prompt with K different noises
     --no_user_code  refuse a configuration that names code outside this repository
     --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again. What is sampled and scored
@@ -31,6 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--adapter")
     parser.add_argument("--against")
     parser.add_argument("--benchmarks", default="")
+    parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
     own, rest = parser.parse_known_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -80,6 +83,7 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
         ScoringError: A reward failed.
     """
     from paco_grpo.distributed.launch import start_processes
+    from paco_grpo.evaluation.agreement import measuring
     from paco_grpo.evaluation.benchmarks import options_for
     from paco_grpo.policies import policy_class
     from paco_grpo.training.checks import check_run
@@ -87,10 +91,12 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
     edits_images = policy_class(options.pretrained.model).edits_images
     names = [name for name in own.benchmarks.split(",") if name]
     sets = {name.partition("=")[0]: options_for(options, name, edits_images) for name in names} or {"": options}
+    if own.images_per_prompt > 1:
+        sets = {name: measuring(each, own.images_per_prompt) for name, each in sets.items()}
     for each in sets.values():
         check_run(each)
     strategy = start_processes(options)
-    prepared = [prepare(each, strategy.accelerator, own.output / name) for name, each in sets.items()]
+    prepared = [prepare(each, strategy.accelerator, own.output / name, own.images_per_prompt) for name, each in sets.items()]
     for name, (ready, items, rewards) in zip(sets, prepared, strict=True):
         sample_adapters(ready, items, rewards, strategy, own, own.output / name)
     strategy.accelerator.end_training()
@@ -102,7 +108,7 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
     return "\n".join(tables)
 
 
-def prepare(options, accelerator, folder: Path) -> tuple:
+def prepare(options, accelerator, folder: Path, images_per_prompt: int) -> tuple:
     """Options with the text length that applies, items, and rewards that have answered."""
     from paco_grpo.data.prompts import load_prompts
     from paco_grpo.rewards.registry import build_rewards, write_records
@@ -112,6 +118,13 @@ def prepare(options, accelerator, folder: Path) -> tuple:
     check_writable(folder)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_images(options, {"test": items})
+    if images_per_prompt > 1:
+        options = dataclasses.replace(options, test=dataclasses.replace(options.test, num_images=images_per_prompt * len(items)))
+        if not any(item.metadata.get("open") for item in items):
+            logging.getLogger(__name__).warning(
+                "no prompt of %s is open, so there is no κ; `python dataset/fetch.py t2is --open_twins` makes open prompts",
+                options.dataset,
+            )
     # 0: as in training, where the length follows from both splits.
     train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
     options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
@@ -174,13 +187,16 @@ def sample(policy, options, items: list, rewards: dict, strategy, folder: Path, 
 
 def results(folder: Path, adapter: str | None, against: str | None, heading: str) -> str:
     """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
+    from paco_grpo.evaluation.agreement import agreement, table
     from paco_grpo.evaluation.benchmarks import compare, markdown, read_rows, side_by_side, summarize_prompts
 
     first, second = (folder, None) if against is None else (folder / "a", folder / "b")
     rows = read_rows(first)
+    agreements = {adapter or BASE: agreement(rows)}
     columns = {adapter or BASE: summarize_prompts(rows)}
     if second is not None:
         others = read_rows(second)
+        agreements |= {against: agreement(others), "difference": agreement(rows, others)}
         columns |= {against: summarize_prompts(others), "difference": compare(rows, others)}
         side_by_side(first, second, rows, folder / "side_by_side.png")
     questions = folder / "questions.json"
@@ -193,12 +209,16 @@ def results(folder: Path, adapter: str | None, against: str | None, heading: str
             column: {name: each and dataclasses.asdict(each) for name, each in values.items()}
             for column, values in columns.items()
         },
+        "agreement": {
+            column: {category: dataclasses.asdict(each) for category, each in values.items()}
+            for column, values in agreements.items()
+        },
     }
     (folder / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    table = heading + markdown(columns)
-    (folder / "results.md").write_text(table, encoding="utf-8")
+    shown = heading + markdown(columns) + ("\n" + table(agreements) if agreements[adapter or BASE] else "")
+    (folder / "results.md").write_text(shown, encoding="utf-8")
     categories = (first / "categories.md").read_text(encoding="utf-8")
-    return table + ("\n" + categories if categories.count("\n") > 3 else "")
+    return shown + ("\n" + categories if categories.count("\n") > 3 else "")
 
 
 if __name__ == "__main__":

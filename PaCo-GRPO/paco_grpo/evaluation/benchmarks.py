@@ -21,7 +21,7 @@ from paco_judge.images import read_image
 from paco_judge.json_io import DamagedJson, parse_object
 
 LEVEL = 0.95  # of the confidence intervals
-_RESAMPLES = 10_000
+RESAMPLES = 10_000
 _SHEET_PAIRS = 24
 
 
@@ -164,7 +164,7 @@ def interval(values: np.ndarray) -> Interval | None:
     if len(values) < 2:
         return Interval(float(values[0]), None, None, 1) if len(values) else None
     draw = np.random.default_rng(0)
-    means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(_RESAMPLES)]
+    means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(values.mean()), float(low), float(high), len(values))
 

@@ -249,6 +249,7 @@ def _write_rows(
                 "seed": seed,
                 "idx": item.metadata.get("idx"),
                 "category": _category(item),
+                "open": bool(item.metadata.get("open", False)),
                 "rewards": {
                     name: None if math.isnan(score) else float(score)
                     for name, score in zip(names, scores[number], strict=True)

@@ -244,9 +244,9 @@ class GroupReward:
 class BetweenImages(GroupReward, ConsistencyScore):
     """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt.
 
-    It is low where an image shows what most images of its prompt show. A factor next to ``consistency_score``, it keeps a
-    generator from always choosing the same (docs/rewards.md). It is 1 for an image without others, and for an item whose
-    data set row has ``"open": false``: there the prompt leaves nothing to choose.
+    It is low where an image shows what most images of its prompt show. As a factor next to ``consistency_score`` it keeps a
+    generator from always choosing the same (docs/rewards.md). Only items whose row has ``"open": true`` are compared: the
+    others' prompts describe everything. It is 1 for those, and for an image without others.
 
     Args:
         others: Other images that an image is compared with, by one pair of sub-figures each: k images of a prompt cost
@@ -266,7 +266,7 @@ class BetweenImages(GroupReward, ConsistencyScore):
     ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
         """One pair of sub-figures for each two images."""
         cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
-        compared = neighbors(len(images), self.others) if item.metadata.get("open", True) else []
+        compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
         asked, of_pairs = self.about(
             [(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, _panels(len(cells[0])))], item
         )

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from paco_grpo.data.prompts import load_prompts
+from paco_judge.grid import split_prompt
 
 FOLDER = Path(__file__).resolve().parents[2] / "dataset"
 
@@ -169,6 +170,21 @@ def test_an_output_that_holds_something_is_kept(fetch, source, tmp_path, capsys)
     (tmp_path / "out" / "mine.txt").write_text("x")
     assert run(fetch, "ocr", source) == 1
     assert "--output" in capsys.readouterr().err
+
+
+def test_open_twins_of_our_own_set(fetch, tmp_path):
+    """Each prompt is there twice; the twin has the same theme and panels and no shared description."""
+    own = FOLDER / "T2IS"
+    assert fetch.main(["t2is", "--source", str(own), "--output", str(tmp_path / "twins"), "--open_twins"]) == 0
+    for split in ("train", "test"):
+        items = load_prompts(tmp_path / "twins", split)
+        described, opened = items[::2], items[1::2]
+        assert len(items) == 2 * len(load_prompts(own, split))
+        for one, twin in zip(described, opened, strict=True):
+            assert (one.metadata["open"], twin.metadata["open"]) == (False, True)
+            grids = split_prompt(one.prompt), split_prompt(twin.prompt)
+            assert grids[0].panels == grids[1].panels and grids[0].theme.startswith(grids[1].theme)
+            assert len(grids[1].theme) < len(grids[0].theme) and "Identity" not in twin.metadata["criteria"]
 
 
 @pytest.mark.parametrize("name", ["t2is", "gedit", "sharegpt-4o-image", "pickscore", "ocr"])

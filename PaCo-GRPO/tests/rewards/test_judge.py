@@ -111,11 +111,15 @@ def test_neighbors_are_as_many_as_asked(count, others):
     assert len(set(couples)) == len(couples) and (each == min(count - 1, others)).all()
 
 
+def open_item(number: int) -> Item:
+    return Item(number, PROMPT, metadata={"open": True})
+
+
 def test_between_images_compares_within_groups_only():
     """1 − the mean over an image's comparisons, in float64; each with one pair of different sub-figures."""
     levels = {0: (10, 60, 200), 1: (0, 255)}  # item → gray of its images, whose sub-figures are alike
-    full = Item(2, PROMPT, metadata={"open": False})
-    items = [Item(i, PROMPT) for i, grays in levels.items() for _ in grays] + [full] * 2 + [Item(3, PROMPT)]
+    full = Item(2, PROMPT)  # without "open": true
+    items = [open_item(i) for i, grays in levels.items() for _ in grays] + [full] * 2 + [open_item(3)]
     images = [grid((g,) * 4) for grays in levels.values() for g in grays] + [grid((9,) * 4)] * 3
     with judge_that(closeness) as judge:
         scores = BetweenImages(judge.url)(images, items)
@@ -126,7 +130,7 @@ def test_between_images_compares_within_groups_only():
     np.testing.assert_allclose(scores, [*wanted, 1, 1, 1], atol=1e-6)
     assert len(judge.requests) == 3 + 1  # nothing is asked about a full prompt, or about an image alone
     with judge_that(lambda parts: 0.9 if parts[0] == parts[1] else 0.1) as judge:  # never sub-figures of one place
-        scores = BetweenImages(judge.url)([grid((0, 80, 160, 240))] * 3, [Item(0, PROMPT)] * 3)
+        scores = BetweenImages(judge.url)([grid((0, 80, 160, 240))] * 3, [open_item(0)] * 3)
     np.testing.assert_allclose(scores, 0.9, atol=1e-6)
 
 
@@ -137,7 +141,7 @@ def test_between_images_is_the_mean_of_the_answers_received():
 
     images = [grid((g,) * 4) for g in (0, 50, 100, 200)]
     with judge_that(p_yes) as judge:
-        scores = BetweenImages(judge.url)(images, [Item(0, PROMPT)] * 4)
+        scores = BetweenImages(judge.url)(images, [open_item(0)] * 4)
     np.testing.assert_allclose(scores, [0.5, np.nan, 0.5, 0.5], atol=1e-6)
     with pytest.raises(ValueError, match="others=1"):
         BetweenImages(others=1)

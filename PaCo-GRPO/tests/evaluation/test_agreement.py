@@ -1,0 +1,105 @@
+"""Agreement beyond chance: κ against closed forms, its intervals, and scripts/evaluate.py --images_per_prompt."""
+
+import json
+
+import numpy as np
+import pytest
+from fakes import fake_judge
+from tiny_run import load_script, tiny_options, write_prompts
+
+from paco_grpo.evaluation.agreement import agreement, kappa, measuring, rewards_of, table
+from paco_grpo.options import ConfigError, options_to_yaml
+
+NAMES = ("consistency_score", "between_images")
+
+
+def rows(within, between, is_open=True, category=None) -> list[dict]:
+    """Rows of prompts × images; ``between`` is b, not the reward 1 − b; None = missing."""
+    return [
+        {
+            "item_id": item, "category": category, "open": is_open,
+            "rewards": dict(zip(NAMES, (w, None if b is None else 1 - b), strict=True)),
+        }
+        for item, values in enumerate(zip(within, between, strict=True))
+        for w, b in zip(*values, strict=True)
+    ]  # fmt: skip
+
+
+def test_kappa_of_known_generators():
+    assert kappa(1.0, 0.25) == 1  # consistent images that differ
+    assert kappa(0.9, 0.9) == 0 and kappa(0.3, 0.3) == pytest.approx(0)  # one fixed answer; no consistency at all
+    assert kappa(0.2, 0.6) == pytest.approx(-1)
+    assert np.isnan(kappa(1.0, 1.0))
+
+
+def test_means_are_over_prompts_and_the_interval_over_prompts_too():
+    rng = np.random.default_rng(5)
+    w, b = rng.uniform(0.6, 1.0, (40, 4)), rng.uniform(0.1, 0.5, (40, 4))
+    found = agreement(rows(w, b))["all"]
+    expected = (w.mean() - b.mean()) / (1 - b.mean())
+    assert found.kappa.mean == pytest.approx(expected) and found.kappa.prompts == 40 and found.missing == 0
+    # delete-one jackknife: another estimate of the same standard error
+    left_out = [kappa(np.delete(w, i, 0).mean(), np.delete(b, i, 0).mean()) for i in range(40)]
+    error = np.sqrt(39 / 40 * np.sum((left_out - np.mean(left_out)) ** 2))
+    half = (found.kappa.high - found.kappa.low) / 2
+    assert half == pytest.approx(1.96 * error, rel=0.1)
+
+
+def test_prompts_that_describe_everything_have_w_only():
+    several = rows([[0.9] * 4], [[0.5] * 4], category="A")
+    full = [{**row, "item_id": 7} for row in rows([[0.5] * 4], [[0.0] * 4], False, category="B")]
+    found = agreement(several + full)
+    assert found["B"].within.mean == 0.5 and found["B"].between is None and found["B"].kappa is None
+    assert found["A"].kappa.mean == pytest.approx(0.8) == found["all"].kappa.mean
+    assert found["all"].within.mean == pytest.approx(0.7)
+    assert list(found)[-1] == "all" and "| B | x | 0.5000 | – | – | 0 | 0 |" in table({"x": found})
+
+
+def test_missing_answers_are_left_out_and_counted():
+    found = agreement(rows([[1.0, None, 0.5, 0.5], [None] * 4], [[0.2, 0.2, None, 0.2], [0.1] * 4]))["all"]
+    assert found.missing == 6 and found.within.mean == pytest.approx(2 / 3)
+    assert found.kappa.prompts == 1 and found.kappa.mean == pytest.approx((2 / 3 - 0.2) / 0.8)
+
+
+def test_a_difference_is_paired_by_prompt():
+    w, b = np.array([[0.9] * 4, [0.7] * 4]), np.array([[0.5] * 4, [0.3] * 4])
+    found = agreement(rows(w, b), rows(w - 0.1, b))["all"]
+    assert found.within.mean == pytest.approx(0.1) == found.within.low
+    assert found.between.mean == pytest.approx(0) and found.kappa.mean == pytest.approx(0.1 / 0.6)
+
+
+def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
+    assert rewards_of(["pickscore", *NAMES]) == NAMES and rewards_of(["between_images"]) is None
+    assert rewards_of(["oracle_between_images", "oracle_consistency"]) == (
+        "oracle_consistency",
+        "oracle_between_images",
+    )
+    options = tiny_options(tiny_flux_dir, tmp_path)
+    for count, named in ((3, "at least 4"), (4, "consistency_score")):
+        with pytest.raises(ConfigError, match=named):
+            measuring(options, count)
+
+
+def test_evaluate_with_images_per_prompt(tiny_flux_dir, tmp_path, capsys):
+    """Two open prompts and one that describes everything; a judge whose answers are known."""
+    prompts = write_prompts(tmp_path / "prompts", test=3)
+    file = prompts / "test_metadata.jsonl"
+    lines = [json.loads(line) | {"open": number < 2} for number, line in enumerate(file.read_text().splitlines())]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "config.yaml"
+    config.write_text(options_to_yaml(tiny_options(tiny_flux_dir, tmp_path)))
+    evaluate = load_script("evaluate")
+    with fake_judge.FakeJudge() as judge:
+        command = [
+            "--config", str(config), "--output", str(tmp_path / "out"), "--images_per_prompt", "4",
+            f"--config.dataset={prompts}", "--config.test.reward_fn={'consistency_score': 1.0}",
+            f"--config.test.reward_fn_kwargs={{'consistency_score': {{'base_url': '{judge.url}'}}}}",
+        ]  # fmt: skip
+        assert evaluate.main(command) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["agreement"]["base"]["all"]
+    read = [json.loads(line) for line in (tmp_path / "out" / "eval_data.jsonl").read_text().splitlines()]
+    assert len(read) == 12 and len({row["seed"] for row in read}) == 12 and found["kappa"]["prompts"] == 2
+    by_open = [row for row in read if row["open"]]
+    w, b = np.mean([r["rewards"][NAMES[0]] for r in by_open]), 1 - np.mean([r["rewards"][NAMES[1]] for r in by_open])
+    assert found["kappa"]["mean"] == pytest.approx(float(kappa(w, b))) and found["between"]["mean"] == pytest.approx(b)
+    assert "κ" in capsys.readouterr().out
