@@ -24,7 +24,7 @@ from paco_grpo.rewards.judge import (
 )
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
-from paco_judge.client import JudgeUnavailable
+from paco_judge.client import JudgeError
 from paco_judge.questions import editing_texts, load_editing_questions, load_question, theme_question
 
 PROMPT = "A 2x2 grid layout of one cat. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
@@ -76,7 +76,7 @@ def test_mean_over_all_pairs(question):
     with judge_that(closeness) as judge:
         scores = ConsistencyScore(judge.url, question=question)([grid(grays), grid((7, 7, 7, 9))], items)
     assert scores == pytest.approx([np.mean(expected(grays)), np.mean(expected((7, 7, 7, 9)))])
-    assert len(judge.requests) == 6 + 2  # equal pairs are asked once
+    assert len(judge.requests) == 12
     (text,) = {content(request)[-1] for request in judge.requests}
     assert (text == theme_question("A 2x2 grid layout of one cat.")) == (question == "theme")
     assert ("near-duplicates" in text) == (question != "theme")
@@ -321,7 +321,7 @@ def test_unusable_questions_and_an_absent_judge():
         ConsistencyForEditing(question=("editing_instruction",) * 3)
     with pytest.raises(ValueError, match="question 'themes'.*theme_no_duplicates"):
         ConsistencyScore(question="themes")
-    with pytest.raises(JudgeUnavailable):
+    with pytest.raises(JudgeError):
         ConsistencyScore("http://127.0.0.1:9", deadline_s=2).check()
 
 

@@ -4,22 +4,21 @@
     verdicts = judge.score_blocking([Pair(image_a, image_b, question)])     # from any thread
     verdicts = await judge.score([Pair(image_a, image_b, question)])        # from any event loop
 
-All clients of a process share one event loop thread, one HTTP session (``paco_judge.transport``) and one cache. A
-verdict is a probability or an error with its cause; errors are not cached.
+All clients of a process share one HTTP session (``paco_judge.transport``) and one cache. A verdict is a probability or
+an error with its cause; errors are not cached.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from PIL import Image
 
 from paco_judge import transport
-from paco_judge.images import ImageStore, UnreadableImage
+from paco_judge.images import data_url
 from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
 from paco_judge.transport import Refused, Unreachable
@@ -30,19 +29,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "PaCo-Reward-7B"
 CACHE_ENTRIES = 200_000
 _CHECK_TIMEOUT_S = 10.0
-_URL_SLOT = "\x00"
 
 
 class JudgeError(RuntimeError):
-    """The judge cannot be used at all (as opposed to one pair without a score)."""
-
-
-class JudgeUnavailable(JudgeError):
-    """No judge answers at the base URL, or it refuses the request."""
-
-
-class JudgeModelMissing(JudgeError):
-    """The judge answers, but does not serve the requested model."""
+    """No judge answers at the base URL, it refuses us, or it does not serve the model."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +51,8 @@ class Pair:
         return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
-class _Request(NamedTuple):
-    """A pair by content: the cache's key."""
-
-    base_url: str
-    model: str
-    form: RequestForm
-    question: str
-    digests: tuple[bytes, ...]
-
-
-# Used on the event loop thread only: the most recently used scores (the last ones), and the requests in flight.
-_scores: OrderedDict[_Request, float] = OrderedDict()
-_in_flight: dict[_Request, asyncio.Future] = {}
+# P(Yes) by a hash of server, tokens that count, and request. Used on the event loop thread only.
+_scores: dict[bytes, float] = {}
 
 
 class JudgeClient:
@@ -108,20 +87,16 @@ class JudgeClient:
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.model, self.form = model, form
-        self.max_concurrency, self.deadline_s = max_concurrency, deadline_s
-        self._cache = cache
-        self._headers = transport.json_headers(api_key)
+        self.model, self.form, self.deadline_s = model, form, deadline_s
+        self._cache, self._headers = cache, transport.json_headers(api_key)
         self._served: str | None = None
-        self._resolving: asyncio.Task | None = None
-        self._slots: tuple[transport.Runtime, asyncio.Semaphore] | None = None
+        self._slots = asyncio.Semaphore(max_concurrency)
 
     async def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """One verdict for each pair, in order; a failed pair is a verdict with an error.
 
         Raises:
-            JudgeUnavailable: No server answered the first call's question for its models.
-            JudgeModelMissing: It does not serve ours.
+            JudgeError: The first call found no server, or another model.
         """
         return await asyncio.wrap_future(transport.runtime().submit(self._score(list(pairs))))
 
@@ -133,20 +108,14 @@ class JudgeClient:
         """Ask the server for its models once and return the served name of ours.
 
         Raises:
-            JudgeUnavailable: No server answers.
-            JudgeModelMissing: It does not serve the model; the message lists what it serves.
+            JudgeError: No server answers, or it does not serve the model; the message lists what it serves.
         """
         return transport.runtime().submit(self._resolve()).result()
 
     # Everything below runs on the event loop thread of the process.
 
     async def _resolve(self) -> str:
-        """The served name; concurrent callers share one request."""
-        if self._served is None:
-            asking = self._resolving
-            if asking is None or asking.done() or asking.get_loop() is not asyncio.get_running_loop():
-                asking = self._resolving = asyncio.ensure_future(self._served_name())
-            self._served = await asyncio.shield(asking)
+        self._served = self._served or await self._served_name()
         return self._served
 
     async def _served_name(self) -> str:
@@ -156,14 +125,14 @@ class JudgeClient:
             served = [str(entry["id"]) for entry in parse(body)["data"]]
         except Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
-            raise JudgeUnavailable(f"the judge at {self.base_url} refused {url}: {error}{hint}") from error
+            raise JudgeError(f"the judge at {self.base_url} refused {url}: {error}{hint}") from error
         except Unreachable as error:
-            raise JudgeUnavailable(
+            raise JudgeError(
                 f"no judge answers at {self.base_url} ({error}); start one with "
                 "`bash vllm_server/launch.sh` in PaCo-GRPO, or correct base_url"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise JudgeUnavailable(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
+            raise JudgeError(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
         if self.model in served:
             return self.model
         alike = [name for name in served if name.casefold() == self.model.casefold()]
@@ -172,87 +141,53 @@ class JudgeClient:
                 "judge at %s serves %r; using it for %r (case-insensitive)", self.base_url, *alike, self.model
             )
             return alike[0]
-        raise JudgeModelMissing(
+        raise JudgeError(
             f"the judge at {self.base_url} does not serve {self.model!r}; it serves "
             f"{', '.join(map(repr, served)) or 'nothing'}. Ask for one of these, or launch the server with "
             f"VLLM_MODEL_NAMES={self.model}"
         )
 
     async def _score(self, pairs: list[Pair]) -> list[Verdict]:
-        runtime = transport.runtime()
-        deadline = runtime.loop.time() + self.deadline_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.deadline_s
         model = await self._resolve()
-        store = ImageStore(self.form.image_format)
+        images = {id(image): image for pair in pairs for image in pair.images}  # each is encoded once
+        encoding = [loop.run_in_executor(None, data_url, image, self.form.image_format) for image in images.values()]
+        urls = dict(zip(images, await asyncio.gather(*encoding, return_exceptions=True), strict=True))
+        return await asyncio.gather(
+            *(self._ask(model, pair.question, [urls[id(i)] for i in pair.images], deadline) for pair in pairs)
+        )
 
-        async def request_of(pair: Pair) -> _Request | Verdict:
+    async def _ask(self, model: str, question: str, urls: Sequence[str | BaseException], deadline: float) -> Verdict:
+        """The verdict from the cache or from the server."""
+        if unreadable := next((url for url in urls if not isinstance(url, str)), None):
+            return Verdict(None, str(unreadable))
+        async with self._slots:
+            first, second, *more = [*urls, None] if len(urls) == 1 else urls
+            request = {
+                "model": model,
+                "messages": build_messages(first, second, question, self.form, more),
+                "max_tokens": 1,
+                "temperature": 0,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+            body = json.dumps(request).encode()
+            key = hashlib.sha256(f"{self.base_url} {self.form.answer_tokens} ".encode() + body).digest()
+            if self._cache and key in _scores:
+                return Verdict(_scores[key])
             try:
-                digests = tuple([await store.digest(image) for image in pair.images])
-            except UnreadableImage as error:
-                return Verdict(None, str(error))
-            return _Request(self.base_url, model, self.form, pair.question, digests)
-
-        requests = await asyncio.gather(*map(request_of, pairs))
-        distinct = list(dict.fromkeys(request for request in requests if isinstance(request, _Request)))
-        verdicts = await asyncio.gather(*(self._answer(runtime, request, store, deadline) for request in distinct))
-        answers = dict(zip(distinct, verdicts, strict=True))
-        return [answers[request] if isinstance(request, _Request) else request for request in requests]
-
-    async def _answer(
-        self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float
-    ) -> Verdict:
-        """The verdict from the cache, from an identical request in flight, or from the server."""
-        if self._cache and request in _scores:
-            _scores.move_to_end(request)
-            return Verdict(_scores[request])
-        other = _in_flight.get(request)
-        if other is not None and other.get_loop() is runtime.loop:  # another loop: we were forked
-            shared = await asyncio.shield(other)
-            if shared.ok or runtime.loop.time() >= deadline:
-                return shared
-        own = _in_flight[request] = runtime.loop.create_future()
-        verdict = Verdict(None, "the request was abandoned")
-        if self._slots is None or self._slots[0] is not runtime:
-            self._slots = (runtime, asyncio.Semaphore(self.max_concurrency))
-        try:
-            async with self._slots[1]:
-                verdict = await self._ask(runtime, request, store, deadline)
-            if verdict.ok and self._cache:
-                _scores[request] = verdict.p_yes
-                if len(_scores) > CACHE_ENTRIES:
-                    _scores.popitem(last=False)
-            return verdict
-        finally:
-            own.set_result(verdict)
-            if _in_flight.get(request) is own:
-                del _in_flight[request]
-
-    async def _ask(self, runtime: transport.Runtime, request: _Request, store: ImageStore, deadline: float) -> Verdict:
-        try:
-            body = _body(request, [await store.url(digest) for digest in request.digests])
-            url = f"{self.base_url}/v1/chat/completions"
-            answer = await runtime.post(url, self._headers, body, deadline, self.deadline_s)
-        except UnreadableImage as error:
-            return Verdict(None, str(error))
-        except (Refused, Unreachable) as error:
-            return Verdict(None, f"judge at {self.base_url}: {error}")
-        return _read_answer(answer, self.form.answer_tokens)
-
-
-def _body(request: _Request, image_urls: Sequence[str]) -> bytes:
-    """The request as JSON. The image URLs are long and need no escaping: they are inserted afterwards."""
-    first, second, *more = [_URL_SLOT] * len(image_urls) + [None] * (2 - len(image_urls))
-    text = json.dumps(
-        {
-            "model": request.model,
-            "messages": build_messages(first, second, request.question, request.form, more),
-            "max_tokens": 1,
-            "temperature": 0,
-            "logprobs": True,
-            "top_logprobs": 20,
-        }
-    )
-    head, *others = text.split(json.dumps(_URL_SLOT)[1:-1], len(image_urls))  # URLs come before the question
-    return (head + "".join(url + part for url, part in zip(image_urls, others, strict=True))).encode("ascii")
+                answer = await transport.runtime().post(
+                    f"{self.base_url}/v1/chat/completions", self._headers, body, deadline, self.deadline_s
+                )
+            except (Refused, Unreachable) as error:
+                return Verdict(None, f"judge at {self.base_url}: {error}")
+        verdict = _read_answer(answer, self.form.answer_tokens)
+        if verdict.ok and self._cache:
+            _scores[key] = verdict.p_yes
+            if len(_scores) > CACHE_ENTRIES:
+                del _scores[next(iter(_scores))]  # the oldest
+        return verdict
 
 
 def _read_answer(body: bytes, answer_tokens: str) -> Verdict:

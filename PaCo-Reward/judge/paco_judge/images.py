@@ -1,11 +1,9 @@
-"""Image files from outside; and images for the judge: each is hashed once and encoded once per batch."""
+"""Image files from outside, and images in the form in which a judge gets them."""
 
-import asyncio
 import base64
 import hashlib
 import io
 import urllib.request
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
 MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
-# Larger images are worth a thread (hashing and zlib release the GIL).
-_INLINE_PIXELS = 160 * 160
 _LARGEST_DOWNLOAD = 64 << 20  # bytes
 _DOWNLOAD_TIMEOUT_S = 30.0
 
@@ -138,42 +134,6 @@ def content_digest(image: Image.Image) -> bytes:
     """A 20-byte hash of size and RGB pixels: equal for equal content. Raises UnreadableImage."""
     image = _as_rgb(image)
     return hashlib.blake2b(image.tobytes(), digest_size=20, salt=b"%dx%d" % image.size).digest()
-
-
-class ImageStore:
-    """The images of one batch, hashed once per object and encoded once per content. Used on one event loop."""
-
-    def __init__(self, image_format: str = "png"):
-        self._format = image_format
-        self._digests: dict[int, asyncio.Future] = {}
-        self._images: dict[bytes, Image.Image] = {}
-        self._urls: dict[bytes, asyncio.Future] = {}
-
-    async def digest(self, image: Image.Image) -> bytes:
-        """Content hash of an image that the caller keeps alive. Raises UnreadableImage."""
-        future = self._digests.get(id(image))
-        if future is None:
-            future = self._digests[id(image)] = asyncio.ensure_future(_off_loop(content_digest, image))
-        digest = await future
-        self._images.setdefault(digest, image)
-        return digest
-
-    async def url(self, digest: bytes) -> str:
-        """Data URL of an image whose digest was taken."""
-        future = self._urls.get(digest)
-        if future is None:
-            future = self._urls[digest] = asyncio.ensure_future(
-                _off_loop(partial(data_url, image_format=self._format), self._images[digest])
-            )
-        return await future
-
-
-async def _off_loop(function, image: Image.Image):
-    if not isinstance(image, Image.Image):
-        raise UnreadableImage(f"a pair needs two PIL images, got {type(image).__name__}")
-    if image.width * image.height <= _INLINE_PIXELS:
-        return function(image)
-    return await asyncio.get_running_loop().run_in_executor(None, function, image)
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

@@ -16,11 +16,10 @@ from paco_judge.json_io import parse
 
 logger = logging.getLogger(__name__)
 
-LARGEST_ANSWER = 1 << 20  # bytes; a judge's answer has a few thousand
 FAILURES = 3  # attempts at a request that the server fails on (HTTP 500)
+_BUSY = (429, 502, 503, 504)
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_WARN_AGAIN_S = 60.0
 _EXIT_POLL_S = 0.1
 
 
@@ -36,16 +35,12 @@ class Unreachable(Exception):
     """The connection failed, or the deadline passed without an answer."""
 
 
-class NoConnection(Unreachable):
-    """Nothing accepts connections: the server has stopped, or was never started."""
-
-
-def origin(url: str) -> URL:
+def origin(url: str) -> str:
     """Scheme, host and port of a URL. Raises ValueError if it is not an http(s) URL."""
     parsed = URL(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
-    return parsed.origin()
+    return str(parsed.origin())
 
 
 def json_headers(api_key: str | None) -> dict[str, str]:
@@ -63,24 +58,13 @@ class Runtime:
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
-        self._down_since: dict[URL, float] = {}
-        self._warned: dict[URL, float] = {}
-        self._executor = ThreadPoolExecutor(1, "paco-judge-exit")
-        self._idle = self._executor.submit(threading.current_thread).result()
+        self._down_since: dict[str, float] = {}  # by origin
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paco-judge", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="paco-judge", daemon=True).start()
         self._ready.wait()
 
-    def alive(self) -> bool:
-        """False in a forked child: threads do not survive a fork."""
-        return self._thread.is_alive()
-
     def submit(self, coroutine: Coroutine) -> Future:
-        """Run a coroutine on the loop. Raises RuntimeError on the loop's own thread, where waiting would block it."""
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("the judge client was called from its own event loop thread")
+        """Run a coroutine on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     async def get(self, url: str, headers: dict[str, str], timeout_s: float) -> bytes:
@@ -104,65 +88,51 @@ class Runtime:
             Refused: A permanent error.
             Unreachable: No answer before the deadline, or the server has been down for ``patience_s``.
         """
-        pause, attempts, failures = _FIRST_PAUSE_S, 0, 0
+        pause, failures = _FIRST_PAUSE_S, 0
         while True:
-            attempts += 1
             wait = pause * random.uniform(0.5, 1.5)
             try:
                 return await self._attempt("POST", url, headers, body, deadline)
             except Refused as error:
-                failures += error.status not in (429, 502, 503, 504)
+                failures += error.status not in _BUSY
                 if error.status < 500 and error.status != 429 or failures == FAILURES:
                     raise
                 last, wait = error, max(wait, error.retry_after_s)
-            except NoConnection as error:
-                last, gone_s = error, self._outage(origin(url), error)
-                if gone_s >= patience_s:
-                    raise Unreachable(f"the server has been down for {gone_s:.0f} s ({error})") from error
             except Unreachable as error:
                 last = error
+                down_s = self.loop.time() - self._down_since.get(origin(url), math.inf)
+                if down_s >= patience_s:
+                    raise Unreachable(f"the server has been down for {down_s:.0f} s ({error})") from error
             if self.loop.time() + wait >= deadline:
-                raise Unreachable(f"gave up after {attempts} attempts at the deadline; last: {last}") from last
+                raise Unreachable(f"gave up at the deadline; last: {last}") from last
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _outage(self, server: URL, error: Exception) -> float:
-        """Seconds for which nothing has accepted connections; logged at once, then once a minute."""
-        now = self.loop.time()
-        gone_s = now - self._down_since.setdefault(server, now)
-        if now - self._warned.get(server, -math.inf) >= _WARN_AGAIN_S:
-            self._warned[server] = now
-            logger.warning(
-                "no judge answers at %s (%s), for %.0f s now; retrying. Restart it with "
-                "`bash vllm_server/launch.sh` in PaCo-GRPO",
-                server, error, gone_s,
-            )  # fmt: skip
-        return gone_s
-
     async def _attempt(self, method: str, url: str, headers: dict, body: bytes | None, deadline: float) -> bytes:
+        server = origin(url)
         try:
             async with (
                 asyncio.timeout_at(deadline),
                 self._session.request(method, url, headers=headers, data=body, allow_redirects=False) as response,
             ):
-                if self._down_since and (since := self._down_since.pop(origin(url), None)) is not None:
-                    self._warned.pop(origin(url), None)
-                    logger.warning("the judge at %s answers again, after %.0f s", url, self.loop.time() - since)
-                answer = bytearray()
-                while part := await response.content.readany():
-                    answer += part
-                    if len(answer) > LARGEST_ANSWER:
-                        raise Refused(response.status, f"the answer is larger than {LARGEST_ANSWER} bytes")
+                if since := self._down_since.pop(server, None):
+                    logger.warning("the judge at %s answers again, after %.0f s", server, self.loop.time() - since)
+                answer = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            cause = getattr(error, "os_error", error)
-            raise NoConnection(f"{type(cause).__name__}: {cause}") from error
+            if method == "POST" and server not in self._down_since:
+                self._down_since[server] = self.loop.time()
+                logger.warning(
+                    "no judge answers at %s (%s); retrying. Restart it with `bash vllm_server/launch.sh` in PaCo-GRPO",
+                    server, error,
+                )  # fmt: skip
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise Unreachable("no answer before the deadline") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise Refused(response.status, _reason(bytes(answer)) or response.reason or "", _retry_after(response))
-        return bytes(answer)
+            raise Refused(response.status, _reason(answer) or response.reason or "", _retry_after(response))
+        return answer
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
@@ -174,43 +144,28 @@ class Runtime:
         Python ends idle executor threads at that moment, before it joins any other thread. Without this, a worker
         thread waiting for scores would keep the process alive until its deadline.
         """
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"accept-encoding": "identity"},
-            auto_decompress=False,  # a megabyte of gzip would become a gigabyte
-        ) as self._session:
+        executor = ThreadPoolExecutor(1, "paco-judge-exit")
+        idle = executor.submit(threading.current_thread).result()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             self._ready.set()
-            while self._idle.is_alive():
+            while idle.is_alive():
                 await asyncio.sleep(_EXIT_POLL_S)
 
 
 _lock = threading.Lock()
-# The last one is this process's. Those inherited through a fork are kept: finalizing them would close the parent's
-# connections.
-_runtimes: list[Runtime] = []
+_runtimes: dict[int, Runtime] = {}  # by process: threads do not survive a fork
 
 
 def runtime() -> Runtime:
-    """The runtime of this process; started on first use (again after a fork)."""
+    """The runtime of this process; started on first use."""
     with _lock:
-        if not _runtimes or not _runtimes[-1].alive():
-            _runtimes.append(Runtime())
-        return _runtimes[-1]
-
-
-def _forget_lock() -> None:
-    """A lock that another thread held during the fork would stay locked in the child."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
+        return _runtimes.get(os.getpid()) or _runtimes.setdefault(os.getpid(), Runtime())
 
 
 def _reason(answer: bytes) -> str:
-    """The server's own message (OpenAI's error format), else the start of the body; one line, printable."""
+    """The server's own message (OpenAI's error format), else the start of the body; one printable line."""
     text = answer[:200].decode("utf-8", "replace")
     try:
         error = parse(answer)

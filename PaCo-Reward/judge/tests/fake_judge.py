@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -108,8 +107,3 @@ class FakeJudge:
                 self.wfile.write(body)
 
         return Handler
-
-
-if __name__ == "__main__":  # a process to be killed: fake_judge.py PORT [seconds per answer]
-    FakeJudge(port=int(sys.argv[1]), delay_s=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
-    threading.Event().wait()
