@@ -98,7 +98,7 @@ CASES: dict[str, list[str]] = {
     "flux-ranks": [RANKS],
     "flux-ranks-2": [f"2x {RANKS}"],
     "flux-tail": [
-        """train flux guard sample.num_steps=6 sample.tail_steps=3 sample.tail_order=2 sample.tail_cache=0.05
+        """train flux guard sample.num_steps=6 sample.tail_steps=3 sample.tail_order=2
         sample.global_std=True train.old_log_prob=recompute enable_gradient_checkpointing=True
         sample.noise_steps=(0,1,2) sample.num_noise_steps=2 speed.overlap_decode=True
         train.reward_fn='{"golden_rewards:redness": 1, "jpeg_incompressibility": 0.5}'

@@ -36,7 +36,7 @@ def main(given: Sequence[str] | None = None) -> int:
     import torch
 
     from paco_grpo.options import read_options
-    from paco_grpo.training.build import REFUSALS
+    from paco_grpo.training.build import USER_ERRORS
 
     if not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -44,7 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
             options, name = read_options([*rest, *changes(arguments, folder)])
             found = measure(arguments, options, name, folder)
-    except REFUSALS as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:

@@ -50,12 +50,12 @@ def main(arguments: list[str]) -> int:
         return 2
 
     from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.training.build import REFUSALS
+    from paco_grpo.training.build import USER_ERRORS
     from paco_grpo.training.checks import is_disk_full
 
     try:
         shown = evaluate_all(options, own)
-    except REFUSALS as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ScoringError as error:

@@ -32,8 +32,9 @@ from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import Policy
 from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
-from paco_grpo.training.build import REFUSALS, apply_speed, load_adapter, load_generator
+from paco_grpo.training.build import USER_ERRORS, apply_speed, load_adapter, load_generator
 from paco_grpo.training.checks import check_device, check_images, is_disk_full, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         wanted = [(item, seed) for item in items for seed in read_seeds(own.seeds)]
         options, policy, judge = prepare(options, own, items)
         kept = generate(options, wanted, policy, judge, own)
-    except (*REFUSALS, OSError) as error:
+    except (*USER_ERRORS, OSError) as error:
         full = "the disk is full: " if isinstance(error, OSError) and is_disk_full(error) else ""
         print(f"error: {full}{error}", file=sys.stderr)
         return 2
@@ -169,7 +170,7 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
         ((batch, False) for batch in test_batches(policy, items, options)),
         lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch),
         deliver,
-        num_steps=options.test.num_steps,
+        Sampling(options.test.num_steps),
     ):
         pass
     scores, kept, captions = [math.nan] * len(wanted), set(range(len(wanted))), []

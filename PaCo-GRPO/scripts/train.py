@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 def train(options, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
-    from paco_grpo.training.build import REFUSALS, build_run
+    from paco_grpo.training.build import USER_ERRORS, build_run
     from paco_grpo.training.checks import is_disk_full, require_promised_gpu
     from paco_grpo.training.trainer import Trainer, TrainingStopped
 
@@ -48,7 +48,7 @@ def train(options, name: str) -> int:
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
-    except (*REFUSALS, OSError) as error:
+    except (*USER_ERRORS, OSError) as error:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
         full = "the disk is full; finished checkpoints are intact: " if isinstance(error, OSError) else ""

@@ -26,7 +26,7 @@ from tiny_z_image import build_tiny_z_image
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.lora import trainable_parameters
-from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Item
 
 
@@ -182,7 +182,7 @@ def draw(
     """Images of the items, each from its seed, by deterministic sampling."""
     sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]
-    latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, num_steps=num_steps).clean_latents
+    latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, Sampling(num_steps)).clean_latents
     with torch.no_grad():
         return policy.decode(latents, height, width)
 

@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Conditioning, Item
 
 
@@ -84,7 +84,7 @@ def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
     steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
-    result = rollout(policy, conditioning, [0, 1, 0], [21, 22, 23], 8, 12, **steps)
+    result = rollout(policy, conditioning, [0, 1, 0], [21, 22, 23], 8, 12, Sampling(**steps))
     policy.calls.clear()
     if moved:
         with torch.no_grad():

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from paco_grpo.objectives import Snapshot, Terms, objective
+from paco_grpo.objectives import LossOutput, Snapshot, objective
 from paco_grpo.objectives.base import mean_square
 from paco_grpo.sampling.denoise import step_noise
 
@@ -44,13 +44,13 @@ def group_weights(errors, item_ids, advantages, train):
 )
 def coupled(step, policy, train):
     error = matching_error(step, policy)
-    return Terms(step.group_weights * error, {"matching_error": error})
+    return LossOutput(step.group_weights * error, {"matching_error": error})
 
 
 def reinforce(step, policy, train):
     """A plain function is an objective, too."""
     log_prob = step.transition(policy).log_prob(step.noise.next_latents)
-    return Terms(-step.advantages * log_prob, {"log_prob_mean": log_prob})
+    return LossOutput(-step.advantages * log_prob, {"log_prob_mean": log_prob})
 
 
 def joint_loss(errors, item_ids, advantages):

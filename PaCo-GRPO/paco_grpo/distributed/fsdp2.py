@@ -42,10 +42,7 @@ class FSDP2(Replicated):
 
     def __init__(self, accelerator: Accelerator, options: RunOptions) -> None:
         super().__init__(accelerator)
-        sample = options.sample
         for option, value, off, reason in (
-            ("sample.tail_cache", sample.tail_cache, 0.0, "processes would skip different blocks"),
-            ("sample.tail_weights", sample.tail_weights, None, "sharded weights cannot be copied in 8 bits"),
             ("speed.compile", options.speed.compile, False, "this combination is not supported yet"),
             ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be sharded"),
         ):

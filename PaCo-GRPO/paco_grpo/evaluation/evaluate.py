@@ -21,6 +21,7 @@ from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
+from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Batch, plan_batches, sample_images
 from paco_grpo.types import Item
 from paco_judge.images import read_image
@@ -169,7 +170,7 @@ def _sample(
     for batch in made:
         deliver([read_image(image_file(folder, i)) for i in batch.numbers], batch)
     together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
-    for _ in sample_images(policy, together, inputs, deliver, num_steps=test.num_steps, merge_lora=merge_lora):
+    for _ in sample_images(policy, together, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)):
         pass
     everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
     if accelerator.is_main_process and everyone:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from paco_grpo.objectives.base import Snapshot, Step, Terms, check_no_decay_type, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, check_no_decay_type, mean_square, objective
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.objectives.ppo import clipped_loss
 from paco_grpo.options.schema import RunOptions, TrainOptions
@@ -60,7 +60,7 @@ def _check(options: RunOptions) -> Iterator[str]:
     gradient_steps=_STEPS,
     check=_check,
 )
-def awm(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def awm(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²), A' = A/adv_clip_max.
 
     Metrics: policy_loss, matching_error, ratio_mean, ratio_deviation, clip_share and, with their weights, slow_distance
@@ -91,4 +91,4 @@ def awm(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = mean_square(velocity - noised.reference)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)

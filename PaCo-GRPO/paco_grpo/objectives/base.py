@@ -1,9 +1,9 @@
 """What an objective is: a function of one training step, and what it needs from the training loop.
 
     @objective(needs_noise_steps=False, gradient_steps=1)
-    def my_objective(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+    def my_objective(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
         ...
-        return Terms(loss, {"my_metric": value})      # per sample, (B,) each
+        return LossOutput(loss, {"my_metric": value})      # per sample, (B,) each
 
 The trainer calls it once per step of a micro-batch and backpropagates immediately, so only one step's activations exist at a
 time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
@@ -22,14 +22,14 @@ import torch
 
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import current_transition
+from paco_grpo.sampling.denoise import transition_at
 from paco_grpo.sampling.sde import Transition
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import NoiseStep, Rollout, to_device
 
 
 @dataclass
-class Terms:
+class LossOutput:
     """What an objective returns: everything per sample."""
 
     loss: torch.Tensor  # (B,) float32
@@ -72,7 +72,7 @@ class Step:
 
     def transition(self, policy: Policy) -> Transition:
         """Distribution of x' at this noise step under the current weights."""
-        return current_transition(policy, self.rollout, self.noise)
+        return transition_at(policy, self.rollout, self.noise.latents, self.index)
 
 
 _TAKEN = ("default", "trainable", "ema", "optimizer", lora.START)
@@ -141,7 +141,7 @@ class Objective:
     """A loss and what it needs.
 
     Attributes:
-        function: (step, policy, ``options.train``) → ``Terms``.
+        function: (step, policy, ``options.train``) → ``LossOutput``.
         needs_noise_steps: It recomputes recorded noise steps (log-probabilities). False: clean latents suffice, and
             sampling without noise is allowed.
         steps: (``options.train``, rollout, generator) → ``Step.index`` of each step, one call of ``function`` each. The
@@ -157,7 +157,7 @@ class Objective:
             the rollout recorded. Above a mean of 1 before the first update, ``old_log_prob='auto'`` recomputes.
     """
 
-    function: Callable[[Step, Policy, Any], Terms]
+    function: Callable[[Step, Policy, Any], LossOutput]
     needs_noise_steps: bool = True
     steps: Callable[[Any, Rollout, np.random.Generator], Sequence[int | float]] = recorded_steps
     snapshots: tuple[Snapshot, ...] = ()
@@ -167,7 +167,7 @@ class Objective:
     group_weights: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], np.ndarray] | None = None
     first_deviation: Callable[[Step, Policy, Any], torch.Tensor] = ratio_deviation
 
-    def __call__(self, step: Step, policy: Policy, train: Any) -> Terms:
+    def __call__(self, step: Step, policy: Policy, train: Any) -> LossOutput:
         return self.function(step, policy, train)
 
     def for_run(self, train: Any) -> Objective:
@@ -180,7 +180,7 @@ class Objective:
         return next(names, None)
 
 
-def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], Terms]], Objective]:
+def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], LossOutput]], Objective]:
     """Decorator that makes an ``Objective`` of a function; ``needs`` are the attributes of ``Objective``."""
     return lambda function: Objective(function, **needs)
 

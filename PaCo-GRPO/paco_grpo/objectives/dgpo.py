@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from paco_grpo.objectives.awm import slow_decay
-from paco_grpo.objectives.base import Snapshot, Step, Terms, check_no_decay_type, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, check_no_decay_type, mean_square, objective
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -77,7 +77,7 @@ def _check(options: RunOptions) -> Iterator[str]:
     first_pass=error_change,
     group_weights=group_weights,
 )
-def dgpo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """sigmoid(s)·A·e + β·mean((v − v_ref)²). e has no gradient where the ratio has already moved further than ε in the
     direction of A.
 
@@ -99,4 +99,4 @@ def dgpo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = mean_square(velocity - noised.reference)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from paco_grpo.objectives.base import (
+    LossOutput,
     Step,
-    Terms,
     check_recorded_steps,
     mean_square,
     objective,
@@ -53,7 +53,7 @@ def _divergence(change: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
 
 
 @objective(steps=_steps, check=_check, first_deviation=_first_divergence)
-def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """−A·ratio, or 0 where D ≥ τ and the ratio has moved in the direction of A, + β·KL.
 
     The ratio is that of the Gaussian densities, for Flow-CPS too (whose recorded log-probability has no normalizer).
@@ -82,4 +82,4 @@ def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = reference_kl(step, policy, transition)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)

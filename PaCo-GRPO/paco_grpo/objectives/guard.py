@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paco_grpo.objectives.base import Step, Terms, check_recorded_steps, mean_square, objective, reference_kl
+from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, reference_kl
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -25,7 +25,7 @@ def _check(options: RunOptions) -> Iterator[str]:
 
 
 @objective(check=_check)
-def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """Clipped policy loss of the guarded ratio, divided by −dt, + β·KL.
 
     Everything is per sample (the published code averages b, s and dt over the batch). μ_old is the recorded mean.
@@ -41,4 +41,4 @@ def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = reference_kl(step, policy, transition)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)

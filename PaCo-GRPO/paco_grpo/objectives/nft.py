@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from paco_grpo.objectives.base import Snapshot, Step, Terms, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
@@ -40,7 +40,7 @@ def old_decay(step: int, train: TrainOptions) -> float:
     gradient_steps=1,
     check=partial(check_forward_steps, default=None),
 )
-def nft(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """NFT loss + KL weight · mean((v − v_ref)²) at one σ. The reference forward happens only if the KL weight is not 0.
 
     Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and, with a KL weight, kl.
@@ -54,7 +54,7 @@ def nft(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = mean_square(velocity - noised.reference)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)
 
 
 def nft_terms(

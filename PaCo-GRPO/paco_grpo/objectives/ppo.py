@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import torch
 
-from paco_grpo.objectives.base import Step, Terms, objective, reference_kl
+from paco_grpo.objectives.base import LossOutput, Step, objective, reference_kl
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
 
 @objective()
-def ppo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
+def ppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL; the reference forward happens only if β is not 0.
 
     Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with β ≠ 0, kl.
@@ -32,7 +32,7 @@ def ppo(step: Step, policy: Policy, train: TrainOptions) -> Terms:
     if train.beta != 0:
         metrics["kl"] = reference_kl(step, policy, transition)
         loss = loss + train.beta * metrics["kl"]
-    return Terms(loss, metrics)
+    return LossOutput(loss, metrics)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

@@ -98,10 +98,6 @@ class SampleOptions:
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
     tail_steps: Count | None = option(None, "steps after the last noise step; None: those of the schedule")
     tail_order: Literal[1, 2] = option(1, "order of the steps after the last noise step: Euler or Adams-Bashforth")
-    tail_cache: NonNegative = option(0.0, "threshold of the first-block cache in them (0.05 to 0.2); 0 = off")
-    tail_weights: Literal["int8"] | None = option(
-        None, "int8 = 8-bit copies of the large layers in them (bitsandbytes)"
-    )
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -391,8 +391,6 @@ def _small(options: RunOptions, model: Path, folder: Path, notes: list[str]) -> 
     edits = policy.needs_image or (policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing"))
     if speed.compile:
         notes.append("speed.compile is not run: kernels and bytes are those of uncompiled blocks")
-    if sample.tail_cache or sample.tail_weights:
-        notes.append("sample.tail_cache and sample.tail_weights are not run: their steps count in full")
     return dataclasses.replace(
         options,
         run_name="run", save_dir=str(folder / "runs"), resume_from=None, num_epochs=1, max_train_minutes=None,
@@ -401,7 +399,7 @@ def _small(options: RunOptions, model: Path, folder: Path, notes: list[str]) -> 
         pretrained=dataclasses.replace(options.pretrained, model=str(model)),
         sample=dataclasses.replace(
             sample, num_steps=2, noise_steps=(1,) if noisy else (), num_noise_steps=None, batch_size=batch,
-            num_images_per_prompt=images, unique_sample_num_per_epoch=1, tail_steps=None, tail_cache=0.0, tail_weights=None,
+            num_images_per_prompt=images, unique_sample_num_per_epoch=1, tail_steps=None,
             cps=sample.cps and train.loss_type != "flow_dppo",  # it refuses Flow-CPS's last step, here the only one
         ),
         train=dataclasses.replace(

@@ -12,39 +12,45 @@ import torch
 
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
-from paco_grpo.policies.performance.cache import first_block_cache
 from paco_grpo.policies.performance.onednn import through_onednn
-from paco_grpo.policies.performance.quantize import int8_copies
 from paco_grpo.policies.performance.repeated import computed_once
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
 
 @dataclass(frozen=True)
-class Tail:
-    """How the steps after the last noise step are computed; the default is the schedule's own Euler steps.
+class Sampling:
+    """How latents are denoised.
 
-    They enter no log-probability: an approximation here changes the images that are scored (and x_0, which DiffusionNFT
-    trains on), never a ratio.
+    The steps after the last noise step, the tail, enter no log-probability: an approximation there changes the images that
+    are scored (and x_0, which DiffusionNFT trains on), never a ratio. Without noise there is no tail.
 
     Attributes:
-        steps: Maximum number of steps; None = those of the schedule.
-        order: 1 = Euler; 2 = the two-step Adams-Bashforth method, which needs no additional forward pass.
-        cache: Threshold of the first-block cache, 0 = off.
-        weights: ``int8`` = 8-bit copies of the transformer's large layers; None = the weights themselves.
+        num_steps: T.
+        noise_steps: Ascending indices of the noisy steps; () = deterministic sampling (evaluation).
+        noise_level: a; at 0 no step is noisy and none is recorded.
+        cps: Flow-CPS instead of Flow-SDE.
+        merge_lora: Merge the LoRA into the base weights for noiseless steps, in float32 on a CPU computed by oneDNN: faster,
+            equal up to rounding. Noise steps are never merged, so that their log-probabilities are the ones that training
+            computes.
+        tail_steps: Maximum number of steps in the tail; None = those of the schedule.
+        tail_order: 1 = Euler; 2 = the two-step Adams-Bashforth method, which needs no additional forward pass.
     """
 
-    steps: int | None = None
-    order: int = 1
-    cache: float = 0.0
-    weights: str | None = None
+    num_steps: int
+    noise_steps: Sequence[int] = ()
+    noise_level: float = 0.0
+    cps: bool = False
+    merge_lora: bool = False
+    tail_steps: int | None = None
+    tail_order: int = 1
 
-    def sigmas(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """The tail's schedule: ``steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
+    def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
+        """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
         count = len(sigmas) - 1
-        if self.steps is None or self.steps >= count:
+        if self.tail_steps is None or self.tail_steps >= count:
             return sigmas
-        return sigmas[torch.from_numpy(np.linspace(0, count, self.steps + 1).round().astype(np.int64))]
+        return sigmas[torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))]
 
 
 @torch.no_grad()
@@ -55,17 +61,10 @@ def rollout(
     seeds: Sequence[int],
     height: int,
     width: int,
-    *,
-    num_steps: int,
-    noise_steps: Sequence[int] = (),
-    noise_level: float = 0.0,
-    cps: bool = False,
-    group_index: torch.Tensor | None = None,
-    initial_seeds: Sequence[int] | None = None,
-    merge_lora: bool = False,
-    tail: Tail = Tail(),
+    sampling: Sampling,
+    shared_seeds: Sequence[int] | None = None,
 ) -> Rollout:
-    """Sample B images' latents (docs/method.md §4): Euler steps, with noise injected at ``noise_steps`` only.
+    """Sample B images' latents (docs/method.md §4): Euler steps, with noise injected at the noise steps only.
 
     Args:
         policy: The generator with the weights to sample from.
@@ -74,115 +73,64 @@ def rollout(
         seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never on the batch.
         height: Pixels, a multiple of the policy's ``size_multiple``.
         width: Pixels, a multiple of the policy's ``size_multiple``.
-        num_steps: T.
-        noise_steps: Indices of the noisy steps; () = deterministic sampling (evaluation).
-        noise_level: a; at 0 no step is noisy and none is recorded.
-        cps: Flow-CPS instead of Flow-SDE.
-        group_index: (B,) int64 for ``same_latent``: samples with equal index (of the same item) share the initial noise, and
-            the steps before the first noise step are computed once per distinct index.
-        initial_seeds: B seeds of the initial noise; default ``seeds``. With ``group_index``, each group uses the value
-            of its first member: pass equal values within a group that is spread over batches or processes.
-        merge_lora: Merge the LoRA into the base weights for noiseless steps, in float32 on a CPU computed by oneDNN: faster,
-            equal up to rounding. Noise steps are never merged, so that their log-probabilities are the ones that training
-            computes.
-        tail: How the steps after the last noise step are computed; without noise there is no tail.
-
-    Raises:
-        ValueError: Sizes disagree, or a noise step lies outside the schedule.
+        sampling: How to denoise.
+        shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed (and item), the steps
+            before the first noise step are computed once. None = each sample's own seed.
     """
-    steps = sorted(noise_steps) if noise_level != 0 else []
-    if steps and not 0 <= steps[0] <= steps[-1] < num_steps:
-        raise ValueError(f"noise steps {steps} lie outside the {num_steps} sampling steps (0 to {num_steps - 1})")
-    initial_seeds = list(seeds if initial_seeds is None else initial_seeds)
-    given = {"item_ids": item_ids, "seeds": seeds, "initial_seeds": initial_seeds, "group_index": group_index}
-    for name, values in given.items():
-        if values is not None and len(values) != len(conditioning):
-            raise ValueError(f"{name} has {len(values)} entries, but the conditioning has {len(conditioning)} rows")
-    sigmas = policy.sigmas(num_steps, height, width)
-    first_noise_step = steps[0] if steps else num_steps
+    steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
+    sigmas = policy.sigmas(sampling.num_steps, height, width)
 
-    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, tail: Tail = Tail()) -> torch.Tensor:
+    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, order: int = 1) -> torch.Tensor:
         """Deterministic steps from the first to the last of ``sigmas``."""
-        sigmas = tail.sigmas(sigmas)
         with ExitStack() as stack:
-            if merge_lora and len(sigmas) > 1:
+            if sampling.merge_lora and len(sigmas) > 1:
                 stack.enter_context(merged(policy))
-                if tail.weights is None:  # their copies take the place of layers
-                    stack.enter_context(through_onednn(policy))
-            if tail.weights is not None and len(sigmas) > 1:
-                stack.enter_context(int8_copies(policy))
-            if tail.cache > 0 and len(sigmas) > 2:
-                stack.enter_context(first_block_cache(policy, tail.cache))
+                stack.enter_context(through_onednn(policy))
             stack.enter_context(computed_once(policy.constant_parts()))
-            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, tail.order)
+            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, order)
 
     with policy.autocast():  # around all forwards, so that the LoRA's weights are cast once for all of them
-        if group_index is None:
-            x = policy.initial_latents(initial_seeds, height, width)
-            x = denoise(x, conditioning, sigmas[: first_noise_step + 1])
+        first_sigmas = sigmas[: (steps[0] if steps else sampling.num_steps) + 1]
+        if shared_seeds is None:
+            x = denoise(policy.initial_latents(seeds, height, width), conditioning, first_sigmas)
         else:
-            groups = group_index.tolist()
-            distinct = list(dict.fromkeys(groups))
-            first = [groups.index(group) for group in distinct]
-            row = torch.tensor([distinct.index(group) for group in groups])
-            x = policy.initial_latents([initial_seeds[b] for b in first], height, width)
-            x = denoise(x, conditioning.select(first), sigmas[: first_noise_step + 1])[to_device(row, x.device)]
-
-        recorded = []
-        for i, until in zip(steps, [*steps, num_steps][1:], strict=True):
-            transition = transition_at(policy, x, conditioning, sigmas, i, height, width, noise_level, cps)
+            first = [list(shared_seeds).index(seed) for seed in dict.fromkeys(shared_seeds)]
+            distinct = [shared_seeds[b] for b in first]
+            x = denoise(policy.initial_latents(distinct, height, width), conditioning.select(first), first_sigmas)
+            x = x[to_device(torch.tensor([distinct.index(seed) for seed in shared_seeds]), x.device)]
+        result = Rollout(
+            item_ids=torch.as_tensor(item_ids, dtype=torch.int64),
+            seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
+            clean_latents=x,
+            conditioning=conditioning,
+            noise_steps=[],
+            sigmas=sigmas,
+            height=height,
+            width=width,
+            noise_level=float(sampling.noise_level),
+            cps=sampling.cps,
+        )
+        for i, until in zip(steps, [*steps, sampling.num_steps][1:], strict=True):
+            transition = transition_at(policy, result, x, i)
             next_x = transition.sample(step_noise(seeds, i, x))
-            recorded.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
-            x = denoise(next_x, conditioning, sigmas[i + 1 : until + 1], tail if until == num_steps else Tail())
-
-    return Rollout(
-        item_ids=torch.as_tensor(item_ids, dtype=torch.int64),
-        seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
-        clean_latents=x,
-        conditioning=conditioning,
-        noise_steps=recorded,
-        sigmas=sigmas,
-        height=height,
-        width=width,
-        noise_level=float(noise_level),
-        cps=cps,
-    )
+            result.noise_steps.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
+            following = sigmas[i + 1 : until + 1]
+            if until == sampling.num_steps:
+                x = denoise(next_x, conditioning, sampling.tail(following), sampling.tail_order)
+            else:
+                x = denoise(next_x, conditioning, following)
+    return dataclasses.replace(result, clean_latents=x)
 
 
-def transition_at(
-    policy: Policy,
-    latents: torch.Tensor,
-    conditioning: Conditioning,
-    sigmas: torch.Tensor,
-    step: int,
-    height: int,
-    width: int,
-    noise_level: float,
-    cps: bool,
-) -> Transition:
+def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:
     """Distribution of x' at noise step ``step`` under the policy's current weights, for x_t ``latents`` (B, N, C).
 
     Rollout and training both call this function, which is why the first ratio is 1.
     """
-    sigma, sigma_next = _sigma_pair(sigmas, step, latents)
-    velocity = policy.velocity(latents, sigma, conditioning, height, width)
-    step_function = cps_step if cps else sde_step
-    return step_function(latents, velocity, sigma, sigma_next, float(sigmas[1]), noise_level)
-
-
-def current_transition(policy: Policy, rollout: Rollout, step: NoiseStep) -> Transition:
-    """Distribution of x' under the current weights at a recorded noise step of ``rollout`` (len B)."""
-    return transition_at(
-        policy,
-        step.latents,
-        rollout.conditioning,
-        rollout.sigmas,
-        step.index,
-        rollout.height,
-        rollout.width,
-        rollout.noise_level,
-        rollout.cps,
-    )
+    sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
+    velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
+    step_function = cps_step if rollout.cps else sde_step
+    return step_function(latents, velocity, sigma, sigma_next, float(rollout.sigmas[1]), rollout.noise_level)
 
 
 def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
@@ -199,7 +147,7 @@ def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) ->
     steps = []
     for step in rollout.noise_steps:
         with torch.set_grad_enabled(as_trained):
-            transition = current_transition(policy, rollout, step)
+            transition = transition_at(policy, rollout, step.latents, step.index)
         mean = transition.mean.detach()
         log_prob = dataclasses.replace(transition, mean=mean).log_prob(step.next_latents)
         steps.append(dataclasses.replace(step, mean=mean, log_prob=log_prob))

@@ -16,7 +16,7 @@ import torch
 
 from paco_grpo.data.prompts import item_size, round_to_multiple
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Item, Rollout
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,11 @@ os.register_at_fork(after_in_child=decoding_thread.cache_clear)  # threads do no
 
 def sample_images(
     policy: Policy,
-    rounds: Iterable[tuple[Batch, bool]],
+    batches: Iterable[tuple[Batch, bool]],
     inputs: Callable[[Batch], dict[str, Any]],
     deliver: Callable[[list, Batch], None],
-    *,
+    sampling: Sampling,
     overlap_decode: bool = False,
-    **sampling: Any,
 ) -> Iterator[tuple[Batch, Rollout]]:
     """Denoise, decode and deliver batch by batch.
 
@@ -100,12 +99,12 @@ def sample_images(
 
     Args:
         policy: With the weights to sample from.
-        rounds: (batch, idle); the result of an idle batch is dropped (``distributed.processes.rounds``).
-        inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and other arguments of ``rollout`` for it.
+        batches: (batch, is_dummy) as in ``Replicated.synced_batches``; the result of a dummy is dropped.
+        inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and perhaps ``shared_seeds`` of ``rollout``.
         deliver: Gets the PIL images of each batch, in order (None: its latents are not finite); in the thread that decoded
             it. Its errors are raised here.
+        sampling: How to denoise.
         overlap_decode: Decode a batch while the next one is denoised.
-        sampling: Arguments of ``rollout`` that all batches share.
 
     Yields:
         Each batch with its rollout, after its decoding has begun.
@@ -122,9 +121,9 @@ def sample_images(
 
     last: Future | None = None
     try:
-        for batch, idle in rounds:
-            result = rollout(policy, height=batch.height, width=batch.width, **inputs(batch), **sampling)
-            if idle:
+        for batch, is_dummy in batches:
+            result = rollout(policy, height=batch.height, width=batch.width, sampling=sampling, **inputs(batch))
+            if is_dummy:
                 continue
             latents = result.clean_latents
             if thread is not None:

@@ -45,7 +45,7 @@ from paco_judge.client import JudgeError
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-REFUSALS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError)
+USER_ERRORS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError)
 _FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
 
 
@@ -102,7 +102,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model.
 
     Raises:
-        REFUSALS: One clear message each.
+        USER_ERRORS: One clear message each.
     """
     objective = check_run(options)
     strategy = start_processes(options)

@@ -100,10 +100,6 @@ def contradictions(options: RunOptions) -> list[str]:
         (train.timesteps == (), "train.timesteps is empty; None trains on every noise step"),
         (sample.tail_steps is not None and not noisy, "sample.tail_steps needs noise: it shortens what follows it"),
         (sample.tail_order != 1 and not noisy, "sample.tail_order needs noise: it changes the steps that follow it"),
-        ((sample.tail_cache or sample.tail_weights) and not noisy, "sample.tail_cache and sample.tail_weights need noise"),
-        ((sample.tail_cache or sample.tail_weights) and options.speed.compile,
-         "speed.compile cannot be used with sample.tail_cache or sample.tail_weights"),
-        (sample.tail_weights and kind, "sample.tail_weights needs an unquantized base, without pretrained.quantize"),
         (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
         (latents > 1 and not sample.same_latent, "sample.latents_per_prompt has no effect without sample.same_latent"),
         (train.reward_fn and not any(train.reward_fn.values()),
@@ -159,8 +155,6 @@ def check_model(options: RunOptions) -> None:
                 "train.dgpo_reference='guided' needs train.loss_type='dgpo' and a model with true CFG, which "
                 "sample.guidance_scale and sample.negative_prompt turn on"
             )
-    if sample.tail_cache and not policy_class(model).has_block_cache:
-        problems.append(f"sample.tail_cache={sample.tail_cache:g}: the transformer of {model} has no cache; set it to 0")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:

@@ -16,7 +16,7 @@ from paco_grpo.distributed.processes import Replicated, rounds
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.sampling.denoise import Tail
+from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
 from paco_grpo.sampling.schedule import sample_noise_steps
 from paco_grpo.training.plan import merges_lora, on_cuda
@@ -105,8 +105,7 @@ def sample_epoch(
 
     def inputs(batch: Batch) -> dict[str, Any]:
         batch_rows = torch.from_numpy(rows[batch.numbers])
-        initial = group_seeds[batch.numbers]
-        shared = {"group_index": torch.from_numpy(np.unique(initial, return_inverse=True)[1]), "initial_seeds": initial.tolist()}
+        shared = {"shared_seeds": group_seeds[batch.numbers].tolist()}
         return {
             "conditioning": conditioning.select(batch_rows),
             "item_ids": item_ids[batch.numbers],
@@ -125,13 +124,16 @@ def sample_epoch(
         rounds(accelerator, batches, should_stop=should_stop, filler=filler),
         inputs,
         deliver,
+        Sampling(
+            num_steps=sample.num_steps,
+            noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, options.seed, epoch),
+            noise_level=sample.noise_level,
+            cps=sample.cps,
+            merge_lora=merges_lora(options, policy.device),
+            tail_steps=sample.tail_steps,
+            tail_order=sample.tail_order,
+        ),
         overlap_decode=on_cuda(options.speed.overlap_decode, policy.device),
-        num_steps=sample.num_steps,
-        noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, options.seed, epoch),
-        noise_level=sample.noise_level,
-        cps=sample.cps,
-        merge_lora=merges_lora(options, policy.device),
-        tail=Tail(sample.tail_steps, sample.tail_order, sample.tail_cache, sample.tail_weights),
     ):
         batch_rows = torch.from_numpy(rows[batch.numbers]).to(rollout.clean_latents.device)
         result.parts.append(dataclasses.replace(rollout, conditioning=ItemRows(batch_rows)))

@@ -85,8 +85,6 @@ CPUS = launched(DistributedType.MULTI_CPU)
 @pytest.mark.parametrize(
     ("accelerator", "changes", "named"),
     [
-        (CPUS, FSDP2 | {"sample__tail_cache": 0.1}, "config.sample.tail_cache=0.1"),
-        (CPUS, FSDP2 | {"sample__tail_weights": "int8"}, "config.sample.tail_weights='int8'"),
         (CPUS, FSDP2 | {"speed__compile": True}, "config.speed.compile=True"),
         (fsdp(2), {"pretrained__quantize": "nf4"}, "config.pretrained.quantize='nf4'"),
         (fsdp(1), {}, "fsdp_version: 2"),

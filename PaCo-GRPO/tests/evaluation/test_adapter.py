@@ -115,11 +115,11 @@ def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
 def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, tmp_path, monkeypatch):
     sample_images = evaluate.sample_images
 
-    def without_the_second(policy, batches, inputs, deliver, **options):
+    def without_the_second(policy, batches, inputs, deliver, sampling):
         def deliver_others(images, batch):
             deliver([None if n == 1 else image for n, image in zip(batch.numbers, images, strict=True)], batch)
 
-        return sample_images(policy, batches, inputs, deliver_others, **options)
+        return sample_images(policy, batches, inputs, deliver_others, sampling)
 
     monkeypatch.setattr(evaluate, "sample_images", without_the_second)
     changes = {"num_epochs": 1, "test__save_eval_images": True, "logging_platform": "tensorboard"}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.lora import add_lora, save_diffusers
-from paco_grpo.sampling.denoise import current_transition, recompute_old, rollout
+from paco_grpo.sampling.denoise import Sampling, recompute_old, rollout, transition_at
 from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.training.checks import _tokenizer, text_length
 
@@ -41,7 +41,7 @@ def sample(policy, chosen, seeds, **options):
         height, width = group[0].height, group[0].width
         ids = [item.item_id for item in group]
         record = rollout(
-            policy, policy.encode(group), ids, [seeds[i] for i in batch], height, width, num_steps=STEPS, **options
+            policy, policy.encode(group), ids, [seeds[i] for i in batch], height, width, Sampling(STEPS, **options)
         )
         for i, row in zip(batch, record.clean_latents, strict=True):
             latents[i] = row
@@ -132,7 +132,7 @@ def test_sign_and_time_of_the_transformer(tiny_folder, name):
     )
     conditioning = policy.encode(items(name, "a", "b"))
     noise = policy.initial_latents([1, 2], 32, 32)
-    result = rollout(policy, conditioning, [0, 1], [1, 2], 32, 32, num_steps=STEPS)
+    result = rollout(policy, conditioning, [0, 1], [1, 2], 32, 32, Sampling(STEPS))
     torch.testing.assert_close(result.clean_latents, noise - FAMILIES[name].sign)
     sigma = torch.tensor([0.75, 0.25])
     times.clear()
@@ -186,7 +186,7 @@ def trained(tiny_folder, request):
 def test_first_ratio_is_exactly_one(trained, name, cps):
     policy, conditioning = trained, trained.encode(items(name, *PROMPTS))
     result = rollout(
-        policy, conditioning, range(3), range(4, 7), 32, 32, num_steps=3, noise_steps=(0, 1), noise_level=0.7, cps=cps
+        policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(3, (0, 1), noise_level=0.7, cps=cps)
     )
     wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in result.noise_steps]
     again = recompute_old(policy, dataclasses.replace(result, noise_steps=wiped))
@@ -195,7 +195,7 @@ def test_first_ratio_is_exactly_one(trained, name, cps):
     for rows in ([0, 1, 2], [2, 0], [1]):
         part = result.select(rows)
         for step in part.noise_steps:
-            transition = current_transition(policy, part, step)
+            transition = transition_at(policy, part, step.latents, step.index)
             assert transition.mean.requires_grad and not step.log_prob.requires_grad
             ratio = (transition.log_prob(step.next_latents) - step.log_prob).exp()
             if len(rows) == 3:

@@ -12,7 +12,7 @@ from tiny_policies import picture
 
 from paco_grpo.policies import PolicyLoadError, load_policy, lora
 from paco_grpo.policies.performance.repeated import computed_once
-from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
@@ -54,7 +54,7 @@ def latents_of(policy, items, seeds, **options):
     height, width = items[0].height, items[0].width
     ids = [item.item_id for item in items]
     options = {"num_steps": 3} | options
-    return rollout(policy, policy.encode(items), ids, seeds, height, width, **options).clean_latents
+    return rollout(policy, policy.encode(items), ids, seeds, height, width, Sampling(**options)).clean_latents
 
 
 def pixels_of(policy, latents, item):

@@ -13,7 +13,7 @@ from paco_grpo.policies import lora
 from paco_grpo.policies.performance.flux import JointAttention
 from paco_grpo.policies.performance.onednn import through_onednn
 from paco_grpo.policies.performance.repeated import _cast_first, _cast_inputs
-from paco_grpo.sampling.denoise import current_transition, rollout
+from paco_grpo.sampling.denoise import Sampling, rollout, transition_at
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 
@@ -145,11 +145,11 @@ def test_a_rollout_casts_an_adapter_once(tiny_folder, name):
     options = {"num_steps": 4, "noise_steps": (1,), "noise_level": 0.7}
     weights = {p.data_ptr() for p in lora.trainable_parameters(policy)}
     with Casts() as casts:
-        ours = rollout(*arguments, **options)
+        ours = rollout(*arguments, Sampling(**options))
     cast = [address for address in casts.addresses if address in weights]
     assert len(cast) == len(set(cast)) > 0
     step = ours.noise_steps[0]
-    trained = current_transition(policy, ours, step).log_prob(step.next_latents)
+    trained = transition_at(policy, ours, step.latents, step.index).log_prob(step.next_latents)
     assert trained.requires_grad  # the kept casts, which have no gradient, are gone
     assert torch.equal(trained.detach(), step.log_prob)
 
@@ -163,10 +163,10 @@ def test_a_rollout_computes_constant_parts_once(tiny_folder, name, dtype):
     for part in parts:
         part.forward = lambda *args, forward=part.forward, **kwargs: calls.append(1) or forward(*args, **kwargs)
     arguments = (policy, conditioning, range(3), range(3), 32, 32)
-    once = rollout(*arguments, num_steps=4)
+    once = rollout(*arguments, Sampling(4))
     assert len(calls) == len(parts) > 0
     policy.constant_parts = tuple
-    assert torch.equal(rollout(*arguments, num_steps=4).clean_latents, once.clean_latents)
+    assert torch.equal(rollout(*arguments, Sampling(4)).clean_latents, once.clean_latents)
     assert len(calls) == 5 * len(parts)
 
 

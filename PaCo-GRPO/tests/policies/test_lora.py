@@ -25,7 +25,7 @@ from paco_grpo.policies.lora import (
     snapshot,
     trainable_parameters,
 )
-from paco_grpo.sampling.denoise import rollout
+from paco_grpo.sampling.denoise import Sampling, rollout
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 BY_FORMAT = pytest.mark.parametrize("save", [save_peft, save_diffusers])
@@ -33,7 +33,7 @@ BY_FORMAT = pytest.mark.parametrize("save", [save_peft, save_diffusers])
 
 def latents_of(policy, name="flux"):
     conditioning = policy.encode(items(name, "a green cross"))
-    return rollout(policy, conditioning, [0], [4], 32, 32, num_steps=3, noise_steps=(), noise_level=0.7).clean_latents
+    return rollout(policy, conditioning, [0], [4], 32, 32, Sampling(3)).clean_latents
 
 
 def with_lora(folder, name="flux", rank=2, alpha=4, **options):

@@ -11,7 +11,7 @@ from paco_grpo.objectives.nft import nft_terms
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import unwrap
-from paco_grpo.sampling.denoise import rollout, step_noise
+from paco_grpo.sampling.denoise import Sampling, rollout, step_noise
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 ARGUMENTS = {"num_steps": 3, "noise_steps": (0, 1), "noise_level": 0.7}
@@ -33,7 +33,7 @@ def policy(tiny_folder, name):
 
 def sample(policy, name, **options):
     conditioning = policy.encode(items(name, *PROMPTS))
-    return rollout(policy, conditioning, range(3), range(4, 7), 32, 32, **ARGUMENTS | options)
+    return rollout(policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(**ARGUMENTS | options))
 
 
 def gradient_of(loss, policy):
@@ -47,15 +47,14 @@ def test_merged_sampling_and_a_shared_beginning(policy, name, same_latent):
     base = {n: p.clone() for n, p in unwrap(policy.transformer).named_parameters()}
     options = ARGUMENTS | {"num_steps": 4, "noise_steps": (1, 2)}
     conditioning = policy.encode(items(name, "x", "x", "y")).select([0, 0, 2])
-    if same_latent:
-        options["group_index"] = torch.tensor([0, 0, 1])
+    shared = [4, 4, 6] if same_latent else None
     arguments = (policy, conditioning, [0, 0, 2], [4, 5, 6], 32, 32)
-    plain = rollout(*arguments, **options)
+    plain = rollout(*arguments, Sampling(**options), shared)
     forwards = []
     policy.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    fast = rollout(*arguments, merge_lora=True, **options)
+    fast = rollout(*arguments, Sampling(merge_lora=True, **options), shared)
     times = 2 if policy.has_true_cfg else 1
     assert forwards == ([2] if same_latent else [3]) * times + [3] * 3 * times
     torch.testing.assert_close(fast.clean_latents, plain.clean_latents, rtol=0, atol=1e-4)

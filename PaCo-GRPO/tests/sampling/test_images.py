@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy
 
+from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Batch, batches_by_key, decoding_thread, sample_images
 from paco_grpo.types import Item
 
@@ -33,16 +34,16 @@ class Decoding(ToyPolicy):
 def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
     policy, got = Decoding(), []
 
-    def run(counts, idle=()):
+    def run(counts, dummies=()):
         def inputs(batch):
             items = [Item(batch.numbers[0], "x")] * counts[batch.numbers[0]]
             return {"conditioning": policy.encode(items), "item_ids": range(len(items)), "seeds": range(len(items))}
 
-        rounds = [(Batch([number], 8, 8), number in idle) for number in range(len(counts))]
+        batches = [(Batch([number], 8, 8), number in dummies) for number in range(len(counts))]
         deliver = lambda images, batch: got.append((images, batch.numbers[0]))
-        return list(sample_images(policy, rounds, inputs, deliver, overlap_decode=background, num_steps=2))
+        return list(sample_images(policy, batches, inputs, deliver, Sampling(2), background))
 
-    results = run([2, 2, 3, 2], idle={1})
+    results = run([2, 2, 3, 2], dummies={1})
     assert [batch.numbers[0] for batch, _ in results] == [number for _, number in got] == [0, 2, 3]
     for (_, result), (images, _) in zip(results, got, strict=True):
         assert [value for value, _ in images] == result.clean_latents[:, 0, 0].tolist()
@@ -58,7 +59,7 @@ def test_epochs_share_one_decoding_thread_and_one_stream(monkeypatch):
     inputs = lambda batch: {"conditioning": policy.encode([Item(0, "x")] * 2), "item_ids": [0, 0], "seeds": [0, 1]}
     deliver = lambda images, batch: threads.append(threading.current_thread())
     for _ in range(2):
-        list(sample_images(policy, [(Batch([0], 8, 8), False)], inputs, deliver, overlap_decode=True, num_steps=2))
+        list(sample_images(policy, [(Batch([0], 8, 8), False)], inputs, deliver, Sampling(2), overlap_decode=True))
     assert threads[0] is threads[1] is not threading.current_thread()
     made = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
@@ -79,6 +80,6 @@ class Diverging(Decoding):
 def test_an_image_that_is_not_finite_is_none():
     policy, got, items = Diverging(), [], [Item(0, "x")] * 3
     inputs = lambda batch: {"conditioning": policy.encode(items), "item_ids": range(3), "seeds": range(3)}
-    list(sample_images(policy, [(Batch([4, 5, 6], 8, 8), False)], inputs, lambda *images: got.append(images), num_steps=2))
+    list(sample_images(policy, [(Batch([4, 5, 6], 8, 8), False)], inputs, lambda *images: got.append(images), Sampling(2)))
     ((images, _),) = got
     assert [image is None for image in images] == [False, True, False]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from toy_policy import ToyConditioning, ToyPolicy
 
-from paco_grpo.sampling.denoise import rollout, step_noise
+from paco_grpo.sampling.denoise import Sampling, rollout, step_noise
 from paco_grpo.types import Item, Rollout
 
 
-def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), **kwargs):
+def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), shared=None, **kwargs):
     conditioning = policy.encode([Item(i, str(i)) for i in ids])
     options = {"num_steps": 5, "noise_steps": (1, 3), "noise_level": 0.7} | kwargs
-    return rollout(policy, conditioning, ids, seeds, 8, 12, **options)
+    return rollout(policy, conditioning, ids, seeds, 8, 12, Sampling(**options), shared)
 
 
 def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
@@ -69,25 +69,18 @@ def test_noise_depends_on_seed_and_step():
 
 def test_same_latent_shares_the_steps_before_the_first_noise_step():
     policy = ToyPolicy()
-    groups = torch.tensor([7, 7, 3, 3])
-    shared = toy_rollout(policy, group_index=groups, noise_steps=(2,))
+    shared = toy_rollout(policy, shared=(10, 10, 12, 12), noise_steps=(2,))
     assert policy.calls == [2, 2, 4, 4, 4]
-    policy.calls.clear()
-    plain = toy_rollout(policy, initial_seeds=(10, 10, 12, 12), noise_steps=(2,))
-    assert policy.calls == [4] * 5
-    (step,), (plain_step,) = shared.noise_steps, plain.noise_steps
-    torch.testing.assert_close(step.latents, plain_step.latents, rtol=0, atol=1e-6)
-    torch.testing.assert_close(shared.clean_latents, plain.clean_latents, rtol=0, atol=1e-6)
+    (step,) = shared.noise_steps
+    for row, seed in ((0, 10), (2, 12)):  # as a sample alone with that seed
+        (plain,) = toy_rollout(policy, ids=(row // 2,), seeds=(seed,), noise_steps=(2,)).noise_steps
+        torch.testing.assert_close(step.latents[row : row + 1], plain.latents, rtol=0, atol=1e-6)
     assert torch.equal(step.latents[0], step.latents[1])
     assert not torch.equal(step.next_latents[0], step.next_latents[1])
-    # interleaved groups, and a group spread over two calls with the same initial seeds
-    mixed = toy_rollout(
-        policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), group_index=torch.tensor([0, 1, 0, 1]), noise_steps=(2,)
-    )
+    # interleaved groups, and a group spread over two calls
+    mixed = toy_rollout(policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), shared=(10, 12, 10, 12), noise_steps=(2,))
     torch.testing.assert_close(mixed.clean_latents[[0, 2, 1, 3]], shared.clean_latents, rtol=0, atol=1e-6)
-    second = toy_rollout(
-        policy, ids=(0,), seeds=(11,), initial_seeds=(10,), group_index=torch.tensor([0]), noise_steps=(2,)
-    )
+    second = toy_rollout(policy, ids=(0,), seeds=(11,), shared=(10,), noise_steps=(2,))
     torch.testing.assert_close(second.clean_latents, shared.clean_latents[1:2], rtol=0, atol=1e-6)
 
 
@@ -95,15 +88,6 @@ def test_nothing_is_recorded_without_noise():
     record = toy_rollout(ToyPolicy(), noise_level=0.0)
     assert record.noise_steps == []
     assert torch.equal(record.clean_latents, toy_rollout(ToyPolicy(), noise_steps=()).clean_latents)
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="lie outside the 5 sampling steps"):
-        toy_rollout(ToyPolicy(), noise_steps=(5,))
-    with pytest.raises(ValueError, match="seeds has 2 entries, but the conditioning has 4"):
-        toy_rollout(ToyPolicy(), seeds=(1, 2))
-    with pytest.raises(ValueError, match="group_index has 3"):
-        toy_rollout(ToyPolicy(), group_index=torch.tensor([0, 1, 2]))
 
 
 def test_select_cat_to():

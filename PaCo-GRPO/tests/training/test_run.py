@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.objectives import Terms
+from paco_grpo.objectives import LossOutput
 from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
@@ -191,7 +191,7 @@ def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path, what
 
     def nan_loss(step, policy, train):
         terms = objective(step, policy, train)
-        return Terms(terms.loss * float("nan"), terms.metrics)
+        return LossOutput(terms.loss * float("nan"), terms.metrics)
 
     if what == "loss":
         run.updater.objective = dataclasses.replace(objective, function=nan_loss)
