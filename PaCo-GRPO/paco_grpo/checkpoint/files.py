@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, written atomically; tensors as safetensors, the rest as JSON."""
+"""Checkpoints on disk: folders by epoch that appear when they are whole; tensors as safetensors, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paco_grpo.distributed.processes import full_tensor, shard_like
@@ -41,17 +40,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in _by_epoch(folder) if (path / "state" / "trainer.json").is_file()]
 
 
-def _latest(folder: Path) -> Path | None:
-    """The newest checkpoint in ``folder``. Raises CheckpointError if it has lost its ``trainer.json``."""
-    found = [path for _, path in _by_epoch(folder) if (path / "state").is_dir()]
-    if found and not (found[-1] / "state" / "trainer.json").is_file():
-        raise CheckpointError(
-            f"{found[-1]}/state has lost its trainer.json; to resume from an earlier checkpoint, name it: "
-            "--config.resume_from=PATH"
-        )
-    return found[-1] if found else None
-
-
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
     """The checkpoint that ``config.resume_from`` means.
 
@@ -63,20 +51,18 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
         None for ``latest`` when this run has no checkpoint yet: it then starts from the beginning.
 
     Raises:
-        CheckpointError: A path that holds no checkpoint, or a newest checkpoint that is not complete.
+        CheckpointError: A path that holds no checkpoint.
     """
-    if resume_from == "latest":
-        return _latest(run_dir / "checkpoints")
-    path = Path(resume_from).expanduser()
+    path = run_dir if resume_from == "latest" else Path(resume_from).expanduser()
     if (path / "state" / "trainer.json").is_file():
         return path
-    found = _latest(path / "checkpoints") or _latest(path)
-    if found is None:
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not found and resume_from != "latest":
         raise CheckpointError(
             f"config.resume_from={resume_from!r} holds no checkpoint (a folder with state/trainer.json); "
             f"use 'latest' or one of {run_dir / 'checkpoints'}"
         )
-    return found
+    return found[-1] if found else None
 
 
 class CheckpointWriter:
@@ -106,9 +92,6 @@ class CheckpointWriter:
             self.final.rename(aside)
         self.folder.rename(self.final)
         shutil.rmtree(aside, ignore_errors=True)
-        handle = os.open(self.final.parent, os.O_RDONLY)  # the rename itself
-        os.fsync(handle)
-        os.close(handle)
 
     def discard(self) -> None:
         """Remove what was written so far (main process)."""
@@ -161,37 +144,21 @@ def save_json(path: Path, value: Any) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Plain values; raises CheckpointError if the file is missing or damaged."""
-    with reading(path):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name, on the CPU; raises CheckpointError if the file is missing or damaged."""
-    with reading(path):
-        return load_file(path)
+    """Plain values."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[Path]:
-    """Errors of reading ``path``, and of using values of the wrong type or size from it, become a CheckpointError."""
+def reading(path: Path) -> Iterator[None]:
+    """Any error of reading ``path``, or of using what it holds, becomes a CheckpointError that names it."""
     try:
-        yield path
+        yield
     except CheckpointError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error}); resume from an older one") from error
-    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except Exception as error:
         raise CheckpointError(
-            f"checkpoint file {path} is damaged ({type(error).__name__}: {error}); resume from an older one"
+            f"{path} is damaged or cannot be read ({type(error).__name__}: {error}); resume from another checkpoint"
         ) from error
-
-
-def check_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raises CheckpointError naming the file and the first tensor with NaN or infinity: training would spread it."""
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{path}: {name} is not finite; resume from an earlier checkpoint")
 
 
 @torch.no_grad()
@@ -201,13 +168,15 @@ def load_parameters(path: Path, parameters: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: Names or shapes differ, or a value is not finite.
     """
-    saved = load_tensors(path)
-    check_finite(saved, path)
+    with reading(path):
+        saved = load_file(path)
     if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
         raise CheckpointError(
             f"{path} holds other weights than this run trains; did config.train.lora_rank or the model change?"
         )
     for name, parameter in parameters.items():
+        if not saved[name].isfinite().all():
+            raise CheckpointError(f"{path}: {name} is not finite; resume from an earlier checkpoint")
         parameter.copy_(shard_like(saved[name], parameter))
 
 
@@ -223,20 +192,11 @@ def save_optimizer(folder: Path, state: Mapping[str, Any], write: bool = True) -
 
 
 def load_optimizer(folder: Path) -> dict[str, Any]:
-    """What ``save_optimizer`` wrote, tensors whole and on the CPU.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or a value is not finite.
-    """
-    tensors = load_tensors(folder / "optimizer.safetensors")
-    check_finite(tensors, folder / "optimizer.safetensors")
+    """What ``save_optimizer`` wrote, tensors whole and on the CPU."""
     rest = load_json(folder / "optimizer.json")
     state: dict[int, dict[str, Any]] = {}
-    with reading(folder / "optimizer.json"):
-        for key, value in {**tensors, **rest["numbers"]}.items():
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-        groups = [group | {"betas": tuple(group["betas"])} for group in rest["param_groups"]]
-        if state and sorted(state) != sorted(index for group in groups for index in group["params"]):
-            raise ValueError("some parameters have no state")
+    for key, value in {**load_file(folder / "optimizer.safetensors"), **rest["numbers"]}.items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    groups = [group | {"betas": tuple(group["betas"])} for group in rest["param_groups"]]
     return {"state": state, "param_groups": groups}

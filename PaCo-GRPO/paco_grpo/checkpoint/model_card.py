@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from paco_grpo.monitoring.console import means
 from paco_grpo.options import RunOptions
 from paco_grpo.options.parse import options_to_yaml
 from paco_grpo.policies import Policy
@@ -15,15 +16,9 @@ from paco_grpo.policies import Policy
 def write_model_card(
     folder: Path, options: RunOptions, policy: Policy, *, epoch: int, step: int, evaluation: Mapping | None
 ) -> None:
-    """Write ``folder/README.md``.
+    """Write ``folder/README.md``, where ``folder`` is ``adapter`` (PEFT) or ``diffusers`` of a checkpoint.
 
-    Args:
-        folder: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint.
-        options: The run's.
-        policy: The generator; only its attributes are read.
-        epoch: Finished epochs.
-        step: Optimizer steps.
-        evaluation: The latest row of an evaluation in metrics.jsonl, None if there is none yet.
+    ``evaluation`` is the latest row of an evaluation in metrics.jsonl, None if there is none yet.
     """
     peft = folder.name == "adapter"
     head = {
@@ -79,9 +74,7 @@ def _evaluation(row: Mapping | None) -> str:
         return "Not evaluated yet when this was saved."
     head = f"After epoch {row['epoch']}, {row['eval/num_images']:.0f} images of the test set."
     lines = [head, "", "| reward | mean |", "|---|---|"]
-    for key, value in row.items():
-        if key.startswith("eval/") and key.endswith("_mean"):
-            name = key[len("eval/") : -len("_mean")]
-            error = row.get(f"eval/{name}_stderr")
-            lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
+    for name, value in means(row, "eval/").items():
+        error = row.get(f"eval/{name}_stderr")
+        lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
     return "\n".join(lines)

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +27,6 @@ from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
-
-Number = TypeVar("Number", int, float)
 
 
 class EMA:
@@ -102,48 +99,27 @@ class TrainState:
         return self.ema.applied() if self.ema else contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
-class RngState:
-    """State of a process's global random generators (our own sampling never uses them, a user's reward may)."""
-
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, Any]
-
-
-def capture_rng() -> RngState:
-    """The current state of the generators of torch (CPU and GPUs), NumPy and Python."""
-    tensors = {"torch": torch.get_rng_state()}
-    for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []):
-        tensors[f"cuda.{index}"] = state
+def capture_rng() -> dict[str, Any]:
+    """State of the global generators of torch, NumPy and Python (our sampling uses none, a user's reward may)."""
     name, keys, *rest = np.random.get_state()
     version, words, gauss = random.getstate()
-    return RngState(tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(words), gauss]})
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [each.tolist() for each in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "numpy": [name, keys.tolist(), *rest],
+        "python": [version, list(words), gauss],
+    }
 
 
-def save_rng(folder: Path, process: int, state: RngState) -> None:
-    """Write the generators of one process."""
-    files.save_tensors(folder / f"rng_{process}.safetensors", state.tensors)
-    files.save_json(folder / f"rng_{process}.json", state.numbers)
-
-
-def load_rng(folder: Path, process: int) -> None:
-    """Restore the generators; a process that did not exist when the checkpoint was written keeps its own."""
-    if not (folder / f"rng_{process}.json").is_file():
-        logger.warning("the checkpoint was written by fewer processes; process %d keeps its own generators", process)
-        return
-    with files.reading(folder / f"rng_{process}.safetensors") as path:
-        tensors = files.load_tensors(path)
-        torch.set_rng_state(tensors.pop("torch"))
-        for name, state in tensors.items():
-            index = int(name.removeprefix("cuda."))
-            if index < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, index)
-    with files.reading(folder / f"rng_{process}.json") as path:
-        numbers = files.load_json(path)
-        name, keys, *rest = numbers["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        version, words, gauss = numbers["python"]
-        random.setstate((version, tuple(words), gauss))
+def restore_rng(saved: Mapping[str, Any]) -> None:
+    """Restore what ``capture_rng`` returned; GPUs that are not here are left out."""
+    torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
+    for device, state in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
 
 
 class Checkpoints:
@@ -159,7 +135,7 @@ class Checkpoints:
         self.root, self.options, self.state = folder / "checkpoints", options, state
         self.accelerator = state.strategy.accelerator
 
-    def save(self, rng: RngState, evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
+    def save(self, rng: Mapping[str, Any], evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
         """Write a checkpoint atomically; a collective operation.
 
         Args:
@@ -195,17 +171,25 @@ class Checkpoints:
                 files.load_parameters(saved / f"{name}.safetensors", parameters)
             if state.ema:
                 files.load_parameters(saved / "ema.safetensors", state.ema.shadow)
-            optimizer = files.load_optimizer(saved)
-            load_rng(saved, self.accelerator.process_index)
+            with files.reading(saved / "optimizer.json"):
+                optimizer = files.load_optimizer(saved)
+            rng = saved / f"rng_{self.accelerator.process_index}.json"
+            if rng.is_file():
+                with files.reading(rng):
+                    restore_rng(files.load_json(rng))
+            else:
+                logger.warning("the checkpoint was written by fewer processes; this one keeps its own generators")
         except files.CheckpointError as error:
             problem = error
         if any_process(self.accelerator, problem is not None):
             raise problem or files.CheckpointError(f"another process could not read the checkpoint {folder}")
         with files.reading(saved / "optimizer.json"):
             state.strategy.load_optimizer_state(state.optimizer, optimizer)
-        numbers = main_decides(self.accelerator, lambda: _load_numbers(saved / "trainer.json"))
-        state.progress, state.step, state.recompute_old, sampler = numbers
-        state.sampler.load_state_dict(sampler)
+        with files.reading(saved / "trainer.json"):
+            numbers = main_decides(self.accelerator, lambda: files.load_json(saved / "trainer.json"))
+            state.progress = Progress(**numbers["progress"])
+            state.step, state.recompute_old = numbers["step"], numbers["recompute"]
+            state.sampler.load_state_dict(numbers["sampler"])
 
     def write_cards(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         """Write the model cards of the adapters in checkpoint ``folder`` (main process)."""
@@ -220,9 +204,9 @@ class Checkpoints:
                     evaluation=evaluation,
                 )
 
-    def _write(self, rng: RngState, evaluation: Mapping[str, Any] | None, folder: Path) -> None:
+    def _write(self, rng: Mapping[str, Any], evaluation: Mapping[str, Any] | None, folder: Path) -> None:
         state, saved, is_main = self.state, folder / "state", self.accelerator.is_main_process
-        save_rng(saved, self.accelerator.process_index, rng)
+        files.save_json(saved / f"rng_{self.accelerator.process_index}.json", rng)
         parts = {"trainable": state.parameters, **state.snapshots} | ({"ema": state.ema.shadow} if state.ema else {})
         actions = [
             functools.partial(files.save_tensors, saved / f"{name}.safetensors", tensors, is_main)
@@ -267,29 +251,6 @@ class Checkpoints:
             f"checkpoint {writer.final} could not be written ({problem or 'another process failed'}); {intact}. "
             "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
         ) from problem
-
-
-def _load_numbers(path: Path) -> tuple[Progress, int, bool | None, dict[str, int]]:
-    """What trainer.json holds: progress, optimizer steps, ``recompute_old``, the sampler's position."""
-    with files.reading(path):
-        saved = files.load_json(path)
-        progress, sampler = saved["progress"], saved["sampler"]
-        if saved["recompute"] not in (True, False, None):
-            raise ValueError(f"recompute is {saved['recompute']!r}")
-        times = {name: _number(progress, name, float) for name in ("train_seconds", "elapsed")}
-        return (
-            Progress(epoch=_number(progress, "epoch", int), **times),
-            _number(saved, "step", int),
-            saved["recompute"],
-            {name: _number(sampler, name, int) for name in ("epoch", "seed")},
-        )
-
-
-def _number(values: Mapping[str, Any], name: str, kind: type[Number]) -> Number:
-    value = values[name]
-    if type(value) not in (int, kind) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {str(value)[:40]}")
-    return kind(value)
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

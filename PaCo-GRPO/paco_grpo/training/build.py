@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from filelock import FileLock
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.checkpoint.files import CheckpointError, find_checkpoint
-from paco_grpo.checkpoint.lock import LOCK_FILE, RunLock, claim_folder
+from paco_grpo.checkpoint.lock import LOCK_FILE, claim_folder, lock_folder
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
@@ -76,7 +77,7 @@ class Run:
     probe: BaseProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
-    lock: RunLock | None  # on the main process
+    lock: FileLock | None  # on the main process
 
     @property
     def accelerator(self) -> Accelerator:
@@ -117,7 +118,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 
 
 def _build(
-    options: RunOptions, folder: Path, lock: RunLock | None, objective: Objective, strategy: Replicated
+    options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated
 ) -> Run:
     accelerator = strategy.accelerator
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
@@ -174,7 +175,7 @@ def _build(
 
 def _run_folder(
     options: RunOptions, configuration_name: str, accelerator: Accelerator
-) -> tuple[str, Path, RunLock | None]:
+) -> tuple[str, Path, FileLock | None]:
     """Name and folder of the run on every process, and its lock on the main process."""
     parent, locks = Path(options.save_dir).expanduser().absolute(), []
 
@@ -184,7 +185,7 @@ def _run_folder(
             check_writable(parent)
             name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
         check_writable(parent / name, _FIRST_DISK_CHECK)
-        lock = RunLock(parent / name)
+        lock = lock_folder(parent / name)
         try:
             _check_earlier_run(options, parent / name)
         except BaseException:

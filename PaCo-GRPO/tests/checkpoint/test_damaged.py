@@ -1,22 +1,16 @@
 """Bytes of a run's folder that are not what we wrote: one sentence that names the file, never a traceback or a wrong run."""
 
-import copy
 import errno
 import json
 import shutil
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_run import load_script, tiny_options, train
 
-from paco_grpo.checkpoint.files import CheckpointError
-from paco_grpo.monitoring.trackers import MetricsFile, TrackingError
-from paco_grpo.options import ConfigError, load_options, options_to_yaml
-from paco_grpo.options.parse import options_to_dict
+from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.training.build import load_adapter
 
@@ -65,19 +59,12 @@ def second_line(data: bytes):
     return change
 
 
-BYTES = {
-    "empty": b"", "bom": b"\xef\xbb\xbf{}", "not utf-8": b"{\"a\": \"\xff\xfe\"}", "deep": b"[" * 100_000, "a list": b"[1]",
-    "5000 digits": b'{"epoch": ' + b"1" * 5000 + b"}", "null": b"null", "binary": bytes(range(256)),
-}  # fmt: skip
+BINARY, LIST = bytes(range(256)), b"[1]"
 DAMAGE = (
-    [(f"{STATE}/{name}.safetensors", change_tensor(float("nan"))) for name in ("trainable", "optimizer", "ema")]
-    + [(f"{STATE}/trainer.json", write(data)) for data in BYTES.values()]
-    + [(f"{STATE}/{name}.json", write(BYTES[kind])) for name in ("optimizer", "rng_0") for kind in ("deep", "a list")]
-    + [(f"{STATE}/{name}.safetensors", write(BYTES["binary"])) for name in ("trainable", "optimizer", "rng_0")]
-    + [(f"{STATE}/trainer.json", change_json(**{key: value})) for key, value in (("step", "3"), ("progress", []), ("sampler", "3"), ("recompute", []))]
-    + [("metrics.jsonl", second_line(data)) for data in BYTES.values() if data]
-    + [("metrics.jsonl", second_line(b'{"phase": "train", "epoch": 1, "train/grad_norm": "x"}'))]
-)  # fmt: skip
+    [(f"{STATE}/{name}.safetensors", change_tensor(float("nan"))) for name in ("trainable", "ema")]
+    + [(f"{STATE}/{name}.json", write(data)) for name in ("trainer", "optimizer", "rng_0") for data in (BINARY, LIST)]
+    + [(f"{STATE}/trainable.safetensors", write(BINARY)), ("metrics.jsonl", second_line(BINARY)), ("metrics.jsonl", second_line(LIST))]
+)
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE, ids=[f"{name.rpartition('/')[2]}{i}" for i, (name, _) in enumerate(DAMAGE)])
@@ -95,13 +82,11 @@ def test_a_damaged_file_of_a_run_is_one_sentence(finished, folder, tmp_path, cap
     ("script", "file", "damage"),
     [
         ("evaluate", "adapter_model.safetensors", change_tensor(float("nan"))),
-        ("generate", "adapter_model.safetensors", change_tensor(float("nan"))),
-        ("evaluate", "adapter_model.safetensors", write(BYTES["binary"])),
-        *(("evaluate", "adapter_config.json", write(data)) for data in BYTES.values()),
-        *(("evaluate", "adapter_config.json", change_json(**{key: value}))
-          for key, value in (("r", "x"), ("r", 0), ("target_modules", 3), ("lora_alpha", None), ("peft_type", "NO"))),
+        ("generate", "adapter_model.safetensors", write(BINARY)),
+        ("evaluate", "adapter_config.json", write(BINARY)),
+        ("evaluate", "adapter_config.json", change_json(target_modules=3)),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_adapter_is_one_sentence(finished, folder, tmp_path, capsys, script, file, damage):
     damage(folder / ADAPTER / file)
     arguments = ["--config", str(finished.folder / "saved.yaml"), "--adapter", str(folder / ADAPTER)]
@@ -117,72 +102,12 @@ def test_an_adapter_imports_nothing(finished, folder):
     load_adapter(load_policy(finished.options.pretrained.model), str(folder / ADAPTER))
 
 
-@pytest.mark.parametrize("data", BYTES.values(), ids=BYTES)
+@pytest.mark.parametrize("data", [BINARY, b"- 1\n- 2"])
 def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, data):
-    (tmp_path / "config.yaml").write_bytes(data or b"- 1\n- 2")
-    status = load_script("train").main(["--config", str(tmp_path / "config.yaml"), "--config.num_epochs=x"])
+    (tmp_path / "config.yaml").write_bytes(data)
+    status = load_script("train").main(["--config", str(tmp_path / "config.yaml")])
     error = capsys.readouterr().err.splitlines()
     assert status == 2 and len(error) == 1 and error[0].startswith("error: ")
-
-
-# --- the same, with values that hypothesis chooses ----------------------------------------------------------------------
-
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)  # fmt: skip
-
-
-def replaced(value, data):
-    """``value`` with another value in a random place."""
-    if isinstance(value, dict) and value and data.draw(st.integers(0, 4)):
-        key = data.draw(st.sampled_from(sorted(value)))
-        return value | {key: replaced(value[key], data)}
-    if isinstance(value, list) and value and data.draw(st.integers(0, 4)):
-        place = data.draw(st.integers(0, len(value) - 1))
-        return [*value[:place], replaced(value[place], data), *value[place + 1 :]]
-    return data.draw(VALUES)
-
-
-@FUZZ
-@given(data=st.data(), name=st.sampled_from(["trainer.json", "optimizer.json", "rng_0.json"]))
-def test_any_json_in_a_checkpoint_is_read_or_refused(finished, folder, data, name):
-    path = folder / STATE / name
-    kept = path.read_bytes()
-    state, rng = finished.state, torch.get_rng_state()
-    before = copy.deepcopy([state.progress, state.optimizer.state_dict()])
-    path.write_text(json.dumps(replaced(json.loads(kept), data)))
-    try:
-        finished.checkpoints.load(folder / "checkpoints/epoch_0001")
-        state.optimizer.step()  # what was accepted can be used
-    except CheckpointError as error:
-        assert name in str(error)
-    finally:
-        path.write_bytes(kept)
-        state.progress = before[0]
-        state.optimizer.load_state_dict(before[1])
-        torch.set_rng_state(rng)
-
-
-@FUZZ
-@given(lines=st.lists(st.binary(max_size=30) | VALUES.map(lambda value: json.dumps(value).encode()), max_size=4))
-def test_any_bytes_in_metrics_are_read_or_refused(tmp_path, lines):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    try:
-        assert all(isinstance(row["epoch"], int) for row in MetricsFile(path).rows())
-    except TrackingError as error:
-        assert "metrics.jsonl, line" in str(error)
-
-
-@FUZZ
-@given(data=st.data(), raw=st.none() | st.binary(max_size=40))
-def test_any_bytes_in_a_configuration_are_read_or_refused(finished, tmp_path, data, raw):
-    path = tmp_path / "config.yaml"
-    values = replaced(json.loads(json.dumps(options_to_dict(finished.options))), data)
-    path.write_bytes(json.dumps(values).encode() if raw is None else raw)
-    try:
-        load_options(str(path))
-    except ConfigError:
-        pass
 
 
 # --- a full disk ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.checkpoint.state import EMA, capture_rng, load_rng, save_rng
+from paco_grpo.checkpoint.state import EMA, capture_rng, restore_rng
 from paco_grpo.distributed.processes import Replicated
 
 
@@ -59,10 +59,6 @@ def test_finding_a_checkpoint(tmp_path):
     assert ckpt.find_checkpoint(str(run / "checkpoints" / "epoch_0003"), run).name == "epoch_0003"
     with pytest.raises(ckpt.CheckpointError, match="nothing"):
         ckpt.find_checkpoint(str(tmp_path / "nothing"), run)
-    (newest / "state" / "trainer.json").unlink()
-    for place in ("latest", str(run)):
-        with pytest.raises(ckpt.CheckpointError, match="epoch_0004.*trainer.json"):
-            ckpt.find_checkpoint(place, run)
 
 
 def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
@@ -78,9 +74,9 @@ def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
 def test_random_generators_are_restored(tmp_path):
     torch.manual_seed(3)
     np.random.seed(3)
-    save_rng(tmp_path, 0, capture_rng())
+    ckpt.save_json(tmp_path / "rng_0.json", capture_rng())
     numbers = torch.rand(3), np.random.rand(3)
-    load_rng(tmp_path, 0)
+    restore_rng(ckpt.load_json(tmp_path / "rng_0.json"))
     assert torch.equal(torch.rand(3), numbers[0])
     assert np.array_equal(np.random.rand(3), numbers[1])
 
@@ -106,21 +102,8 @@ def test_optimizer_state_is_restored(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_damaged_files_are_named(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"junk")
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ckpt.CheckpointError, match="x.safetensors"):
-        ckpt.load_tensors(tmp_path / "x.safetensors")
-    with pytest.raises(ckpt.CheckpointError, match="x.json"):
-        ckpt.load_json(tmp_path / "x.json")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_not_resumed(tmp_path, value):
-    broken = {"w": torch.tensor([1.0, value])}
-    ckpt.save_tensors(tmp_path / "trainable.safetensors", broken)
+def test_weights_that_are_not_finite_are_not_resumed(tmp_path, value):
+    ckpt.save_tensors(tmp_path / "trainable.safetensors", {"w": torch.tensor([1.0, value])})
     with pytest.raises(ckpt.CheckpointError, match=r"trainable\.safetensors: w"):
         ckpt.load_parameters(tmp_path / "trainable.safetensors", {"w": torch.zeros(2)})
-    ckpt.save_optimizer(tmp_path, {"state": {0: {"exp_avg": broken["w"], "step": 1}}, "param_groups": []})
-    with pytest.raises(ckpt.CheckpointError, match=r"optimizer\.safetensors: 0\.exp_avg"):
-        ckpt.load_optimizer(tmp_path)
