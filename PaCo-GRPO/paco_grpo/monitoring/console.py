@@ -20,15 +20,8 @@ def epoch_metrics(
 ) -> dict[str, float]:
     """The numbers of one training epoch by ``group/name``; values that are missing or not finite are left out.
 
-    Of each reward: mean, std (without Bessel's correction) and cv, the coefficient of variation std / |mean|.
-
-    Args:
-        rewards: Name → (n,) over all processes, NaN = missing.
-        advantage_stats: From ``compute_advantages``.
-        losses: From ``Updater.run``.
-        times: Phase → seconds.
-        health: ``health/<name>`` → value.
-        memory: Also report peak memory (``config.enable_mem_log``).
+    Of each reward (all processes, NaN = missing): mean, std (without Bessel's correction) and cv, the coefficient of
+    variation std / |mean|. ``times``: phase → seconds. ``memory``: also report peak memory (``config.enable_mem_log``).
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():

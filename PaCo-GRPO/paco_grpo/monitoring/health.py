@@ -7,7 +7,8 @@ A finding with ``collapse`` stops the run if ``train.stop_on_collapse`` is set.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +17,7 @@ import numpy as np
 from paco_grpo.monitoring.console import means
 from paco_grpo.options import HealthOptions
 
-# Compared with the first epoch as a ratio: the metric, its limit, and what it measures.
-_RATIOS = {
-    "pixel_std": ("max_contrast_change", "contrast of the images"),
-    "latent_std": ("max_contrast_change", "spread of the latents"),
-    "pixel_detail": ("max_detail_change", "fine detail of the images"),
-}
 _SPIKE_HISTORY, _SPIKE_LEAST = 20, 5  # epochs behind the median gradient norm, at most and at least
-_DAMAGE = (
-    "Likely cause: config.train.learning_rate is too high, or a reward that broken images satisfy; look at the last "
-    "evaluation's sheet.png"
-)
 
 Row = Mapping[str, Any]
 
@@ -40,10 +31,43 @@ class Finding:
     collapse: bool = False  # the generator itself is damaged
 
 
+def _off(ratio: float, limit: float) -> bool:
+    """Beyond the factor ``limit`` up or down."""
+    return not 1 / limit <= ratio <= limit
+
+
+def _moved(change: float, limit: float) -> bool:
+    return abs(change) > limit
+
+
+_TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
+_DAMAGE = f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png"
+# Metric, limit, test, what is said of the value, likely cause.
+_COLLAPSES = (
+    ("health/velocity_change", "max_velocity_change", operator.gt,
+     "the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's", _TOO_FAST),
+    ("health/pixel_std_vs_first", "max_contrast_change", _off, "images have {:.2f} times the contrast of the first epoch", _DAMAGE),
+    ("health/latent_std_vs_first", "max_contrast_change", _off, "latents have {:.2f} times the spread of the first epoch", _DAMAGE),
+    ("health/pixel_detail_vs_first", "max_detail_change", _off, "images have {:.2f} times the detail of the first epoch", _DAMAGE),
+    ("health/pixel_mean_vs_first", "max_brightness_change", _moved, "the mean brightness moved by {:+.2f} (of 1)", _DAMAGE),
+    ("health/distinctness_vs_first", "min_distinctness", operator.lt,
+     "images of one prompt differ {:.2f} times as much as in the first epoch",
+     "the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop earlier"),
+)  # fmt: skip
+_WARNINGS = (
+    ("gradient_spike", "max_gradient_spike", operator.gt, "the gradient norm is {:.3g} times its median",
+     "config.train.learning_rate is too high, or rewards of a few samples are far off"),
+    ("clipped", "max_clip_share", operator.gt, "{:.0%} of the samples of the later optimizer steps are clipped",
+     "the learning rate is too high for config.train.clip_range, or too many steps on the same samples"),
+    ("advantage/zero_std_share", "max_zero_std_share", operator.gt, "in {:.0%} of the groups all rewards are equal",
+     "the reward is saturated or always answers the same; look at reward/*_std"),
+)  # fmt: skip
+
+
 def against_first(metrics: Row, first: Row) -> dict[str, float]:
     """``health/<name>_vs_first`` of the samples' statistics: ratios to the first epoch, or differences of means."""
     changes = {}
-    for name in (*_RATIOS, "distinctness", "pixel_mean", "latent_mean"):
+    for name in ("pixel_std", "latent_std", "pixel_detail", "distinctness", "pixel_mean", "latent_mean"):
         now, then = metrics.get(f"health/{name}"), first.get(f"health/{name}")
         if None in (now, then):
             continue
@@ -62,62 +86,18 @@ def judge_epoch(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int
         limits: ``config.health``.
         optimizer_steps: Per epoch, inner epochs included. The first one clips nothing, because it is on-policy.
     """
-    return [*_collapses(rows[-1], limits), *_warnings(rows, limits, optimizer_steps)]
-
-
-def _collapses(row: Row, limits: HealthOptions) -> Iterator[Finding]:
-    change = row.get("health/velocity_change", 0.0)
-    if change > limits.max_velocity_change:
-        yield Finding(
-            "max_velocity_change",
-            f"the generator has left its base model: on the probe set its velocity differs by {change:.2f} of the base's "
-            f"(KL {row.get('health/kl_base', math.nan):.2g}). Likely cause: config.train.learning_rate is too high; lower it, "
-            "or add a KL term with config.train.beta > 0",
-            collapse=True,
-        )
-    for name, (limit, words) in _RATIOS.items():
-        ratio, most = row.get(f"health/{name}_vs_first", 1.0), getattr(limits, limit)
-        if not 1 / most <= ratio <= most:
-            yield Finding(limit, f"the {words} is {ratio:.2f} times that of the first epoch. {_DAMAGE}", collapse=True)
-    shift = row.get("health/pixel_mean_vs_first", 0.0)
-    if abs(shift) > limits.max_brightness_change:
-        message = f"the mean brightness moved by {shift:+.2f} (of 1) since the first epoch. {_DAMAGE}"
-        yield Finding("max_brightness_change", message, collapse=True)
-    share = row.get("health/distinctness_vs_first", math.inf)
-    if share < limits.min_distinctness:
-        yield Finding(
-            "min_distinctness",
-            f"images of one prompt differ {share:.2f} times as much as in the first epoch. Likely cause: the reward prefers "
-            "one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop earlier",
-            collapse=True,
-        )
-
-
-def _warnings(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int) -> Iterator[Finding]:
-    row = rows[-1]
-    norm, before = row.get("train/grad_norm", 0.0), [r["train/grad_norm"] for r in rows[:-1] if "train/grad_norm" in r]
-    usual = float(np.median(before[-_SPIKE_HISTORY:])) if len(before) >= _SPIKE_LEAST else math.inf
-    if norm > limits.max_gradient_spike * usual:
-        yield Finding(
-            "max_gradient_spike",
-            f"the gradient norm is {norm:.3g}, usually {usual:.3g}. Likely cause: a learning rate that is too high, or "
-            "rewards of a few samples that are far off",
-        )
-    clipped = row.get("train/clip_share", 0.0) * optimizer_steps / max(1, optimizer_steps - 1)
-    if optimizer_steps > 1 and clipped > limits.max_clip_share:
-        yield Finding(
-            "max_clip_share",
-            f"{clipped:.0%} of the samples of the later optimizer steps are clipped. Likely cause: the learning rate is too "
-            "high for config.train.clip_range, or gradient_step_per_epoch and num_inner_epochs take too many steps on the "
-            "same samples",
-        )
-    equal = row.get("advantage/zero_std_share", 0.0)
-    if equal > limits.max_zero_std_share:
-        yield Finding(
-            "max_zero_std_share",
-            f"in {equal:.0%} of the groups all rewards are equal, so nothing is learned from them. Likely cause: the reward "
-            "is saturated or always answers the same; look at reward/*_std",
-        )
+    values = dict(rows[-1])
+    before = [row["train/grad_norm"] for row in rows[:-1] if "train/grad_norm" in row][-_SPIKE_HISTORY:]
+    if len(before) >= _SPIKE_LEAST and np.median(before) > 0:
+        values["gradient_spike"] = values.get("train/grad_norm", 0.0) / float(np.median(before))
+    if optimizer_steps > 1:
+        values["clipped"] = values.get("train/clip_share", 0.0) * optimizer_steps / (optimizer_steps - 1)
+    return [
+        Finding(limit, f"{words.format(values[metric])}. Likely cause: {cause}", rules is _COLLAPSES)
+        for rules in (_COLLAPSES, _WARNINGS)
+        for metric, limit, is_bad, words, cause in rules
+        if metric in values and is_bad(values[metric], getattr(limits, limit))
+    ]
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: HealthOptions) -> list[Finding]:
@@ -129,13 +109,12 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Health
         limits: ``max_reward_divergence`` is in standard errors of the difference to the first evaluation.
     """
     first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
-    gains = {}  # in standard errors of the difference
+    gains, trained = {}, set(trained)  # in standard errors of the difference
     for name in last:
         error = math.hypot(*(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])))
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
-    trained, most = set(trained), limits.max_reward_divergence
-    risen = [f"{name} (by {gain:.1f} standard errors)" for name, gain in gains.items() if name in trained and gain > most]
+    risen = [name for name, gain in gains.items() if name in trained and gain > limits.max_reward_divergence]
     return [
         Finding(
             "max_reward_divergence",
@@ -144,7 +123,7 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Health
             f"{name} a weight in config.train.reward_fn, or use config.train.beta > 0",
         )
         for name, gain in gains.items()
-        if risen and name not in trained and gain < -most
+        if risen and name not in trained and gain < -limits.max_reward_divergence
     ]
 
 

@@ -15,8 +15,9 @@ from paco_grpo.distributed.processes import gather_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference
+from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
-from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
+from paco_grpo.sampling.sde import cps_step, sde_step
 from paco_grpo.types import Conditioning, Item
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
@@ -65,13 +66,13 @@ class SampleObserver:
     def metrics(
         self, clean_latents: Sequence[torch.Tensor], samples: np.ndarray, item_ids: np.ndarray, accelerator: Accelerator
     ) -> dict[str, float]:
-        """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes.
+        """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes (collective).
 
         Args:
             clean_latents: Per batch (B, N, C), in the order of ``add``; sizes may differ.
             samples: (n,) local sample number of each row.
             item_ids: (N,) of the samples of all processes, by global position.
-            accelerator: The processes; a collective operation.
+            accelerator: The processes.
         """
         latents = [x.flatten(1).float() for x in clean_latents]
         spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
@@ -129,12 +130,11 @@ class BaseProbe:
         self.prepare()
         changes, divergences, sample = [], [], self.options.sample
         for state in self._states:
-            base = state.base.to(self.policy.device)
-            latents = state.latents.to(self.policy.device)
-            velocity = self._velocity(latents, self.step, state.sigmas, state.conditioning, state.size)
+            base, latents = (tensor.to(self.policy.device) for tensor in (state.base, state.latents))
+            sigma, sigma_next = (s.to(latents.device).expand(1) for s in state.sigmas[self.step : self.step + 2])
+            velocity = self.policy.velocity(latents, sigma, state.conditioning, *state.size)
             changes.append(float((velocity - base).norm() / base.norm()))
             if sample.noise_level > 0 and sample.noise_steps:
-                sigma, sigma_next = (s.to(latents.device).expand(1) for s in state.sigmas[self.step : self.step + 2])
                 function = cps_step if sample.cps else sde_step
                 now, then = (
                     function(latents, v, sigma, sigma_next, float(state.sigmas[1]), sample.noise_level)
@@ -150,12 +150,11 @@ class BaseProbe:
         conditioning = self.policy.encode([sized])
         sigmas = self.policy.sigmas(self.options.sample.num_steps, *size)
         word = np.random.SeedSequence([_PROBE_STREAM, self.options.seed, number]).generate_state(1, np.uint64)[0]
-        latents = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
-        for step in range(self.step):
-            velocity = self._velocity(latents, step, sigmas, conditioning, size)
-            latents = euler_step(latents, velocity, *(s.to(latents.device).expand(1) for s in sigmas[step : step + 2]))
-        base = self._velocity(latents, self.step, sigmas, conditioning, size)
-        return _State(latents.cpu(), base.cpu(), sigmas, conditioning, size)
 
-    def _velocity(self, latents, step, sigmas, conditioning, size) -> torch.Tensor:
-        return self.policy.velocity(latents, sigmas[step].to(latents.device).expand(1), conditioning, *size)
+        def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+            return self.policy.velocity(x, sigma, conditioning, *size)
+
+        noise = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
+        latents = integrate(velocity, noise, sigmas[: self.step + 1])
+        base = velocity(latents, sigmas[self.step].to(latents.device).expand(1))
+        return _State(latents.cpu(), base.cpu(), sigmas, conditioning, size)

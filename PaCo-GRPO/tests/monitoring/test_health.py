@@ -90,8 +90,6 @@ def test_trained_rewards_against_evaluation_only_ones():
     more = hacked | exact | evaluation(late=0.1)  # no first value to compare with
     assert judge_evaluation([first | exact, more], ["judge"], LIMITS) == [finding]
     assert changes_since_first([first, more], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
-    wider = load("t2is", *{"health.max_reward_divergence": "8"}.items()).health
-    assert judge_evaluation([first, hacked], ["judge"], wider) == []
     assert changes_since_first([first], ["judge"]) == ""
 
 

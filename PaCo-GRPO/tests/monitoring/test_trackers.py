@@ -30,20 +30,13 @@ def test_a_number_that_is_not_finite_is_left_out(tmp_path):
     assert metrics.rows() == [{"epoch": 0, "phase": "eval", "mean": 1e300}]
 
 
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "swanlab", None)
-    with pytest.raises(TrackingError, match="pip install swanlab"):
-        build_tracker("swanlab", tmp_path, "p", "r", {})
-
-
 def test_tracker_that_does_not_start(tmp_path, monkeypatch):
     def init(**arguments):
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(TrackingError, match="No API key configured..*WANDB_MODE") as caught:
+    with pytest.raises(TrackingError, match="No API key configured.*WANDB_MODE"):
         build_tracker("wandb", tmp_path, "p", "r", {})
-    assert "more" not in str(caught.value)
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
