@@ -1,7 +1,8 @@
 """Renders the toy data sets: `python -m paco_toy.build_world --seed 0 --out quickstart/out/world`.
 
-prompts/{train,test}_metadata.jsonl     grid prompts (a data set of the kind `geneval`); half of them leave one or two attributes of
-                                        the character open; half of the test prompts name held-out characters
+prompts/{train,test}_metadata.jsonl     grid prompts (a data set of the kind `geneval`); half of them leave color, style or
+                                        both open; half of the test prompts name held-out characters
+open_prompts/                           open test prompts, for several images of each (kappa, in study.py)
 ConsistencyRank-Bench/                  rankings against a reference image, in the benchmark's format
 
 The judge's training pairs are made by paco_toy.reward_data and `paco-reward build-dataset`.
@@ -21,7 +22,7 @@ from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
     KINDS,
-    OPENINGS,
+    PROMPT_OPENINGS,
     VIEWS,
     Character,
     grid_prompt,
@@ -38,7 +39,8 @@ from paco_toy.world import (
 def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.5) -> None:
     """Prompt sets. Training names only training characters; every second test prompt names a held-out one.
 
-    Of every four prompts, 4 · ``open_share`` are open, in the test two of each kind; every opening is equally frequent.
+    Of every four prompts, 4 · ``open_share`` are open, in the test two of each kind; every opening of
+    color and style is equally frequent.
 
     The test set is longer than one evaluation: settings are chosen on its end, reported on its start (or on another seed).
     """
@@ -50,7 +52,7 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open
             is_held_out = split == "test" and i % 2 == 1
             character = CHARACTERS[rng.choice(held_out if is_held_out else known)]
             if i % 4 >= 4 * (1 - open_share):
-                character = opened(character, OPENINGS[i // 4 % len(OPENINGS)])
+                character = opened(character, PROMPT_OPENINGS[i // 4 % len(PROMPT_OPENINGS)])
             views = [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]
             row = {"idx": f"{split}-{i:04d}", "prompt": grid_prompt(character, views), "layout": "2x2"}
             is_open = bool(character.left_open)  # does it leave a choice? Asked by between_images
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     build_prompts(arguments.out / "prompts", arguments.seed)
+    build_prompts(arguments.out / "open_prompts", arguments.seed, train=4, test=24, open_share=1.0)
     print("prompts written")
     build_rank_benchmark(arguments.out / "ConsistencyRank-Bench", arguments.seed)
     print("benchmark written")

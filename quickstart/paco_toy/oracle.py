@@ -187,16 +187,20 @@ def oracle_agreement() -> Scorer:
     return lambda images, items: read_grids(images).agreement([read_prompt(i.prompt)[0] for i in items])
 
 
-def oracle_between_images() -> Scorer:
+def oracle_between_images(named_only: bool = True) -> Scorer:
     """Reward factory: 1 − the share of an image's panels whose character other images of its group show as well.
 
-    Float64 (B,), over all pairs of panels that show what the prompt names; 1 for full prompts, as ``between_images``.
+    Float64 (B,), over all pairs of panels of two images; 1 for full prompts, as ``between_images``.
+
+    Args:
+        named_only: Panels that do not show what the prompt names are like no others. For κ it is False: there every valid
+            panel counts, as in ``oracle_consistency``.
     """
 
     def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
         named = [read_prompt(item.prompt)[0] for item in items]
         reading, scores = read_grids(images), np.ones(len(images))
-        shown = np.where(reading.shows(named), reading.character, -1)
+        shown = np.where(reading.shows(named) if named_only else reading.valid, reading.character, -1)
         for item_id in {i.item_id for i, c in zip(items, named) if c.left_open}:
             members = np.flatnonzero([item.item_id == item_id for item in items])
             counts = (shown[members, :, None] == np.arange(len(CHARACTERS))).sum(axis=1)

@@ -210,7 +210,9 @@ ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each characte
 }
 OPENINGS = tuple(
     o for count in (1, 2) for o in itertools.combinations(ATTRIBUTES, count)
-)  # what open prompts leave open
+)  # what a prompt can leave open
+# What the prompt sets leave open: not the shape, of which the base model draws hybrids (a third of the panels are invalid).
+PROMPT_OPENINGS = tuple(o for o in OPENINGS if "shape" not in o)
 
 
 def opened(character: Character, attributes: Iterable[str]) -> Character:

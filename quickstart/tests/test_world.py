@@ -68,12 +68,13 @@ def test_an_open_prompt_in_words():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_prompt_sets_open_each_attribute_equally_often_and_mix_kinds(tmp_path, share):
+def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path, share):
     build_prompts(tmp_path, seed=1, train=120, test=96, open_share=share)
     rows = [json.loads(line) for line in (tmp_path / "test_metadata.jsonl").read_text().splitlines()]
     named = [read_prompt(row["prompt"])[0] for row in rows]
     assert [row["open"] for row in rows] == [bool(c.left_open) for c in named]
     counts = {name: sum(name in c.left_open for c in named) for name in ATTRIBUTES}
+    assert counts.pop("shape") == 0  # the base cannot draw it where it is open
     assert len(set(counts.values())) == 1 and bool(sum(counts.values())) == (share > 0)
     categories = Counter((row["open"], row["category"]) for row in rows)
     assert len(categories) == len({row["category"] for row in rows}) == (4 if share else 2)
@@ -161,6 +162,9 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
     # Of the panels' pairs, half are equal; crosses are not what was asked for; an image alone is like no other.
     assert oracle_between_images()(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
     assert oracle_between_images()(images[:1] * 2, [Item(0, full)] * 2).tolist() == [1.0, 1.0]
+    crosses = [images[3]] * 2, [Item(0, open_prompt)] * 2  # one fixed answer, though not to the question
+    assert oracle_between_images()(*crosses).tolist() == [1.0, 1.0]
+    assert oracle_between_images(named_only=False)(*crosses).tolist() == [0.0, 0.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():

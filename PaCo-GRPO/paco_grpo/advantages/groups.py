@@ -13,6 +13,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum
+from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ def compute_advantages(
     global_std: bool = False,
     per_prompt: bool = True,
     rank: bool = False,
+    features: np.ndarray | None = None,
+    entropy_bonus: float = 0.0,
+    nearest_neighbor: bool = False,
 ) -> AdvantageResult:
     """Advantages of all n samples of an epoch (gathered over processes), float64.
 
@@ -45,6 +49,9 @@ def compute_advantages(
         aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
         global_std: Divide by the std over everything instead of over the group.
         per_prompt: False = one group of everything, as always with one image per prompt.
+        features: (n, d), for the two options below; see :mod:`paco_grpo.advantages.diversity`.
+        entropy_bonus: λ. λ·(−log p) is added to the aggregated reward.
+        nearest_neighbor: Multiply positive advantages by the relative distance to the nearest neighbor in the group.
         rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
 
     Returns:
@@ -77,10 +84,15 @@ def compute_advantages(
     grouped = {name: {key: v[members] for key, members in zip(keys, groups, strict=True)} for name, v in values.items()}
     function = aggregate_fn or partial(weighted_sum, reward_weights)
     totals = _aggregate(function, grouped)
+    if entropy_bonus:
+        bonus = perceptual_entropy_bonus(features, groups)
+        totals = {key: totals[key] + entropy_bonus * bonus[members] for key, members in zip(keys, groups, strict=True)}
     is_advantage = getattr(function, "returns_advantages", False)
     std = float(np.concatenate(list(totals.values())).std()) if global_std else None
     for key, members in zip(keys, groups, strict=True):
         advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
+    if nearest_neighbor:
+        advantages *= np.where(advantages > 0, nearest_neighbor_factors(features, groups), 1.0)
     # np.ptp, because the std of equal numbers can be a rounding error above 0
     stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))
     stats["mean_abs"] = float(np.abs(advantages[kept]).mean())

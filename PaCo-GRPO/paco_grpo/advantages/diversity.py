@@ -1,0 +1,67 @@
+"""Two published ways to keep the images of a prompt apart, as alternatives to the reward ``between_images``.
+
+Both compare features of the images of one group, normalized to length 1: ``train.diversity_features`` chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.spatial.distance import cdist
+from scipy.special import logsumexp
+
+
+def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
+    """−log p of each image under a kernel density over the other images of its group (arXiv 2605.12112, PEC).
+
+    p̂(fᵢ) = mean over j ≠ i of exp(−‖fᵢ − fⱼ‖² / 2h²), without the kernel's constant. h is the median distance of two images
+    of one group, over all groups, so that a group that has collapsed gets a smaller bonus than the others. The paper leaves
+    the bandwidth open; the median is our choice.
+
+    Args:
+        features: (n, d).
+        groups: Positions of each group's images, at least two each.
+
+    Returns:
+        (n,) float64; 0 for images in no group, and everywhere if all distances are 0.
+    """
+    squared = [cdist(unit, unit, "sqeuclidean") for unit in (_unit(features[members]) for members in groups)]
+    pairs = np.concatenate([each[np.triu_indices(len(each), k=1)] for each in squared]) if groups else np.zeros(0)
+    bonus = np.zeros(len(features))
+    if not pairs.any():
+        return bonus
+    bandwidth = np.median(np.sqrt(pairs)) or np.sqrt(pairs.max())
+    for members, distances in zip(groups, squared, strict=True):
+        exponents = -distances / (2 * bandwidth**2)
+        np.fill_diagonal(exponents, -np.inf)
+        bonus[members] = np.log(len(members) - 1) - logsumexp(exponents, axis=1)
+    return bonus
+
+
+def nearest_neighbor_factors(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
+    """Cosine distance of each image to its nearest neighbor in the group, over the group's mean (GARDO, arXiv 2512.24138).
+
+    GARDO multiplies positive advantages by it.
+
+    Args:
+        features: (n, d).
+        groups: Positions of each group's images, at least two each.
+
+    Returns:
+        (n,) float64, mean 1 within a group; 1 for images in no group and where all distances are 0.
+    """
+    factors = np.ones(len(features))
+    for members in groups:
+        unit = _unit(features[members])
+        distances = 1 - np.clip(unit @ unit.T, -1, 1)
+        np.fill_diagonal(distances, np.inf)
+        nearest = distances.min(axis=1)
+        if nearest.mean() > 1e-9:  # below, they differ by rounding
+            factors[members] = nearest / nearest.mean()
+    return factors
+
+
+def _unit(features: np.ndarray) -> np.ndarray:
+    features = np.asarray(features, np.float64)
+    return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)

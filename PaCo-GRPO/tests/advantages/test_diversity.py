@@ -1,0 +1,57 @@
+"""Perceptual entropy and GARDO's factors against loops in plain NumPy."""
+
+import numpy as np
+import pytest
+
+from paco_grpo.advantages import compute_advantages
+from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
+
+RNG = np.random.default_rng(3)
+FEATURES = RNG.normal(size=(9, 5))
+GROUPS = [np.array([0, 2, 4, 6]), np.array([1, 3, 5, 7])]  # image 8 is in none
+
+
+def unit(i):
+    return FEATURES[i] / np.sqrt(np.sum(FEATURES[i] ** 2))
+
+
+def test_entropy_bonus_is_minus_the_log_of_a_leave_one_out_kernel_density():
+    distances = [np.sqrt(np.sum((unit(i) - unit(j)) ** 2)) for g in GROUPS for a, i in enumerate(g) for j in g[a + 1 :]]
+    h = np.median(distances)
+    found = perceptual_entropy_bonus(FEATURES, GROUPS)
+    for group in GROUPS:
+        for i in group:
+            density = np.mean([np.exp(-np.sum((unit(i) - unit(j)) ** 2) / (2 * h * h)) for j in group if j != i])
+            assert found[i] == pytest.approx(-np.log(density))
+    assert found[8] == 0
+    assert not perceptual_entropy_bonus(np.ones((4, 3)), [np.arange(4)]).any()
+
+
+def test_a_collapsed_group_gets_a_smaller_bonus():
+    features = np.concatenate([np.eye(4), np.eye(4)[[0, 0, 0, 0]] + 0.01 * RNG.normal(size=(4, 4))])
+    bonus = perceptual_entropy_bonus(features, [np.arange(4), np.arange(4, 8)])
+    assert bonus[:4].min() > bonus[4:].max()
+
+
+def test_factors_are_the_relative_distance_to_the_nearest_neighbor():
+    found = nearest_neighbor_factors(FEATURES, GROUPS)
+    for group in GROUPS:
+        nearest = np.array([min(1 - unit(i) @ unit(j) for j in group if j != i) for i in group])
+        np.testing.assert_allclose(found[group], nearest / nearest.mean())
+    assert found[8] == 1 and (nearest_neighbor_factors(np.ones((4, 3)), [np.arange(4)]) == 1).all()
+
+
+def test_what_they_do_to_advantages():
+    scores, ids = RNG.normal(size=8), np.repeat([0, 1], 4)
+    groups = [np.arange(4), np.arange(4, 8)]
+
+    def advantages(**options):
+        return compute_advantages(
+            {"r": scores}, ids, ["a"] * 4 + ["b"] * 4, reward_weights={"r": 1.0}, features=FEATURES[:8], **options
+        ).advantages
+
+    plain, factors = advantages(), nearest_neighbor_factors(FEATURES[:8], groups)
+    np.testing.assert_allclose(advantages(nearest_neighbor=True), np.where(plain > 0, plain * factors, plain))
+    total = scores + 0.3 * perceptual_entropy_bonus(FEATURES[:8], groups)
+    expected = np.concatenate([(t - t.mean()) / (t.std() + 1e-4) for t in np.split(total, 2)])
+    np.testing.assert_allclose(advantages(entropy_bonus=0.3), expected, rtol=1e-3)
