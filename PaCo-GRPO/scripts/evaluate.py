@@ -150,7 +150,7 @@ def sample_adapters(options, items: list, rewards: dict, strategy, own: argparse
     if own.against:
         adapters = {folder / "a": own.adapter, folder / "b": None if own.against == BASE else own.against}
     # Neither sharded nor compiled weights take another adapter.
-    exchanges = not (strategy.collective_forwards or options.speed.compile)
+    exchanges = not (strategy.lockstep or options.speed.compile)
     found = {adapter: find_adapter(adapter) if adapter else None for adapter in adapters.values()}
     policy, attached = None, False
     for place, adapter in adapters.items():

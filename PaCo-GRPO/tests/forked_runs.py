@@ -83,8 +83,8 @@ def fill_disk(*_) -> None:
 
 
 def lose_log_probs(updater, rollouts, *_) -> None:
-    for part in rollouts.parts:
-        for step in part.noise_steps:
+    for sample in rollouts.samples:
+        for step in sample.noise_steps:
             step.log_prob.fill_(float("nan"))
 
 
@@ -252,9 +252,9 @@ def observe(trainer, folder: Path) -> None:
     }
     original = updater.run
 
-    def update(rollouts, item_ids, advantages, kept, epoch, should_stop):
+    def update(rollouts, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
-        result = original(rollouts, item_ids, advantages, kept, epoch, should_stop)
+        result = original(rollouts, advantages, kept, epoch, should_stop)
         seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in updater.state.optimizer.state.values())
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
         return result

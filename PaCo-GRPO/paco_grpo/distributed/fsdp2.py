@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.processes import Replicated, any_process, full_tensor
-from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.distributed.processes import Replicated, full_tensor
+from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.lora import lora_parameters
 
@@ -30,24 +30,16 @@ class FSDP2(Replicated):
 
     Args:
         accelerator: The processes; started with accelerate's own FSDP settings, these apply.
-        options: The run's.
 
     Raises:
-        ConfigError: FSDP version 1, or an option that cannot be combined with sharded weights.
+        ConfigError: FSDP version 1.
     """
 
     name = "fsdp2"
-    collective_forwards = True
-    collective_backwards = True
+    lockstep = True
 
-    def __init__(self, accelerator: Accelerator, options: RunOptions) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
-        for option, value, off, reason in (
-            ("speed.compile", options.speed.compile, False, "this combination is not supported yet"),
-            ("pretrained.quantize", options.pretrained.quantize, None, "quantized weights cannot be sharded"),
-        ):
-            if value != off:
-                raise ConfigError(f"config.{option}={value!r} cannot be combined with FSDP2: {reason}; set it to {off}")
         # Gathered weights are freed after a block's forward, and gathered again for its backward.
         self.block_classes, self.settings = None, {"reshard_after_forward": True}
         if accelerator.distributed_type != DistributedType.FSDP:
@@ -94,15 +86,11 @@ class FSDP2(Replicated):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def finish_gradients(
-        self, parameters: Sequence[torch.nn.Parameter], finite: torch.Tensor, max_norm: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """As in ``Replicated``; gradients of sharded parameters were summed during the backward."""
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
-            return super().finish_gradients(parameters, finite, max_norm)
-        everywhere = not any_process(self.accelerator, not bool(finite))
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-        return torch.tensor(everywhere, device=norm.device), norm
+            return super().finish_gradients(parameters, max_norm)
+        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:

@@ -44,21 +44,19 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     """The strategy that accelerate was started with, or that ``config.train.sharding`` names.
 
     Raises:
-        ConfigError: It is not supported, or contradicts another option.
+        ConfigError: It is not supported.
     """
-    kind, wanted = accelerator.distributed_type, options.train.sharding
+    kind = accelerator.distributed_type
     if kind == DistributedType.FSDP:
-        return FSDP2(accelerator, options)
+        return FSDP2(accelerator)
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
             f"accelerate was started with {kind}, which is not supported; use scripts/accelerate_configs/fsdp2.yaml or no "
             "ACCELERATE_CONFIG"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.device.type == "cpu" and wanted is None:
-        logger.warning("accelerate ignores fsdp2.yaml on a CPU: nothing is sharded; config.train.sharding='fsdp2' works there")
-    if wanted == "fsdp2":
-        if accelerator.num_processes > 1:
-            return FSDP2(accelerator, options)
+    if options.train.sharding == "fsdp2" and accelerator.num_processes > 1:
+        return FSDP2(accelerator)
+    if options.train.sharding == "fsdp2":
         logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is sharded")
     return Replicated(accelerator)
 

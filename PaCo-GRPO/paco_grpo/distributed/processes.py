@@ -5,8 +5,7 @@ Every function that takes an ``Accelerator`` is a collective operation: all proc
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from paco_grpo.policies.base import Policy
 
 Batch = TypeVar("Batch")
-Value = TypeVar("Value")
-_loops = itertools.count()  # of ``until_stopped``; equal on all processes
 Decision = TypeVar("Decision")
 
 
@@ -37,86 +34,24 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 
 def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
-    """What ``decide`` returns, or raises, on the main process, on every process; a collective operation.
+    """What ``decide`` returns, or raises, on the main process, on every process.
 
     Files are read this way where they decide how a run goes on: on a network file system processes may see different
     states of a folder, and processes that decide differently wait for each other forever.
     """
-    if accelerator.num_processes == 1:
-        return decide()
-    outcome: list[Any] = [None, None]
+    decision, problem, forwarded = None, None, None
     if accelerator.is_main_process:
         try:
-            outcome = [decide(), None]
-        except (RuntimeError, ValueError, OSError) as error:  # all that is reported to users
-            outcome = [None, error]
-        except Exception as error:
-            # Its type may not survive pickling; the main process shows it with its place.
-            broadcast_object_list([None, RuntimeError(f"on the main process: {type(error).__name__}: {error}")])
-            raise
-    decision, error = broadcast_object_list(outcome)
-    if error is not None:
-        raise error
+            decision = decide()
+        except Exception as error:  # noqa: BLE001 - raised below, on every process
+            problem = forwarded = error
+            if not isinstance(error, (RuntimeError, ValueError, OSError)):  # others may not survive pickling
+                forwarded = RuntimeError(f"on the main process: {type(error).__name__}: {error}")
+    if accelerator.num_processes > 1:
+        decision, forwarded = broadcast_object_list([decision, forwarded])
+    if problem or forwarded:
+        raise problem or forwarded
     return decision
-
-
-def rounds(
-    accelerator: Accelerator,
-    batches: Sequence[Batch],
-    *,
-    should_stop: Callable[[], bool] | None = None,
-    filler: Batch | None = None,
-) -> Iterator[tuple[Batch, bool]]:
-    """This process's ``batches``, in rounds that all processes go through together where that is needed.
-
-    Without ``filler``, no process waits for another or for its GPU between batches.
-
-    Args:
-        accelerator: The processes; they may have different numbers of batches.
-        batches: This process's batches.
-        should_stop: Asked before each round; all processes end as soon as one answers True. None = never.
-        filler: Yielded in the rounds in which only other processes have a batch, where a forward pass is a collective
-            operation; None = these rounds are skipped.
-
-    Yields:
-        (batch, idle); ``idle`` is True for the filler, whose result is to be dropped.
-
-    Raises:
-        Stopped: On every process, because one was asked to stop.
-    """
-    count = len(batches)
-    if accelerator.num_processes > 1 and filler is not None:
-        count = int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
-    together = [(batch, False) for batch in batches] + [(filler, True)] * (count - len(batches))
-    yield from until_stopped(accelerator, together, should_stop, filler is not None)
-
-
-def until_stopped(
-    accelerator: Accelerator, values: Iterable[Value], should_stop: Callable[[], bool] | None, in_step: bool
-) -> Iterator[Value]:
-    """``values`` until ``should_stop`` answers True, as in ``rounds``; ``in_step``: processes end at the same value.
-
-    Raises:
-        Stopped: On every process, because one was asked to stop.
-    """
-    if should_stop is None:
-        yield from values
-        return
-    # A key in the store that the processes met at: to read it involves no GPU.
-    key, stop = f"paco_grpo/stop/{next(_loops)}", False
-    alone = accelerator.num_processes == 1
-    store = None if alone or in_step else torch.distributed.distributed_c10d._get_default_store()
-    for value in values:
-        stop = any_process(accelerator, should_stop()) if in_step else should_stop()
-        if store is not None and stop:
-            store.set(key, "asked")
-        elif store is not None:
-            stop = store.check([key])
-        if stop:
-            break
-        yield value
-    if any_process(accelerator, stop):
-        raise Stopped
 
 
 def gather_rows(accelerator: Accelerator, local: np.ndarray, total: int) -> np.ndarray:
@@ -164,13 +99,11 @@ class Replicated:
 
     Attributes:
         name: For the log and plan.json.
-        collective_forwards: A forward is a collective operation, so every process must run equally many.
-        collective_backwards: The same for backwards.
+        lockstep: A forward or backward is a collective operation, so every process must run equally many.
     """
 
     name = "replicated"
-    collective_forwards = False
-    collective_backwards = False
+    lockstep = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -183,34 +116,58 @@ class Replicated:
     def place(self, policy: Policy) -> None:
         """Move a policy with its adapters from ``loading_device`` to where it computes."""
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradients of ``loss``; ``last``: the optimizer step comes next."""
+    def synced_batches(
+        self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[Batch, bool]]:
+        """This process's ``batches``; in lockstep, as many as the process with the most has. A collective operation.
+
+        Args:
+            batches: This process's batches.
+            dummy: Yielded while only other processes have a batch.
+            should_stop: Asked before each batch; None = never.
+
+        Yields:
+            (batch, is_dummy); the result of a dummy is to be dropped.
+
+        Raises:
+            Stopped: On every process, because one was asked to stop: in lockstep at the same batch, otherwise when each
+                has finished its own.
+        """
+        count, stop = len(batches), False
+        if self.lockstep:
+            count = int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
+        for entry in [(batch, False) for batch in batches] + [(dummy, True)] * (count - len(batches)):
+            if should_stop is not None:
+                stop = any_process(self.accelerator, should_stop()) if self.lockstep else should_stop()
+            if stop:
+                break
+            yield entry
+        if should_stop is not None and any_process(self.accelerator, stop):
+            raise Stopped
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of ``loss``."""
         loss.backward()
 
-    def finish_gradients(
-        self, parameters: Sequence[torch.nn.Parameter], finite: torch.Tensor, max_norm: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Sum the gradients of all processes in place, in one message, and clip them; nothing is read from the device.
 
         Args:
             parameters: All on one device; those without a gradient contribute zeros.
-            finite: 0-dim bool tensor: whether all losses of this process are finite.
             max_norm: The gradients are scaled down to this norm.
 
         Returns:
-            Whether ``finite`` was true on every process, and the norm before clipping (0-dim tensors).
+            The norm before clipping (0-dim).
         """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.accelerator.num_processes > 1:
-            flag = (~finite).to(device=parameters[0].device, dtype=torch.float32).reshape(1)
-            flat = torch.cat([p.grad.float().flatten() for p in parameters] + [flag])
+            flat = torch.cat([p.grad.float().flatten() for p in parameters])
             flat = self.accelerator.reduce(flat, reduction="sum")
-            for parameter, summed in zip(parameters, flat[:-1].split([p.numel() for p in parameters]), strict=True):
+            for parameter, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.grad.copy_(summed.view_as(parameter))
-            finite = flat[-1] == 0
-        return finite, torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def step(self, optimizer: Any) -> None:
         """One optimizer step with the gradients of ``finish_gradients``, which are cleared."""

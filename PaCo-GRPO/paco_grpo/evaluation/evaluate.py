@@ -15,7 +15,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed.processes import Replicated, Stopped, rounds
+from paco_grpo.distributed.processes import Replicated, Stopped
 from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
@@ -133,12 +133,11 @@ def _sample(
     batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
     made = [batch for batch in batches if keep_images and all(image_file(folder, i).is_file() for i in batch.numbers)]
     batches = [batch for batch in batches if batch not in made]
-    filler = test_batches(policy, [chosen[0][0]], options)[0] if strategy.collective_forwards else None
     position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
 
     def inputs(batch: Batch) -> dict[str, Any]:
-        place = position.get(batch.numbers[0])  # None for the filler
+        place = position.get(batch.numbers[0])  # None for a dummy
         if policy.offloads_text_encoders and place is not None and place % _ENCODED_AHEAD == 0:
             ahead = batches[place : place + _ENCODED_AHEAD]
             policy.encode([_sized(chosen[i][0], each) for each in ahead for i in each.numbers])  # the policy caches it
@@ -169,8 +168,9 @@ def _sample(
         logger.info("%d of %d batches of images are there already", len(made), len(made) + len(batches))
     for batch in made:
         deliver([read_image(image_file(folder, i)) for i in batch.numbers], batch)
-    together = rounds(accelerator, batches, should_stop=should_stop, filler=filler)
-    for _ in sample_images(policy, together, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)):
+    (dummy,) = test_batches(policy, [chosen[0][0]], options)
+    synced = strategy.synced_batches(batches, dummy, should_stop)
+    for _ in sample_images(policy, synced, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)):
         pass
     everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
     if accelerator.is_main_process and everyone:

@@ -52,32 +52,31 @@ class SampleObserver:
     """Collects the statistics of one process's samples while they are sampled; images themselves are not kept."""
 
     def __init__(self) -> None:
-        self._rows: list[list[float]] = []
+        self._rows: dict[int, list[float]] = {}
 
-    def add(self, images: Sequence[Image.Image | None]) -> None:
-        """The images of the next batch, in the order of sampling; with None, the epoch's statistics are NaN."""
-        for image in images:
+    def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
+        """The images of the samples ``numbers``; with None, the epoch's statistics are NaN."""
+        for number, image in zip(numbers, images, strict=True):
             if image is None:
-                self._rows.append([math.nan] * (3 + 3 * _THUMBNAIL**2))
+                self._rows[number] = [math.nan] * (3 + 3 * _THUMBNAIL**2)
                 continue
             small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
-            self._rows.append([*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255])
+            self._rows[number] = [*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255]
 
     def metrics(
-        self, clean_latents: Sequence[torch.Tensor], samples: np.ndarray, item_ids: np.ndarray, accelerator: Accelerator
+        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray, accelerator: Accelerator
     ) -> dict[str, float]:
         """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes (collective).
 
         Args:
-            clean_latents: Per batch (B, N, C), in the order of ``add``; sizes may differ.
-            samples: (n,) local sample number of each row.
+            clean_latents: (1, N, C) of each sample of this process; sizes may differ.
             item_ids: (N,) of the samples of all processes, by global position.
             accelerator: The processes.
         """
         latents = [x.flatten(1).float() for x in clean_latents]
         spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
-        rows = np.concatenate([spread.astype(np.float64), np.array(self._rows)], axis=1)
-        everyone = gather_rows(accelerator, rows[np.argsort(samples)], len(item_ids))
+        images = np.array([self._rows[number] for number in range(len(latents))])
+        everyone = gather_rows(accelerator, np.concatenate([spread.astype(np.float64), images], axis=1), len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
         values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
         values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)

@@ -158,9 +158,9 @@ def _run(
     strategy = run.state.strategy
     original_backward = strategy.backward
 
-    def backward(loss, last):
+    def backward(loss):
         saved.append(meter.now)
-        return original_backward(loss, last)
+        return original_backward(loss)
 
     trainer._update, strategy.backward = update, backward
     for owner, attribute, phase in (
@@ -238,9 +238,9 @@ class Records:
     @classmethod
     def of(cls, rollouts: Any) -> Records:
         """What the sampled images hold."""
-        texts = _tensors_of(rollouts.conditioning)
-        steps = [t for part in rollouts.parts for step in part.noise_steps for t in _tensors_of(step)]
-        rest = [t for part in rollouts.parts for t in _tensors_of(part)]
+        texts = [t for sample in rollouts.samples for t in _tensors_of(sample.conditioning)]
+        steps = [t for sample in rollouts.samples for step in sample.noise_steps for t in _tensors_of(step)]
+        rest = [t for sample in rollouts.samples for t in _tensors_of(sample)]
         sizes, seen = [], set()
         for tensors in (texts, steps, rest):
             new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}

@@ -37,7 +37,7 @@ from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
-from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, text_length
+from paco_grpo.training.checks import check_device, check_images, check_run, check_sharding, check_writable, text_length
 from paco_grpo.training.plan import Plan, make_plan, on_cuda
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -107,6 +107,8 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """
     objective = check_run(options)
     strategy = start_processes(options)
+    if strategy.lockstep:
+        check_sharding(options)
     run_name, folder, lock = _run_folder(options, configuration_name, strategy.accelerator)
     try:
         return _build(dataclasses.replace(options, run_name=run_name), folder, lock, objective, strategy)

@@ -110,7 +110,6 @@ def contradictions(options: RunOptions) -> list[str]:
          "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"),
         (kind and not options.use_lora, "pretrained.quantize needs use_lora=True: quantized weights cannot be trained"),
         (kind and sample.merge_lora, "sample.merge_lora cannot be used with pretrained.quantize: the LoRA would be rounded away"),
-        (kind and train.sharding, "train.sharding cannot be used with pretrained.quantize"),
         (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
     )  # fmt: skip
     rewards = {**train.reward_fn, **options.test.reward_fn}
@@ -125,6 +124,15 @@ def contradictions(options: RunOptions) -> list[str]:
         if name not in known
     ]
     return [problem for applies, problem in rules if applies] + unknown
+
+
+def check_sharding(options: RunOptions) -> None:
+    """Refuse what cannot be combined with weights that accelerate or ``config.train.sharding`` shards."""
+    raise_if_any(
+        f"{option} cannot be combined with sharded weights (FSDP2)"
+        for option, value in (("speed.compile", options.speed.compile), ("pretrained.quantize", options.pretrained.quantize))
+        if value
+    )
 
 
 def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """The loop: sample groups of images, score them in the background, turn scores into advantages, update.
 
-``Trainer.fit`` and ``Trainer._epoch`` read top to bottom.
+``Trainer.fit`` and ``Trainer.epoch`` read top to bottom.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,6 +47,22 @@ class TrainingStopped(RuntimeError):
         self.signal_number = signal_number
 
 
+def timed(phase: str) -> Callable[[Callable], Callable]:
+    """Decorator: the seconds of a method are added to ``self.seconds[phase]``."""
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def wrapped(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = method(self, *args, **kwargs)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+            return result
+
+        return wrapped
+
+    return decorate
+
+
 class Trainer:
     """One run, from its first epoch or from a checkpoint to its end.
 
@@ -58,6 +75,7 @@ class Trainer:
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
         self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}  # of each phase of the current epoch
         self.rng = capture_rng()
 
     @property
@@ -81,7 +99,7 @@ class Trainer:
                         self._evaluate()
                     if finished:
                         break
-                    self._epoch()
+                    self.epoch()
                     if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
                         self._save()
                     self._stop_if_asked()
@@ -97,44 +115,24 @@ class Trainer:
             self.progress.epoch, self.state.step, self.run.folder,
         )  # fmt: skip
 
-    def _epoch(self) -> None:
-        started = time.perf_counter()
-        self.rng = capture_rng()
-        samples = self.state.sampler.samples()
-        queue, observer = ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size), SampleObserver()
-        try:
+    def epoch(self) -> None:
+        """Sample groups of images, score them, turn the scores into advantages, update the weights, log."""
+        self.rng, self.seconds, started = capture_rng(), {}, time.perf_counter()
+        samples, observer = self.state.sampler.samples(), SampleObserver()
+        with contextlib.closing(ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)) as queue:
             rollouts = self._sample(samples, queue, observer)
-            sampled = time.perf_counter()
-            observed = self._work_while_rewards_arrive(rollouts, samples, observer)
-            ready = time.perf_counter()
-            scores = self._wait_for_rewards(queue, len(samples.item_ids))
-        finally:
-            queue.close()
+            self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
+            scores = self._scores(queue, len(samples.item_ids))
         result = self._advantages(scores, samples)
-        scored = time.perf_counter()
-        losses = self._update(rollouts, samples.item_ids, result.advantages, result.kept)
-        updated = time.perf_counter()
-        observed |= self.run.probe.measure() if self.run.probe else {}
-        self.progress.epoch += 1
-        self.epochs_trained += 1
-        self.state.sampler.advance()
-        self.rng = capture_rng()
-        ended = time.perf_counter()
-        self.progress.train_seconds += ended - started
-        times = {
-            "sample": sampled - started,
-            "reward_wait": queue.wait_seconds,
-            "train": updated - scored + ready - sampled,
-            "health": ended - updated,
-            "epoch": ended - started,
-        }
-        observed["time/reward_overlap_fraction"] = queue.overlap_fraction
-        self._report_epoch(epoch_metrics(scores, result.stats, losses, times, observed, self.options.enable_mem_log))
+        losses = self._update(rollouts, result)
+        observed = self._measure(rollouts, observer) | {"time/reward_overlap_fraction": queue.overlap_fraction}
+        self._finish_epoch(time.perf_counter() - started)
+        self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
 
     # --- parts of an epoch ----------------------------------------------------------------------------------------------
 
-    def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts | None:
-        """None: sampling ended early because a reward has failed; waiting for the rewards then reports it."""
+    @timed("sample")
+    def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts:
         snapshot = self.run.objective.sampling_snapshot(self.state.step)
         try:
             with lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
@@ -152,21 +150,16 @@ class Trainer:
                 )
         except Stopped:
             self._stop_if_asked()
-            return None
+            self._scores(queue, len(samples.item_ids))  # a reward has failed
+            raise
 
-    def _work_while_rewards_arrive(
-        self, rollouts: Rollouts | None, samples: EpochSamples, observer: SampleObserver
-    ) -> dict[str, float]:
-        """Do what needs no scores while the last batches are being scored."""
-        if rollouts is None:
-            return {}
+    @timed("train")
+    def _prepare(self, rollouts: Rollouts) -> None:
         self.run.updater.prepare(rollouts)
         if self.run.probe:
             self.run.probe.prepare()
-        latents = [part.clean_latents for part in rollouts.parts]
-        return observer.metrics(latents, np.concatenate(rollouts.samples), samples.item_ids, self.accelerator)
 
-    def _wait_for_rewards(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
+    def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
         try:
             scores = queue.gathered(self.accelerator, total, self._signaled)
@@ -175,12 +168,20 @@ class Trainer:
         except Stopped:
             self._stop_if_asked()
             raise
+        self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _advantages(self, scores: Mapping[str, np.ndarray], samples: EpochSamples) -> AdvantageResult:
         """Advantages from the rewards that have a weight; the others are only monitored."""
         trained = {name: scores[name] for name in self.run.rewards.weights}
-        self._check_missing(trained)
+        share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
+        limit = self.options.train.max_missing_reward_fraction
+        if share > limit:
+            each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items())
+            self._stop(
+                f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
+                f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server"
+            )
         try:
             return compute_advantages(
                 trained,
@@ -195,35 +196,39 @@ class Trainer:
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")
 
-    def _check_missing(self, rewards: Mapping[str, np.ndarray]) -> None:
-        """Stop where too many images have no score."""
-        share = float(np.isnan(np.stack(list(rewards.values()))).any(axis=0).mean())
-        limit = self.options.train.max_missing_reward_fraction
-        if share > limit:
-            each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in rewards.items())
-            self._stop(
-                f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
-                f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server"
-            )
-
-    def _update(
-        self, rollouts: Rollouts, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray
-    ) -> dict[str, float]:
+    @timed("train")
+    def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
+        epoch = self.progress.epoch
         try:
-            return self.run.updater.run(rollouts, item_ids, advantages, kept, self.progress.epoch, self._signaled)
+            return self.run.updater.run(rollouts, result.advantages, result.kept, epoch, self._signaled)
         except Stopped:  # no weight has changed
             self._stop_if_asked()
             raise
         except NonFiniteError as error:
-            folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
+            folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(epoch + 1)}")
             raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error
         except NonFiniteWeights as error:
             raise TrainingStopped(
                 f"{error}: the optimizer's moments or config.train.learning_rate are the cause. Nothing of epoch "
-                f"{self.progress.epoch + 1} is saved. {self._how_to_resume()}"
+                f"{epoch + 1} is saved. {self._how_to_resume()}"
             ) from error
 
-    def _report_epoch(self, metrics: dict[str, float]) -> None:
+    @timed("health")
+    def _measure(self, rollouts: Rollouts, observer: SampleObserver) -> dict[str, float]:
+        """Statistics of the images, and how far the weights are from the base model."""
+        latents = [sample.clean_latents for sample in rollouts.samples]
+        observed = observer.metrics(latents, rollouts.item_ids, self.accelerator)
+        return observed | (self.run.probe.measure() if self.run.probe else {})
+
+    def _finish_epoch(self, seconds: float) -> None:
+        self.progress.epoch += 1
+        self.progress.train_seconds += seconds
+        self.seconds["epoch"] = seconds
+        self.epochs_trained += 1
+        self.state.sampler.advance()
+        self.rng = capture_rng()
+
+    def _log_epoch(self, metrics: dict[str, float]) -> None:
         """Write and log the epoch's numbers, and look for signs of collapse."""
         findings = []
         if self.accelerator.is_main_process:

@@ -15,13 +15,13 @@ from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint.state import TrainState
-from paco_grpo.distributed.processes import any_process, rounds, until_stopped
+from paco_grpo.distributed.processes import any_process
 from paco_grpo.objectives import Objective, Snapshot, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
 from paco_grpo.training.sample import Rollouts
-from paco_grpo.types import Rollout, to_device
+from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -42,31 +42,21 @@ class Meter:
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self.losses: list[torch.Tensor] = []  # one per backward
-        self.batches: list[np.ndarray] = []  # global positions behind each loss
 
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], batch: np.ndarray, total: int) -> None:
+    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], total: int) -> None:
         """Add the loss of one backward; per-sample ``metrics`` (B,) are summed and divided by ``total``, or maximized."""
-        self.losses.append(loss.detach())
-        self.batches.append(batch)
         self.sums["loss"] = self.sums.get("loss", 0.0) + loss.detach().double()
         for name, values in metrics.items():
             if name.endswith(_MAX):
                 largest = values.detach().max().double()
                 self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
             else:
-                self.sums[name] = self.sums.get(name, 0.0) + values.detach().mean().double() * len(batch) / total
+                self.sums[name] = self.sums.get(name, 0.0) + values.detach().mean().double() * len(values) / total
 
-    def finite(self, device: torch.device) -> torch.Tensor:
-        """Whether all losses so far are finite (0-dim bool)."""
-        return torch.stack(self.losses).isfinite().all() if self.losses else torch.tensor(True, device=device)
-
-    def read(self, *more: torch.Tensor) -> tuple[dict[str, float], list[float], list[float]]:
-        """The sums, the losses, and the 0-dim tensors ``more``, in one transfer from the device."""
-        tensors = [*self.sums.values(), *self.losses, *more]
-        numbers = torch.stack([tensor.double().to(more[0].device) for tensor in tensors]).tolist()
-        first, last = len(self.sums), len(self.sums) + len(self.losses)
-        return dict(zip(self.sums, numbers[:first], strict=True)), numbers[first:last], numbers[last:]
+    def read(self, norm: torch.Tensor) -> tuple[dict[str, float], float]:
+        """The sums and the 0-dim ``norm``, in one transfer from the device."""
+        *sums, norm = torch.stack([*(value.to(norm.device) for value in self.sums.values()), norm.double()]).tolist()
+        return dict(zip(self.sums, sums, strict=True)), norm
 
 
 @dataclass
@@ -99,7 +89,6 @@ class Updater:
     def run(
         self,
         rollouts: Rollouts,
-        item_ids: np.ndarray,
         advantages: np.ndarray,
         kept: np.ndarray,
         epoch: int,
@@ -109,9 +98,8 @@ class Updater:
 
         Args:
             rollouts: What this process sampled, after ``prepare``.
-            item_ids: (N,) over all processes, by global position.
-            advantages: (N,) over all processes.
-            kept: (N,) bool over all processes; the others are left out, the loss is divided by the global number kept.
+            advantages: (N,) over all processes, by global position.
+            kept: (N,) bool; the others are left out, the loss is divided by the global number kept.
             epoch: For random streams and messages.
             should_stop: Asked before each micro-batch of the first optimizer step; after it, weights are no longer those
                 of a finished epoch, and the epoch is finished.
@@ -127,16 +115,15 @@ class Updater:
         local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
         for inner in range(self.options.train.num_inner_epochs):
-            for chunk in self._chunks(item_ids, epoch, inner):
-                chosen = chunk[kept[chunk]]
-                if len(chosen) == 0:
-                    continue
-                mine = [local[p] for p in chosen.tolist() if p in local]
-                batches = rollouts.batches(mine, self.options.train.batch_size)
-                weights = self._group_weights(rollouts, batches, item_ids, advantages, epoch, inner)
-                ask = None if collected else should_stop
-                meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, inner, ask)
-                collected.append(self._optimizer_step(meter, epoch))
+            for chunk in self._chunks(rollouts.item_ids, epoch, inner):
+                chosen = chunk[kept[chunk]].tolist()
+                if chosen:
+                    mine = [local[position] for position in chosen if position in local]
+                    batches = rollouts.batches(mine, self.options.train.batch_size)
+                    weights = self._group_weights(rollouts, batches, advantages, epoch, inner)
+                    ask = None if collected else should_stop
+                    meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, inner, ask)
+                    collected.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         for snapshot in self.objective.snapshots:
             if not snapshot.every_step:
@@ -154,11 +141,9 @@ class Updater:
     def _check_weights(self) -> None:
         """A finite gradient can still give weights that are not, from the optimizer's moments."""
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
-        finite = torch.stack([tensor.isfinite().all() for tensor in local]).tolist()  # one read
-        names = [name for name, good in zip(self.state.parameters, finite, strict=True) if not good]
-        if any_process(self.state.strategy.accelerator, bool(names)):
-            where = ", ".join(names[:3]) or "those of another process"
-            raise NonFiniteWeights(f"trained weights are not finite after optimizer step {self.state.step} ({where})")
+        finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
+        if any_process(self.state.strategy.accelerator, not finite):
+            raise NonFiniteWeights(f"trained weights are not finite after optimizer step {self.state.step}")
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
@@ -177,10 +162,9 @@ class Updater:
     def _steps(
         self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int, inner: int
     ) -> list[Step]:
-        """The training steps of the micro-batch of local samples ``numbers``; σ and noise are drawn anew in each inner
+        """The training steps of the micro-batch of samples ``numbers``; σ and noise are drawn anew in each inner
         epoch, as the authors of DGPO do (arXiv 2510.08425)."""
-        rollout = rollouts.rollout(numbers)
-        train = self.options.train
+        rollout, train = rollouts.stack(numbers), self.options.train
         values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32)
         clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
         words = [self.options.seed, epoch, *([inner] if inner else [])]
@@ -204,73 +188,52 @@ class Updater:
     ) -> Meter:
         """Gradients of all micro-batches, one step of the schedule at a time."""
         strategy, meter = self.state.strategy, Meter()
-        filler = rollouts.samples[0][:1] if strategy.collective_backwards else None
-        together = list(rounds(strategy.accelerator, batches, filler=filler))
-        asked = until_stopped(strategy.accelerator, together, should_stop, strategy.collective_backwards)
-        for number, (numbers, idle) in enumerate(asked, start=1):
-            steps = self._steps(rollouts, numbers, np.zeros_like(advantages) if idle else advantages, epoch, inner)
+        for numbers, is_dummy in strategy.synced_batches(batches, np.array([0]), should_stop):
+            steps = self._steps(rollouts, numbers, advantages, epoch, inner)
             for place, step in enumerate(steps):
-                if weights and not idle:
-                    rows = np.stack([weights[int(sample)] for sample in numbers])[:, place]
-                    step.group_weights = to_device(torch.as_tensor(rows, dtype=torch.float32), step.advantages.device)
-                terms = self.objective(step, self.state.policy, self.options.train)
-                # An idle process takes part in collective backwards with a loss that has no gradient.
-                active = torch.full_like(terms.loss, not idle, dtype=torch.bool)
-                loss = torch.where(active, terms.loss, 0.0).sum() / (len(steps) * kept)
-                strategy.backward(loss, last=number == len(together) and place == len(steps) - 1)
-                if not idle:
-                    meter.add(loss, terms.metrics, rollouts.positions[numbers], len(steps) * kept)
+                if self.objective.group_weights is not None:
+                    values = [0.0 if is_dummy else weights[int(number)][place] for number in numbers]
+                    step.group_weights = to_device(torch.tensor(values, dtype=torch.float32), step.advantages.device)
+                output = self.objective(step, self.state.policy, self.options.train)
+                # A dummy takes part in collective backwards with a loss that has no gradient.
+                active = torch.full_like(output.loss, not is_dummy, dtype=torch.bool)
+                loss = torch.where(active, output.loss, 0.0).sum() / (len(steps) * kept)
+                strategy.backward(loss)
+                if not is_dummy:
+                    meter.add(loss, output.metrics, len(steps) * kept)
         return meter
 
     def _group_weights(
-        self,
-        rollouts: Rollouts,
-        batches: list[np.ndarray],
-        item_ids: np.ndarray,
-        advantages: np.ndarray,
-        epoch: int,
-        inner: int,
+        self, rollouts: Rollouts, batches: list[np.ndarray], advantages: np.ndarray, epoch: int, inner: int
     ) -> dict[int, np.ndarray]:
-        """Local sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
+        """Sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
         if self.objective.group_weights is None:
             return {}
-        strategy, train = self.state.strategy, self.options.train
-        filler = rollouts.samples[0][:1] if strategy.collective_forwards else None
-        rows: list[tuple[int, list[float]]] = []
+        train, rows = self.options.train, []
         with torch.no_grad():
-            for numbers, idle in rounds(strategy.accelerator, batches, filler=filler):
+            for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
                 steps = self._steps(rollouts, numbers, advantages, epoch, inner)
                 values = torch.stack([self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1)
-                if not idle:
+                if not is_dummy:
                     rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
         rows = sorted(gather_object(rows))
-        positions = np.array([position for position, _ in rows])
-        weights = self.objective.group_weights(
-            np.array([values for _, values in rows]), item_ids[positions], advantages[positions], train
-        )
+        positions, values = (np.array(column) for column in zip(*rows, strict=True))
+        weights = self.objective.group_weights(values, rollouts.item_ids[positions], advantages[positions], train)
         by_position = dict(zip(positions.tolist(), weights, strict=True))
         return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
 
     def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
-        """Step, unless something is not finite on any process; returns this process's sums."""
-        state, train = self.state, self.options.train
-        strategy = state.strategy
-        finite = meter.finite(strategy.accelerator.device)
-        finite, norm = strategy.finish_gradients(list(state.parameters.values()), finite, train.max_grad_norm)
-        sums, losses, (everywhere, norm) = meter.read(finite, norm)
-        if not everywhere or not math.isfinite(norm):
+        """Step, unless the loss or the gradient is not finite on any process; returns this process's sums."""
+        state, train, strategy = self.state, self.options.train, self.state.strategy
+        norm = strategy.finish_gradients(list(state.parameters.values()), train.max_grad_norm)
+        sums, norm = meter.read(norm)
+        if not math.isfinite(norm):  # as it is where a loss is not
             state.optimizer.zero_grad(set_to_none=True)
-            what = next(
-                (
-                    f"the loss is {loss} in the batch of samples {batch.tolist()}"
-                    for loss, batch in zip(losses, meter.batches, strict=True)
-                    if not math.isfinite(loss)
-                ),
-                "the gradient is not finite" if everywhere else "the loss is not finite on another process",
-            )
+            loss = sums.get("loss", 0.0)
+            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise NonFiniteError(
                 f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
-                "Lower config.train.learning_rate, or look at the rewards of these samples."
+                "Lower config.train.learning_rate, or look at the rewards of this epoch."
             )
         for group in state.optimizer.param_groups:
             group["lr"] = train.learning_rate
@@ -286,25 +249,20 @@ class Updater:
     # --- old log-probabilities in low precision -------------------------------------------------------------------------
 
     def _recompute(self, rollouts: Rollouts) -> None:
-        strategy, size = self.state.strategy, self.options.train.batch_size
-        done: list[list[Rollout]] = [[] for _ in rollouts.parts]
-        filler = (0, slice(0, 1)) if strategy.collective_forwards else None
-        batches = [(n, slice(i, i + size)) for n, part in enumerate(rollouts.parts) for i in range(0, len(part), size)]
-        for (number, rows), idle in rounds(strategy.accelerator, batches, filler=filler):
-            part = rollouts.parts[number].select(rows)
-            full = dataclasses.replace(part, conditioning=rollouts.conditioning.select(part.conditioning.rows))
-            recomputed = recompute_old(self.state.policy, full, self.options.speed.compile)
-            if not idle:
-                done[number].append(dataclasses.replace(recomputed, conditioning=part.conditioning))
-        rollouts.parts = [Rollout.cat(parts) for parts in done]
+        batches = rollouts.batches(range(len(rollouts.samples)), self.options.train.batch_size)
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
+            recomputed = recompute_old(self.state.policy, rollouts.stack(numbers), self.options.speed.compile)
+            for place, number in enumerate([] if is_dummy else numbers):
+                steps = [step.select(slice(place, place + 1)) for step in recomputed.noise_steps]
+                rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
 
     def _deviates(self, rollouts: Rollouts) -> bool:
         """Whether the first micro-batch recomputes to what was recorded, within the objective's limit."""
         policy, options = self.state.policy, self.options
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
-        numbers = rollouts.batches(rollouts.samples[0].tolist(), options.train.batch_size)[0]
-        steps = self._steps(rollouts, numbers, np.zeros(rollouts.positions.max() + 1), epoch=0, inner=0)
+        numbers = rollouts.batches(range(len(rollouts.samples)), options.train.batch_size)[0]
+        steps = self._steps(rollouts, numbers, np.zeros(len(rollouts.item_ids)), epoch=0, inner=0)
         with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
             each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
         deviation = torch.stack(each, dim=1).mean().item()

@@ -70,7 +70,6 @@ def test_a_value_out_of_range_names_the_option(name, wrong):
         ({"train.beta": "0.1", "train.lora_path": "x"}, None),
         ({"pretrained.quantize": "nf4", "use_lora": "0"}, "pretrained.quantize"),
         ({"pretrained.quantize": "int8", "sample.merge_lora": "1"}, "sample.merge_lora"),
-        ({"pretrained.quantize": "nf4", "train.sharding": "fsdp2"}, "train.sharding"),
         ({"pretrained.quantize": "nf4", "speed.compile": "1"}, "speed.compile"),
         ({"sample.merge_lora": "1", "train.sharding": "fsdp2"}, None),
         ({"dataset": ""}, "dataset"),

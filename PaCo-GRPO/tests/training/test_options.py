@@ -47,12 +47,7 @@ def epoch(run, batch_size=None, resolution=16, **sample):
         batch_size=batch_size or run.plan.sample_batch_size, epoch=0,
     )  # fmt: skip
     scores = queue.results(len(rollouts.positions))
-    return samples, rollouts, by_position(rollouts, lambda part: part.clean_latents), scores
-
-
-def by_position(rollouts, tensor_of):
-    """A tensor of all parts, joined and ordered by sample number."""
-    return torch.cat([tensor_of(part) for part in rollouts.parts])[np.argsort(np.concatenate(rollouts.samples))]
+    return samples, rollouts, torch.cat([sample.clean_latents for sample in rollouts.samples]), scores
 
 
 def test_sampling_does_not_depend_on_the_batch(make):
@@ -66,13 +61,13 @@ def test_sampling_does_not_depend_on_the_batch(make):
 @pytest.mark.parametrize("latents", [1, 2])
 def test_same_latent_shares_the_steps_before_the_noise(make, latents):
     samples, rollouts, _, _ = epoch(make(sample__same_latent=True, sample__latents_per_prompt=latents), batch_size=3)
-    before = by_position(rollouts, lambda part: part.noise_steps[0].latents)
+    before = torch.cat([sample.noise_steps[0].latents for sample in rollouts.samples])
     assert len(np.unique(samples.group_seeds)) == latents * len(np.unique(samples.item_ids))
     for seed in np.unique(samples.group_seeds):
         group = before[samples.group_seeds == seed]
         torch.testing.assert_close(group, group[:1].expand_as(group), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(group[:1], before[samples.group_seeds != seed], rtol=1e-2, atol=1e-2)
-    after = by_position(rollouts, lambda part: part.noise_steps[0].next_latents)
+    after = torch.cat([sample.noise_steps[0].next_latents for sample in rollouts.samples])
     assert len(torch.unique(after.flatten(1), dim=0)) == len(after)
 
 
@@ -85,7 +80,7 @@ def gradients(run, train_batch_size, monkeypatch):
     run.updater.options = dataclasses.replace(run.options, train=train)
     keep = lambda optimizer: found.update({name: p.grad.clone() for name, p in run.state.parameters.items()})
     monkeypatch.setattr(run.state.strategy, "step", keep)
-    run.updater.run(rollouts, samples.item_ids, np.linspace(-1, 1, total), kept, 0)
+    run.updater.run(rollouts, np.linspace(-1, 1, total), kept, 0)
     run.state.optimizer.zero_grad(set_to_none=True)
     return found
 
@@ -101,7 +96,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(make, monkeypatch):
 
 def one_epoch(run):
     """Train one epoch, without evaluation and checkpoint; returns the run."""
-    Trainer(run)._epoch()
+    Trainer(run).epoch()
     return run
 
 

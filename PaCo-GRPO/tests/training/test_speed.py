@@ -68,7 +68,7 @@ def test_first_ratio_is_checked_when_blocks_are_compiled(make, caplog):
         run = build_run(make(num_epochs=1))
         speed = dataclasses.replace(run.options.speed, compile=compiled)
         run.updater.options = dataclasses.replace(run.options, speed=speed)
-        Trainer(run)._epoch()
+        Trainer(run).epoch()
         assert run.state.recompute_old is False
         measured = re.findall(r"is off by (\S+) of the limit", caplog.text)
         assert len(measured) == compiled and all(float(deviation) < 0.4 for deviation in measured)
@@ -82,7 +82,7 @@ def test_old_log_probs_come_from_the_graph_that_is_trained(make, caplog):
     run.updater.options = dataclasses.replace(run.options, speed=dataclasses.replace(run.options.speed, compile=True))
     velocity = run.state.policy.velocity
     run.state.policy.velocity = lambda *arguments: velocity(*arguments) + 0.1 * torch.is_grad_enabled()
-    Trainer(run)._epoch()
+    Trainer(run).epoch()
     assert run.state.recompute_old is True
     assert rows_of(config, "train")[0]["train/ratio_deviation"] < 1e-5
 
@@ -166,7 +166,7 @@ def test_work_without_scores_runs_while_the_last_scores_are_awaited(make):
 def test_tail_options_change_images_and_no_ratio(make):
     def first_row(**changes):
         options = make(sample__num_steps=6, num_epochs=1, eval_freq=0, health__probe_images=0, **changes)
-        Trainer(build_run(options))._epoch()
+        Trainer(build_run(options)).epoch()
         return rows_of(options, "train")[0]
 
     plain = first_row()

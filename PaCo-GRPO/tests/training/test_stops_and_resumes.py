@@ -178,7 +178,7 @@ def test_each_inner_epoch_draws_its_noise_anew(tiny_flux_dir, tmp_path, loss_typ
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Noised, "__init__", spy)
         trainer = Trainer(run)
-        trainer._epoch()
+        trainer.epoch()
     run.close()
     by_inner = [{tuple(row.flatten()[:4].tolist()) for n, target in noises for row in target if n == i} for i in (0, 1)]
     assert by_inner[0] and by_inner[1] and not by_inner[0] & by_inner[1]
