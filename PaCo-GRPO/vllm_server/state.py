@@ -5,16 +5,15 @@ import fcntl
 import json
 import os
 import platform
-import stat
-import urllib.error
-import urllib.request
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
-from vllm_server.settings import LaunchError
+from vllm_server.plan import LaunchError
 
 GATEWAY = "gateway"  # engine of the gateway's record
 _STATE = "state.json"
@@ -37,67 +36,59 @@ class Server:
 
     def alive(self) -> bool:
         """Whether this very process runs."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < _CLOCK_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+            return self._is(process) and process.status() != psutil.STATUS_ZOMBIE
+        return False
 
     def members(self) -> list[psutil.Process]:
-        """The running processes of the session that it leads or led; none once its pid was reused."""
+        """The running processes that it started, which may outlive it, and itself; none once its pid was reused."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            if abs(psutil.Process(self.pid).create_time() - self.started) >= _CLOCK_S:
+            if not self._is(psutil.Process(self.pid)):
                 return []
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def _is(self, process: psutil.Process) -> bool:
+        return abs(process.create_time() - self.started) < _CLOCK_S
 
     def state(self, api_key: str | None) -> str:
         """``healthy``: it lists its names; ``other key``: VLLM_API_KEY is not the launch's; ``not answering``, ``ended``."""
         if not self.alive():
             return "ended"
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for this machine's servers
-        try:
-            with opener.open(urllib.request.Request(f"{self.url}/v1/models", headers=headers), timeout=5) as answer:
-                served = {row["id"] for row in json.loads(answer.read(1 << 20))["data"]}
-        except urllib.error.HTTPError as error:
-            return "other key" if error.code in (401, 403) else "not answering"
-        except (OSError, ValueError, LookupError, TypeError):
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        try:  # trust_env: no proxy for this machine's servers
+            answer = httpx.get(f"{self.url}/v1/models", headers=headers, timeout=5, trust_env=False)
+            if answer.status_code in (401, 403):
+                return "other key"
+            served = {row["id"] for row in answer.json()["data"]}
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
             return "not answering"
         return "healthy" if set(self.names) <= served else "not answering"
 
 
-def end(servers: Sequence[Server], grace_period_s: float = 20.0) -> list[psutil.Process]:
-    """End servers with all processes of their sessions: the gateway first, so that it can answer its requests.
+def end(servers: Sequence[Server], grace_period_s: float = 20.0) -> None:
+    """End servers with all their children: the gateway first, so that it can answer its requests.
 
-    Args:
-        grace_period_s: Time for a server to end its own children, who would get in the way if they were signaled too.
-
-    Returns:
-        Processes that do not end even when killed.
+    ``grace_period_s``: for a server to end its own children, who would get in the way if they were signaled too.
     """
-    left = []
     for front in (True, False):
         chosen = [server for server in servers if (server.engine == GATEWAY) == front]
         leaders = [psutil.Process(server.pid) for server in chosen if server.alive()]
-        members = [process for server in chosen for process in server.members()]
-        for process in leaders:
+        for leader in leaders:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
+                leader.terminate()
         psutil.wait_procs(leaders, grace_period_s)
-        members += [process for server in chosen for process in server.members() if process not in members]
         for signal_it, seconds in ((psutil.Process.terminate, 2.0), (psutil.Process.kill, 10.0)):
+            members = [process for server in chosen for process in server.members()]
             for process in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     signal_it(process)
-            _, members = psutil.wait_procs(members, seconds)
-        left += members
-    return left
+            psutil.wait_procs(members, seconds)
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
@@ -116,12 +107,10 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
         raise LaunchError(f"PACO_RUNTIME_DIR (or XDG_STATE_HOME) must be an absolute path, got {str(root)!r}")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.lstat()
     except OSError as error:
         raise LaunchError(f"cannot create the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise LaunchError(f"the runtime folder {root} is not a folder of this user; set PACO_RUNTIME_DIR to another")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = root.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise LaunchError(f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR")
     return root
 
@@ -129,24 +118,27 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """One launch at a time of ``what``. Raises LaunchError."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise LaunchError(f"the lock {path} cannot be opened ({error.strerror}); remove it") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(path, "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LaunchError(f"another launch of {what} is in progress; wait, or choose another") from error
         yield
-    except BlockingIOError as error:
-        raise LaunchError(f"another launch of {what} is in progress; wait, or choose another") from error
-    finally:
-        os.close(handle)
 
 
 class LabelFolder:
     """The folder of one label: state.json, one log per server, and a lock during a launch."""
 
-    def __init__(self, root: Path, label: str):
-        self.path, self.label = root / label, label
+    def __init__(self, path: Path):
+        self.path, self.label = path, path.name
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "LabelFolder":
+        """The folder of VLLM_LABEL. Raises LaunchError."""
+        label = environment.get("VLLM_LABEL") or "default"
+        if not re.fullmatch(r"(?=.*[^.])[A-Za-z0-9._-]{1,64}", label):
+            raise LaunchError(f"VLLM_LABEL must be 1 to 64 letters, digits, '.', '_' or '-', got {label!r}")
+        return cls(runtime_root(environment) / label)
 
     def read(self) -> list[Server]:
         """The servers; none where nothing was launched. Raises LaunchError for a damaged file."""
@@ -171,10 +163,9 @@ class LabelFolder:
 
     def log(self, name: str) -> Path:
         """The log file of a server."""
-        safe = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
-        return self.path / f"{safe}.log"
+        return self.path / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.log"
 
 
 def all_labels(root: Path) -> list[LabelFolder]:
     """The labels with a state, by name."""
-    return [LabelFolder(root, path.parent.name) for path in sorted(root.glob(f"*/{_STATE}"))]
+    return [LabelFolder(path.parent) for path in sorted(root.glob(f"*/{_STATE}"))]

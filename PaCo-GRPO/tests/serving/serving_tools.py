@@ -1,5 +1,6 @@
 """Running launch.sh, stop.sh and status.sh in tests, with a fake vLLM where that is enough."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +16,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 REPO = ROOT.parent
+WITH_VLLM = (  # what the launcher imports, or asks for, of the packages that come with vLLM
+    *("psutil", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "fastapi", "uvicorn"),
+    *("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
+)
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
 
 
@@ -41,7 +46,11 @@ class Shell:
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
         shutil.copy(FAKE, package / "main.py")
-        (site / "psutil").symlink_to(Path(psutil.__file__).parent)  # it comes with vLLM
+        for name in WITH_VLLM:
+            file = Path(importlib.util.find_spec(name).origin)
+            (site / (file.parent.name if file.stem == "__init__" else file.name)).symlink_to(
+                file.parent if file.stem == "__init__" else file
+            )
         self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
         self.bin.mkdir()
         self.environment = {

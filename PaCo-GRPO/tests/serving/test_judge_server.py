@@ -15,8 +15,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from serving_tools import ROOT, free_port, wait_for
 
@@ -153,18 +151,15 @@ async def test_unsupported_requests_are_refused(http, fields, status, param):
 
 
 def test_neutral_fields_are_accepted():
-    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "presence_penalty": 0, "stop": None, "seed": 3, "user": "me"}
+    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "stop": None, "seed": 3, "user": "me"}
     asked = parse_request(
         json.dumps(SCORE | {"messages": TEXT, "max_completion_tokens": 2} | neutral).encode(), ["Judge"]
     )
     assert asked.limit == 2
 
 
-@settings(max_examples=200)
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(
-    inner, max_size=3) | st.dictionaries(st.sampled_from(["model", "messages", "role", "content", "type", "text"]), inner
-    )).map(lambda value: json.dumps(value).encode()))  # fmt: skip
-def test_any_body_is_a_request_or_a_refusal(content):
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b"{}", b'{"model": 3}'])
+def test_a_body_that_is_no_request_is_refused(content):
     with pytest.raises(ApiError):
         parse_request(content, ["Judge"])
 
@@ -174,7 +169,7 @@ async def test_routes_bodies_and_key(engine, http):
     (row,) = (await http.get("/v1/models")).json()["data"]
     assert row["id"] == "Judge" and row["max_model_len"] == 1024
     unknown = await http.get("/v1/embeddings")
-    assert unknown.status_code == 404 and "POST /v1/chat/completions" in unknown.json()["error"]["message"]
+    assert unknown.status_code == 404 and "/v1/embeddings" in unknown.json()["error"]["message"]
     assert (await http.post("/v1/chat/completions", content=b"x" * (1 << 20) + b"x")).status_code == 413
     guarded = build_app(engine, "Judge", api_key="secret")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://e") as keyed:

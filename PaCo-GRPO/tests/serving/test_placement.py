@@ -10,17 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving_tools import VLLM_PYTHON, option
 
-from vllm_server import placement
+from vllm_server import plan
 from vllm_server.engines import Engine, engine_command
-from vllm_server.placement import (
+from vllm_server.plan import (
+    LaunchError,
+    LaunchSettings,
     Model,
+    Weights,
     choose_gpus,
     divide_gpus,
+    parallel_size,
     read_models,
-    smallest_parallel_size,
-    tensor_parallel_size,
 )
-from vllm_server.settings import LaunchError, LaunchSettings, Weights
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 4096}
 LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-bbbb-2)\n  MIG 1g (UUID: MIG-cccc-3)\n"
@@ -31,35 +32,27 @@ LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-
     [(8, 28, 4, 4), (4, 28, 4, 4), (3, 28, 4, 2), (1, 28, 4, 1), (8, 16, 2, 8), (4, 7, 7, 1), (16, 32, 8, 16)],
 )
 def test_tensor_parallel_size(gpus, heads, key_value_heads, size):
-    assert tensor_parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}) == size
-    assert tensor_parallel_size(gpus, {}) == 1, "a configuration that leaves the heads to its class"
-
-
-@pytest.mark.parametrize(
-    ("gibibytes", "memory", "size"),
-    [(15.5, 80, 1), (15.5, 40, 1), (15.5, 24, 2), (137, 80, 4), (137, 141, 2), (900, 80, 4)],
-)
-def test_copies_get_as_few_gpus_as_they_fit_on(gibibytes, memory, size):
-    """Qwen2.5-VL-7B and 72B; 7B's heads allow at most 4."""
-    assert smallest_parallel_size(8, QWEN, int(gibibytes * 2**30), memory * 2**30, 0.85) == size
+    assert parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}) == size
+    assert parallel_size(gpus, {}) == 1, "a configuration that leaves the heads to its class"
 
 
 def divided(gpus: int, sizes: list, parallel: list, copies: list) -> list:
     models = [Model(f"/m/{i}", f"m{i}", QWEN, "qwen2_5_vl", size and size << 30) for i, size in enumerate(sizes)]
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": ",".join(model.path for model in models)})
-    settings = replace(settings, tensor_parallel=tuple(parallel), replicas=tuple(copies))
+    settings = settings.model_copy(update={"tensor_parallel": tuple(parallel), "replicas": tuple(copies)})
     return [("".join(own), n) for own, n in divide_gpus(settings, models, [str(i) for i in range(gpus)])[0]]
 
 
 @pytest.fixture(autouse=True)
 def gpus_of_80_gib(monkeypatch):
-    monkeypatch.setattr(placement, "smallest_memory", lambda gpus: 80 << 30)
+    monkeypatch.setattr(plan, "smallest_memory", lambda gpus: 80 << 30)
 
 
 @pytest.mark.parametrize(
     ("gpus", "sizes", "parallel", "copies", "places"),
     [
         (8, [15], [None], [None], [("01234567", 8)]),
+        (8, [900], [None], [None], [("01234567", 2)]),
         (8, [60], [None], [None], [("01234567", 4)]),
         (8, [15, 60], [None, None], [None, None], [("0123", 4), ("4567", 2)]),
         (8, [None], [None], [None], [("0123", 1)]),
@@ -109,7 +102,7 @@ def test_no_gpu_is_given_twice(gpus, models):
     ("wanted", "chosen"),
     [
         (None, ("0", "1")), (["1", "0"], ("1", "0")), (["GPU-bbbb"], ("GPU-bbbb",)), (["MIG-cccc-3"], ("MIG-cccc-3",)),
-        (["2"], None), (["GPU-x"], None), (["cuda:0"], None), (["-1", "0"], None), (["0", "0"], None),
+        (["2"], None), (["GPU-x"], None), (["cuda:0"], None), (["-1", "0"], None),
     ],
 )  # fmt: skip
 def test_gpus_must_exist(wanted, chosen):
@@ -154,7 +147,7 @@ def test_qwen3_5_does_not_think_and_is_bfloat16_on_a_cpu():
 
 def test_vllm_fetches_from_the_given_hosts_only():
     assert option(command(), "--allowed-media-domains") == "no/remote/media", "vLLM reads an empty list as every host"
-    assert option(command(settings=replace(SETTINGS, media_hosts=("a.b",))), "--allowed-media-domains") == "a.b"
+    assert option(command(settings=SETTINGS.model_copy(update={"media_hosts": ("a.b",)})), "--allowed-media-domains") == "a.b"
     assert "--allowed-media-domains" not in command(replace(VLLM, limits_media=False)), "a vLLM that does not know it"
 
 
