@@ -116,7 +116,6 @@ def test_arguments_of_a_remote_reward(kwargs, named):
     [
         (["--reward", "jpeg_compresibility"], "Did you mean 'jpeg_compressibility'"),
         (["--reward", "jpeg_compressibility", "--kwargs", "{"], "--kwargs"),
-        (["--reward", "jpeg_compressibility", "--kwargs", "[]"], "--kwargs"),
         (["--reward", "jpeg_compressibility", "--host", "0.0.0.0"], "REWARD_SERVICE_KEY"),
         (["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'], "127.0.0.1:9"),
     ],

@@ -42,9 +42,7 @@ class RemoteReward:
         self, name: str, server: str, api_key: str | None = None, deadline_s: float = 600.0, request_size: int = 16
     ) -> None:
         if request_size < 1 or deadline_s <= 0:
-            raise RewardError(
-                f"reward {name!r}: need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}"
-            )
+            raise ValueError(f"need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}")
         self.name, self.server = name, server.rstrip("/")
         self.deadline_s, self.request_size = deadline_s, request_size
         self._headers = transport.json_headers(api_key)
@@ -55,22 +53,22 @@ class RemoteReward:
         Raises:
             RewardError: It does not answer, refuses us, or serves another reward; the message says how to start it.
         """
-        runtime = transport.runtime()
+        runtime, where = transport.runtime(), f"reward {self.name!r}: the service at {self.server}"
         try:
             answer = runtime.submit(runtime.get(f"{self.server}/health", self._headers, _CHECK_TIMEOUT_S)).result()
             served = parse(answer)["reward"]
         except transport.Refused as error:
             hint = "; check api_key" if error.status in (401, 403) else ""
-            raise RewardError(f"reward {self.name!r}: {self.server} refused us: {error}{hint}") from error
+            raise RewardError(f"{where} refused us: {error}{hint}") from error
         except transport.Unreachable as error:
             raise RewardError(
-                f"reward {self.name!r}: no service answers at {self.server} ({error}); start one with "
+                f"{where} does not answer ({error}); start one with "
                 f"`bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
             ) from error
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise RewardError(f"reward {self.name!r}: {self.server} is not a reward service: {error!r}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RewardError(f"{where} is not a reward service: {error!r}") from error
         if served != self.name:
-            raise RewardError(f"reward {self.name!r}: the service at {self.server} serves {served!r}; correct server=")
+            raise RewardError(f"{where} serves {served!r}; correct server=")
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing.

@@ -20,20 +20,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paco_grpo.asgi import (
-    SERVER_SETTINGS,
-    ApiError,
-    KeyGuard,
-    public,
-    read_body,
-    refuse,
-    unknown_route,
-)
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
 
@@ -69,15 +60,14 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
             try:
                 scores = await asyncio.get_running_loop().run_in_executor(thread, score, body)
             except WireError as error:
-                raise ApiError(public(str(error))) from error
+                raise ApiError(str(error)) from error
             except Exception as error:  # a user's reward may raise anything; the run then reports it and stops
                 logger.exception("the reward failed")
-                raise ApiError(public(f"{type(error).__name__}: {error}"), _UNPROCESSABLE) from error
+                raise ApiError(f"{type(error).__name__}: {error}"[:1000], _UNPROCESSABLE) from error
         return Response(scores, media_type="application/json")
 
     routes = [Route("/health", health, methods=["GET"]), Route("/score", post_score, methods=["POST"])]
-    handlers = {ApiError: refuse, HTTPException: unknown_route("GET /health, POST /score")}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key, open_paths=())
     return app
@@ -99,8 +89,6 @@ def main(arguments: list[str] | None = None) -> int:
     key = os.environ.get("REWARD_SERVICE_KEY") or None
     if options.host not in LOOPBACK and key is None:
         parser.error(f"--host {options.host} opens the service to others: set REWARD_SERVICE_KEY, or use 127.0.0.1")
-    if not isinstance(options.kwargs, dict):
-        parser.error("--kwargs must be a JSON object")
     try:
         rewards = build_rewards({options.reward: 1.0}, {options.reward: options.kwargs}, options.device)
         reward = rewards[short_name(options.reward)]

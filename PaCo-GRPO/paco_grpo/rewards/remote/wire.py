@@ -6,7 +6,6 @@ Needs Pillow alone, so that a service's environment holds little more than the r
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from paco_grpo.images import check_total, decode, open_image
+from paco_judge.images import encode, open_image, to_rgb
 
 if TYPE_CHECKING:
     from paco_grpo.types import Item
+
+MAX_PIXELS = 1 << 27  # of all images of a request: 16 of 2048x2048 and as many references
 
 
 class WireError(ValueError):
@@ -63,33 +64,21 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[WireItem]]:
         WireError: The body does not have the form that ``encode_request`` gives it.
     """
     try:
-        message = _load(body)
-        entries, sent = message["items"], message["images"]
-        if not isinstance(entries, list) or not isinstance(sent, list):
-            raise TypeError("'items' and 'images' must be lists")
-        opened = [[_open(text) for text in [*entry["images"]]] for entry in entries]
-        opened.append([_open(entry["png"]) for entry in sent])
-        check_total([image for group in opened for image in group])  # before anything is decoded
-        *references, images = ([decode(image) for image in group] for group in opened)
-        items = [_item(entry, group) for entry, group in zip(entries, references, strict=True)]
-        places = [entry["item"] for entry in sent]
-        if any(type(place) is not int or not 0 <= place < len(items) for place in places):
-            raise TypeError(f"'item' is not one of the {len(items)} items")
-        return images, [items[place] for place in places]
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        message = json.loads(body)
+        opened = [[_open(text) for text in entry["images"]] for entry in message["items"]]
+        opened.append([_open(entry["png"]) for entry in message["images"]])
+        pixels = sum(image.width * image.height for group in opened for image in group)
+        if pixels > MAX_PIXELS:  # before anything is decoded
+            raise ValueError(f"the images have {pixels} pixels together; at most {MAX_PIXELS}")
+        *references, images = ([to_rgb(image) for image in group] for group in opened)
+        items = []
+        for entry, (first, *more) in zip(message["items"], (group or [None] for group in references), strict=True):
+            del entry["images"]
+            items.append(WireItem(**entry, image=first, more_images=tuple(more)))
+        return images, [items[entry["item"]] for entry in message["images"]]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
         raise WireError(text[:500]) from error
-
-
-def _item(entry: Mapping[str, Any], images: Sequence[Image.Image]) -> WireItem:
-    first, *more = images or [None]
-    fields = {name: value for name, value in entry.items() if name != "images"}
-    item = WireItem(**fields, image=first, more_images=tuple(more))
-    if type(item.item_id) is not int or any(type(size) not in (int, type(None)) for size in (item.height, item.width)):
-        raise TypeError("an item needs a whole number 'item_id', and 'height' and 'width' or null")
-    if not isinstance(item.prompt, str) or not isinstance(item.metadata, dict):
-        raise TypeError("an item needs a text 'prompt' and an object 'metadata'")
-    return item
 
 
 def encode_scores(scores: Sequence[float]) -> bytes:
@@ -105,28 +94,17 @@ def decode_scores(body: bytes, count: int) -> list[float]:
         WireError: Another number of scores, or one that is not a number.
     """
     try:
-        scores = _load(body)["scores"]
-        if len(scores) != count or any(type(score) not in (int, float, type(None)) for score in scores):
-            raise ValueError(f"expected {count} scores (numbers or null), got {str(scores)[:100]}")
-        return [math.nan if score is None else float(score) for score in scores]
+        scores = [math.nan if score is None else float(score) for score in json.loads(body)["scores"]]
+        if len(scores) != count:
+            raise ValueError(f"expected {count} scores, got {len(scores)}")
+        return scores
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"the answer must hold 'scores': {type(error).__name__}: {error}"[:500]) from error
 
 
-def _load(body: bytes) -> Any:
-    """JSON in UTF-8 as the standard has it. Raises ValueError or RecursionError."""
-
-    def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
-
-    return json.loads(body.decode(), parse_constant=no_constant)
-
-
 def _encode(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="PNG", compress_level=1)  # lossless: remote scores equal local ones
-    return base64.b64encode(buffer.getbuffer()).decode("ascii")
+    return base64.b64encode(encode(image)).decode("ascii")  # lossless: remote scores equal local ones
 
 
-def _open(text: Any) -> Image.Image:
-    return open_image(base64.b64decode(text, validate=True), formats=("PNG",))
+def _open(text: str) -> Image.Image:
+    return open_image(base64.b64decode(text, validate=True))
