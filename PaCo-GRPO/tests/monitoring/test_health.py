@@ -82,7 +82,7 @@ def test_trained_rewards_against_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
-    assert finding.sign == "max_reward_divergence" and "oracle" in finding.message and "9.4" in finding.message
+    assert finding.sign == "max_reward_divergence" and "oracle" in finding.message and "7.1" in finding.message
     assert judge_evaluation([first, good], ["judge"], LIMITS) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
     assert judge_evaluation([first], ["judge"], LIMITS) == []
