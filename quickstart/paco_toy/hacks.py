@@ -1,4 +1,4 @@
-"""Rewards of the shapes world that can be had without following a prompt: planted, config.health must notice them."""
+"""Rewards of the shapes world that can be had without following a prompt: planted, the health signals must notice them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from paco_grpo.monitoring.console import means
 from paco_grpo.options import RunOptions
 from paco_grpo.options.parse import options_to_yaml
 from paco_grpo.policies import Policy
@@ -74,7 +73,9 @@ def _evaluation(row: Mapping | None) -> str:
         return "Not evaluated yet when this was saved."
     head = f"After epoch {row['epoch']}, {row['eval/num_images']:.0f} images of the test set."
     lines = [head, "", "| reward | mean |", "|---|---|"]
-    for name, value in means(row, "eval/").items():
-        error = row.get(f"eval/{name}_stderr")
+    for key, value in row.items():
+        if not (key.startswith("eval/") and key.endswith("_mean")):
+            continue
+        name, error = key[len("eval/") : -len("_mean")], row.get(key.replace("_mean", "_stderr"))
         lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Detects collapse during training: each row of metrics.jsonl is compared with earlier rows.
 
-The rules are pure functions of the rows, so a resumed run judges as if it had never stopped. Limits are ``config.health``.
-A finding with ``collapse`` stops the run if ``train.stop_on_collapse`` is set.
+The rules are pure functions of the rows, so a resumed run judges as if it had never stopped. A finding with ``collapse`` stops the run if ``train.stop_on_collapse`` is set.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from paco_grpo.monitoring.console import means
-from paco_grpo.options import HealthOptions
 
 _SPIKE_HISTORY, _SPIKE_LEAST = 20, 5  # epochs behind the median gradient norm, at most and at least
+_DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
 
@@ -26,7 +25,7 @@ Row = Mapping[str, Any]
 class Finding:
     """One sign that a run is going wrong."""
 
-    sign: str  # the limit in config.health that was exceeded
+    sign: str  # the metric that is beyond its limit
     message: str
     collapse: bool = False  # the generator itself is damaged
 
@@ -44,22 +43,22 @@ _TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term 
 _DAMAGE = f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png"
 # Metric, limit, test, what is said of the value, likely cause.
 _COLLAPSES = (
-    ("health/velocity_change", "max_velocity_change", operator.gt,
+    ("health/velocity_change", 0.75, operator.gt,
      "the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's", _TOO_FAST),
-    ("health/pixel_std_vs_first", "max_contrast_change", _off, "images have {:.2f} times the contrast of the first epoch", _DAMAGE),
-    ("health/latent_std_vs_first", "max_contrast_change", _off, "latents have {:.2f} times the spread of the first epoch", _DAMAGE),
-    ("health/pixel_detail_vs_first", "max_detail_change", _off, "images have {:.2f} times the detail of the first epoch", _DAMAGE),
-    ("health/pixel_mean_vs_first", "max_brightness_change", _moved, "the mean brightness moved by {:+.2f} (of 1)", _DAMAGE),
-    ("health/distinctness_vs_first", "min_distinctness", operator.lt,
+    ("health/pixel_std_vs_first", 2.0, _off, "images have {:.2f} times the contrast of the first epoch", _DAMAGE),
+    ("health/latent_std_vs_first", 2.0, _off, "latents have {:.2f} times the spread of the first epoch", _DAMAGE),
+    ("health/pixel_detail_vs_first", 3.0, _off, "images have {:.2f} times the detail of the first epoch", _DAMAGE),
+    ("health/pixel_mean_vs_first", 0.25, _moved, "the mean brightness moved by {:+.2f} (of 1)", _DAMAGE),
+    ("health/distinctness_vs_first", 0.25, operator.lt,
      "images of one prompt differ {:.2f} times as much as in the first epoch",
      "the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop earlier"),
 )  # fmt: skip
 _WARNINGS = (
-    ("gradient_spike", "max_gradient_spike", operator.gt, "the gradient norm is {:.3g} times its median",
+    ("train/grad_norm", 20.0, operator.gt, "the gradient norm is {:.3g} times its median",
      "config.train.learning_rate is too high, or rewards of a few samples are far off"),
-    ("clipped", "max_clip_share", operator.gt, "{:.0%} of the samples of the later optimizer steps are clipped",
+    ("train/clip_share", 0.95, operator.gt, "{:.0%} of the samples of the later optimizer steps are clipped",
      "the learning rate is too high for config.train.clip_range, or too many steps on the same samples"),
-    ("advantage/zero_std_share", "max_zero_std_share", operator.gt, "in {:.0%} of the groups all rewards are equal",
+    ("advantage/zero_std_share", 0.8, operator.gt, "in {:.0%} of the groups all rewards are equal",
      "the reward is saturated or always answers the same; look at reward/*_std"),
 )  # fmt: skip
 
@@ -78,35 +77,33 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
     return changes
 
 
-def judge_epoch(rows: Sequence[Row], limits: HealthOptions, optimizer_steps: int) -> list[Finding]:
-    """Findings on the last of ``rows``.
+def judge_epoch(rows: Sequence[Row], optimizer_steps: int) -> list[Finding]:
+    """Findings on the last of ``rows``, training epochs in order as in metrics.jsonl.
 
     Args:
-        rows: Training epochs in order, as in metrics.jsonl.
-        limits: ``config.health``.
         optimizer_steps: Per epoch, inner epochs included. The first one clips nothing, because it is on-policy.
     """
     values = dict(rows[-1])
+    norm, clipped = values.pop("train/grad_norm", 0.0), values.pop("train/clip_share", 0.0)
     before = [row["train/grad_norm"] for row in rows[:-1] if "train/grad_norm" in row][-_SPIKE_HISTORY:]
     if len(before) >= _SPIKE_LEAST and np.median(before) > 0:
-        values["gradient_spike"] = values.get("train/grad_norm", 0.0) / float(np.median(before))
+        values["train/grad_norm"] = norm / float(np.median(before))
     if optimizer_steps > 1:
-        values["clipped"] = values.get("train/clip_share", 0.0) * optimizer_steps / (optimizer_steps - 1)
+        values["train/clip_share"] = clipped * optimizer_steps / (optimizer_steps - 1)
     return [
-        Finding(limit, f"{words.format(values[metric])}. Likely cause: {cause}", rules is _COLLAPSES)
+        Finding(metric, f"{words.format(values[metric])}. Likely cause: {cause}", rules is _COLLAPSES)
         for rules in (_COLLAPSES, _WARNINGS)
         for metric, limit, is_bad, words, cause in rules
-        if metric in values and is_bad(values[metric], getattr(limits, limit))
+        if metric in values and is_bad(values[metric], limit)
     ]
 
 
-def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: HealthOptions) -> list[Finding]:
+def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
     """Findings on the last of ``rows``: a trained reward rises significantly while an evaluation-only one falls.
 
     Args:
         rows: Evaluations in order, as in metrics.jsonl.
         trained: Names of the rewards with a weight in training.
-        limits: ``max_reward_divergence`` is in standard errors of the difference to the first evaluation.
     """
     first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
     gains, trained = {}, set(trained)  # in standard errors of the difference
@@ -114,16 +111,16 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str], limits: Health
         error = math.hypot(*(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])))
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
-    risen = [name for name, gain in gains.items() if name in trained and gain > limits.max_reward_divergence]
+    risen = [name for name, gain in gains.items() if name in trained and gain > _DIVERGENCE]
     return [
         Finding(
-            "max_reward_divergence",
+            f"eval/{name}_mean",
             f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
             "standard errors. Likely cause: the trained reward is being exploited; look at the images, give "
             f"{name} a weight in config.train.reward_fn, or use config.train.beta > 0",
         )
         for name, gain in gains.items()
-        if risen and name not in trained and gain < -limits.max_reward_divergence
+        if risen and name not in trained and gain < -_DIVERGENCE
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
@@ -33,8 +33,8 @@ everything but what this repository has by name: use it with a configuration tha
 An unknown option, a wrong type, a value out of range or a combination that cannot work is an error before any model is
 loaded. `None` on the command line gives None where that is allowed.
 """
-_HEADER = ["", "| option | type | default | meaning | range |", "|---|---|---|---|---|"]
 _TYPES = {int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
@@ -45,39 +45,30 @@ def page() -> str:
 
 
 def _section(title: str, group: type, prefix: str) -> str:
-    lines = [f"## `{title}`", "", inspect.cleandoc(group.__doc__), *_HEADER]
+    lines = [f"## `{title}`", "", inspect.cleandoc(group.__doc__), "", "| option | values | default | meaning |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():
         if name.rpartition(".")[0] == prefix:
             default = option.get_default(call_default_factory=True)
             default = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            kinds, limits = zip(*_alternatives(option.annotation, option.metadata), strict=True)
-            cells = (f"`{name}`", " or ".join(filter(None, kinds)), default, option.description, "".join(limits))
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| `{name}` | {_values(option.annotation, option.metadata)} | {default} | {option.description} |")
     return "\n".join([*lines, ""])
 
 
-def _alternatives(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[tuple[str, str]]:
-    """(type, range) of each type in ``annotation`` but None."""
+def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """The values that an option takes, other than None."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        declared = [limit for field in parts[1:] for limit in getattr(field, "metadata", [])]
-        yield from _alternatives(parts[0], declared)
-    elif origin in (typing.Union, types.UnionType):
-        for part in parts:
-            yield from _alternatives(part) if part is not type(None) else ()
-    elif origin is typing.Literal:
-        yield _TYPES[type(parts[0])], ", ".join(map(str, parts))
-    elif origin is Callable:
-        yield "function", ""
-    else:
-        kind = "names" if origin is tuple and parts[0] is str else _TYPES[origin or annotation]
-        yield kind, ", ".join(filter(None, map(_limit, metadata)))
-
-
-def _limit(bound: Any) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [(sign, getattr(bound, name)) for name, sign in signs.items() if hasattr(bound, name)]
-    return "".join(f"{sign} {limit:g}" for sign, limit in found if limit < 2**31)  # larger ones only catch typing errors
+        return _values(parts[0], [limit for field in parts[1:] for limit in getattr(field, "metadata", [])])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_values(part, metadata) for part in parts if part is not type(None))
+    if origin is typing.Literal:
+        return ", ".join(map(str, parts))
+    if origin is Callable:
+        return "function"
+    limits = [(sign, getattr(bound, name)) for bound in metadata for name, sign in _SIGNS.items() if hasattr(bound, name)]
+    kind = "names" if parts[:1] == (str,) and origin is tuple else _TYPES[origin or annotation]
+    # Limits of 2^31 only catch typing errors.
+    return " ".join([kind, *(f"{sign} {limit:g}" for sign, limit in limits if limit < 2**31)])
 
 
 if __name__ == "__main__":

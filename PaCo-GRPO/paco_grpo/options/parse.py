@@ -22,7 +22,6 @@ from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from paco_grpo.options.published import PUBLISHED
 from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
 
 NO_USER_CODE = "--no_user_code"
@@ -135,16 +134,10 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """
     file, _, name = str(source).partition(":")
     path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"configuration file {file!r} does not exist (current folder: {Path.cwd()})")
-    if path.suffix in (".yaml", ".yml"):
-        return make_options(_load_yaml(path), overrides)
+    if not path.is_file() or path.suffix not in (".py", ".yaml", ".yml"):
+        raise ConfigError(f"configuration {file!r} is not a .py or .yaml file (current folder: {Path.cwd()})")
     if path.suffix == ".py":
         return make_options(_load_python(path, name), overrides)
-    raise ConfigError(f"configuration file {file!r} is neither a .py file nor the config.yaml of a saved run")
-
-
-def _load_yaml(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -152,7 +145,7 @@ def _load_yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"configuration file {path} cannot be read ({type(error).__name__}: {reason})") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"configuration file {path} is a {type(values).__name__}, not options with their values")
-    return values
+    return make_options(values, overrides)
 
 
 def _load_python(path: Path, name: str) -> ConfigDict:
@@ -204,27 +197,16 @@ def _problem(error: Mapping[str, Any]) -> str:
     if option not in OPTIONS:
         return _unknown(option) if error["type"] == "unexpected_keyword_argument" else f"config.{option}: {error['msg']}"
     entry = words[depth:] if option.endswith(("reward_fn", "kwargs")) else []  # else the alternatives of a union
-    hint = PUBLISHED.get(f"{option}={error['input']}")
-    hint = f". Here it is {hint}" if hint else _nearest(error)
-    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}{hint}"
-
-
-def _nearest(error: Mapping[str, Any]) -> str:
-    known = error.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
-    return "".join(f". Did you mean {name!r}?" for name in difflib.get_close_matches(str(error["input"]), known, n=1))
+    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _unknown(name: str) -> str:
-    if name in PUBLISHED:
-        return f"config.{name} of the published code has another form here: {PUBLISHED[name]}"
-    group, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
     nearest = [option for option in OPTIONS if option.rpartition(".")[2] == last]
-    if not nearest:
-        fields = {option.rpartition(".")[2]: option for option in OPTIONS if option.rpartition(".")[0] == group}
-        nearest = [fields[field] for field in difflib.get_close_matches(last, fields, n=1)]
-    nearest = nearest or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
+    nearest = nearest or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
     hint = f"Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?" if nearest else ""
-    return f"unknown option config.{name}. {hint or 'All options are in docs/configuration.md'}"
+    pages = "All options are in docs/configuration.md, those of the published code in docs/real-weights.md"
+    return f"unknown option config.{name}. {hint or pages}"
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
@@ -275,7 +257,7 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
     """Nested plain values, from which ``make_options`` makes equal options.
 
     Raises:
-        ConfigError: ``train.aggregate_fn`` is a function, not its description (``paco_grpo.advantages.aggregation.describe``).
+        ConfigError: ``train.aggregate_fn`` is a function, not its description (``advantages.aggregation.describe``).
     """
     try:
         return _RUN_OPTIONS.dump_python(options, mode="json")

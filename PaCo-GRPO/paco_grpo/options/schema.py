@@ -24,7 +24,6 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-AtLeastOne = Annotated[float, Field(ge=1)]
 
 
 def _as_steps(value: Any) -> Any:
@@ -190,20 +189,9 @@ class TestOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class HealthOptions:
-    """Limits beyond which an epoch is reported as a sign of collapse."""
+    """Signs of collapse; their limits are in monitoring/health.py."""
 
     probe_images: Whole = option(4, "test items that measure the distance to the base model; 0: off")
-    max_velocity_change: NonNegative = option(0.75, "of their velocity, relative to the base model's")
-    max_contrast_change: AtLeastOne = option(2.0, "factor against the first epoch; also of latents")
-    max_detail_change: AtLeastOne = option(3.0, "factor against the first epoch")
-    max_brightness_change: NonNegative = option(0.25, "difference from the first epoch, on a scale of 0 to 1")
-    min_distinctness: NonNegative = option(0.25, "differences within groups, relative to the first epoch's")
-    max_gradient_spike: AtLeastOne = option(20.0, "gradient norm, relative to its median")
-    max_clip_share: NonNegative = option(0.95, "of ratios, after an epoch's first optimizer step")
-    max_zero_std_share: NonNegative = option(0.8, "share of groups whose rewards are all equal")
-    max_reward_divergence: NonNegative = option(
-        3.0, "trained reward up, evaluation-only reward down; in standard errors"
-    )
 
 
 @dataclass(frozen=True, config=_STRICT)

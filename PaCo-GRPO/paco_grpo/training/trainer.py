@@ -235,13 +235,13 @@ class Trainer:
             rows = self.run.metrics.rows("train")
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
             steps = self.run.plan.gradient_steps * self.options.train.num_inner_epochs
-            findings = health.judge_epoch([*rows, metrics], self.options.health, steps)
+            findings = health.judge_epoch([*rows, metrics], steps)
         self._write("train", metrics)
         logger.info(
             "epoch %d/%d: %s; %s", self.progress.epoch, self.options.num_epochs, epoch_line(metrics), self._time_left()
         )
         for finding in findings:
-            logger.warning("after epoch %d: %s (config.health.%s)", self.progress.epoch, finding.message, finding.sign)
+            logger.warning("after epoch %d: %s (%s in metrics.jsonl)", self.progress.epoch, finding.message, finding.sign)
         collapsed = [finding for finding in findings if finding.collapse]
         if self.options.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
             self._save()
@@ -293,8 +293,8 @@ class Trainer:
             trained = list(self.run.rewards.weights)
             if line := health.changes_since_first(rows, trained):
                 logger.info("since the first evaluation: %s", line)
-            for finding in health.judge_evaluation(rows, trained, self.options.health):
-                logger.warning("%s (config.health.%s)", finding.message, finding.sign)
+            for finding in health.judge_evaluation(rows, trained):
+                logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch, images=self.options.test.save_eval_images)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
 

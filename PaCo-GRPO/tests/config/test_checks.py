@@ -31,7 +31,6 @@ def test_named_configurations_pass(name):
         ("train.sigma_fraction", ["0", "1.1"]),
         ("train.learning_rate", ["-1", "nan", "inf"]),
         ("train.reward_fn.ocr", ["nan", "much"]),
-        ("health.max_gradient_spike", ["0.5"]),
         ("run_name", ["../../x", "/x", "a\0b"]),
         ("item_size", ["7"]),
         ("prompt_fn", ["geneva"]),

@@ -1,13 +1,11 @@
 """Signs of collapse: every limit on constructed statistics, the statistics against NumPy, and a run that collapses."""
 
-import dataclasses
 import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from named import load
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
@@ -18,48 +16,42 @@ from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import TrainingStopped
 
-LIMITS = load("t2is").health
 WELL = {
     "train/grad_norm": 0.1, "train/clip_share": 0.2, "advantage/zero_std_share": 0.0, "health/velocity_change": 0.05,
     "health/kl_base": 0.001, "health/pixel_std_vs_first": 1.1, "health/latent_std_vs_first": 0.9,
     "health/pixel_detail_vs_first": 1.2, "health/pixel_mean_vs_first": 0.02, "health/distinctness_vs_first": 0.8,
 }  # fmt: skip
 
-# option → (metric that breaks it, value, stops, another limit that allows the value)
+# A value beyond each limit, one within it, and whether the first stops a run.
 BROKEN = {
-    "health.max_velocity_change": ("health/velocity_change", 0.9, True, 1.0),
-    "health.max_contrast_change": ("health/pixel_std_vs_first", 2.5, True, 3.0),
-    "health.max_detail_change": ("health/pixel_detail_vs_first", 0.2, True, 6.0),
-    "health.max_brightness_change": ("health/pixel_mean_vs_first", -0.4, True, 0.5),
-    "health.min_distinctness": ("health/distinctness_vs_first", 0.1, True, 0.05),
-    "health.max_gradient_spike": ("train/grad_norm", 3.0, False, 40.0),
-    "health.max_clip_share": ("train/clip_share", 0.49, False, 0.99),
-    "health.max_zero_std_share": ("advantage/zero_std_share", 0.9, False, 0.95),
+    "health/velocity_change": (0.9, 0.7, True),
+    "health/pixel_std_vs_first": (2.5, 1.9, True),
+    "health/latent_std_vs_first": (0.4, 0.6, True),
+    "health/pixel_detail_vs_first": (0.2, 0.4, True),
+    "health/pixel_mean_vs_first": (-0.4, -0.2, True),
+    "health/distinctness_vs_first": (0.1, 0.3, True),
+    "train/grad_norm": (3.0, 1.9, False),
+    "train/clip_share": (0.49, 0.47, False),
+    "advantage/zero_std_share": (0.9, 0.7, False),
 }
 
 
 def test_a_healthy_run_has_no_findings():
-    assert judge_epoch([WELL] * 10, LIMITS, 2) == []
-    assert judge_epoch([{}], LIMITS, 2) == []  # nft has no ratio, the first epoch nothing before it
+    assert judge_epoch([WELL] * 10, 2) == []
+    assert judge_epoch([{}], 2) == []  # nft has no ratio, the first epoch nothing before it
 
 
-@pytest.mark.parametrize("limit", BROKEN)
-def test_each_limit(limit):
-    metric, value, stops, wider = BROKEN[limit]
-    limit = limit.removeprefix("health.")
-    rows = [WELL] * 9 + [WELL | {metric: value}]
-    (finding,) = judge_epoch(rows, LIMITS, 2)
-    assert (finding.sign, finding.collapse) == (limit, stops)
-    assert "Likely cause" in finding.message
-    assert judge_epoch(rows, dataclasses.replace(LIMITS, **{limit: wider}), 2) == []
+@pytest.mark.parametrize("metric", BROKEN)
+def test_each_limit(metric):
+    bad, good, stops = BROKEN[metric]
+    (finding,) = judge_epoch([WELL] * 9 + [WELL | {metric: bad}], 2)
+    assert (finding.sign, finding.collapse) == (metric, stops) and "Likely cause" in finding.message
+    assert judge_epoch([WELL] * 9 + [WELL | {metric: good}], 2) == []
 
 
-def test_limits_apply_in_both_directions_and_need_earlier_epochs():
-    for name in ("pixel_std", "latent_std"):
-        (finding,) = judge_epoch([WELL | {f"health/{name}_vs_first": 0.4}], LIMITS, 2)
-        assert finding.sign == "max_contrast_change"
-    assert judge_epoch([WELL] * 4 + [WELL | {"train/grad_norm": 99.0}], LIMITS, 2) == []  # too few to compare with
-    assert judge_epoch([WELL | {"train/clip_share": 0.49}], LIMITS, 1) == []  # a single step clips nothing
+def test_limits_that_need_earlier_epochs_or_steps():
+    assert judge_epoch([WELL] * 4 + [WELL | {"train/grad_norm": 99.0}], 2) == []  # too few to compare with
+    assert judge_epoch([WELL | {"train/clip_share": 0.49}], 1) == []  # a single step clips nothing
 
 
 def test_against_the_first_epoch():
@@ -81,14 +73,14 @@ def evaluation(**means):
 def test_trained_rewards_against_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
-    (finding,) = judge_evaluation([first, hacked], ["judge"], LIMITS)
-    assert finding.sign == "max_reward_divergence" and "oracle" in finding.message and "7.1" in finding.message
-    assert judge_evaluation([first, good], ["judge"], LIMITS) == []
-    assert judge_evaluation([first, hacked], ["judge", "oracle"], LIMITS) == []
-    assert judge_evaluation([first], ["judge"], LIMITS) == []
+    (finding,) = judge_evaluation([first, hacked], ["judge"])
+    assert finding.sign == "eval/oracle_mean" and "oracle" in finding.message and "7.1" in finding.message
+    assert judge_evaluation([first, good], ["judge"]) == []
+    assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
+    assert judge_evaluation([first], ["judge"]) == []
     exact = {"eval/exact_mean": 0.5, "eval/exact_stderr": 0.0}  # nothing to divide by
     more = hacked | exact | evaluation(late=0.1)  # no first value to compare with
-    assert judge_evaluation([first | exact, more], ["judge"], LIMITS) == [finding]
+    assert judge_evaluation([first | exact, more], ["judge"]) == [finding]
     assert changes_since_first([first, more], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
     assert changes_since_first([first], ["judge"]) == ""
 
@@ -145,10 +137,8 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
         config = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True, **changes)
         with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate"):
             train(config)
-    assert "config.health.max_velocity_change" in caplog.text
+    assert "health/velocity_change" in caplog.text
     assert (Path(config.save_dir) / "run" / "checkpoints" / ckpt.checkpoint_name(1) / "state").is_dir()
     row = rows_of(config, "train")[0]
-    assert row["health/velocity_change"] > LIMITS.max_velocity_change and row["health/kl_base"] > 0
+    assert row["health/velocity_change"] > 0.75 and row["health/kl_base"] > 0
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
-
-
