@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from paco_grpo.data.files import DataError, json_lines, text_of
 from paco_judge.grid import split_prompt
-from paco_judge.images import UnreadableImage, check_image, read_image
+from paco_judge.images import UnreadableImage, read_image
 from paco_judge.json_io import DamagedJson, parse
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
@@ -134,7 +134,7 @@ def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
             count += 1
             data = read(names[0], where)
             try:
-                check_image(data)
+                read_image(data)
             except UnreadableImage as error:
                 raise DataError(f"{where}: image {names[0]!r} {error}") from error
             yield names[0], prompt, data

@@ -22,7 +22,7 @@ from paco_reward.pairing.outputs import write_json
 from paco_reward.pairing.records import PromptItem
 from paco_reward.server import api_key
 
-DAMAGED = [b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1, "a": 2}', b'"\\ud800"', b"\0\0", b"[1]", b"{"]
+DAMAGED = [b"\xff", b"[" * 100_000, b"1" * 5000, b"\0\0", b"[1]", b"{"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

@@ -97,8 +97,7 @@ def test_damaged_files_and_absent_ones_are_named(judge_dir, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda weights: weights.pop(one_of(weights, "q_proj.lora_B")), "q_proj.lora_B"),
-        (lambda weights: [weights.pop(name) for name in list(weights) if "layers.0.mlp" in name], "down_proj.lora_A"),
+        (lambda weights: weights.pop(one_of(weights, "q_proj.lora_B")), "q_proj.weight is"),
         (lambda weights: weights.update({one_of(weights, "q_proj.lora_A"): torch.ones(2, 9)}), "2x9"),
         (lambda weights: weights.update({one_of(weights, "q_proj.lora_A").replace("q_proj", "x"): torch.ones(2, 9)}),
          "that its base lacks"),
@@ -117,8 +116,7 @@ def test_an_adapter_must_fit_its_base(judge_dir, adapter, tmp_path, capfd, chang
     ("change", "reason"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
-        ({"architectures": ["FutureVLForConditionalGeneration"]}, "has no FutureVL"),
-        ({"architectures": []}, "names no architectures"),
+        ({"architectures": ["FutureVLForConditionalGeneration"]}, "FutureVL"),
     ],
 )
 def test_what_cannot_be_checked_is_said_not_refused(judge_dir, tmp_path, capfd, change, reason):

@@ -21,9 +21,8 @@ FILES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthC
     ("line", "said"),
     [
         (b'{"prompt": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
-        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
-        (b'{"prompt": "x", "idx": ' + b"1" * 5000 + b"}", "too many digits"),
-        (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+        (b'{"prompt": ' + b"[" * 100_000, "not JSON"),
+        (b'{"prompt": "x", "idx": ' + b"1" * 5000 + b"}", "not JSON"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a\\u0000b"}', "field 'prompt'"),
         (b"\0\0\0\0", "not JSON"),

@@ -149,7 +149,7 @@ def test_ocr_prompts_have_a_quoted_text(fetch, source, tmp_path):
         ("gedit", {"a.parquet": "no table"}, "cannot be converted: "),
         ("pickscore", {"test.parquet": "PAR1no tablePAR1"}, "cannot be converted: "),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": "[]", "a.tar": "no archive " * 99}, "cannot be converted: "),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": "[" * 100_000}, "nested too deeply"),
+        ("sharegpt-4o-image", {"text_and_image_to_image.json": "[" * 100_000}, "not JSON"),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": "1"}, "column 'input_image' is missing"),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": [1], "input_image": "a"}]'}, "must be texts"),
         ("ocr", {"train.csv": "x"}, "holds no train.txt; it holds {'.csv': 1}"),

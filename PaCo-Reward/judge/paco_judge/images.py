@@ -1,4 +1,4 @@
-"""Image files from outside, and images in the form in which a judge gets them."""
+"""Image files from outside, and images as the judge gets them."""
 
 import base64
 import hashlib
@@ -7,13 +7,17 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
 MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
 _LARGEST_DOWNLOAD = 64 << 20  # bytes
 _DOWNLOAD_TIMEOUT_S = 30.0
+_SAVE = {  # level 1: loopback bandwidth costs less than the processor time of a smaller file
+    "png": {"format": "PNG", "compress_level": 1},
+    "jpeg": {"format": "JPEG"},
+}
 
 
 class UnreadableImage(ValueError):
@@ -25,19 +29,17 @@ def open_image(source: str | Path | bytes) -> Image.Image:
 
     Raises:
         UnreadableImage: It does not exist, is of another format, or has more than ``MAX_PIXELS`` pixels. The message
-            ("is a GIF file …") follows the image's name.
+            ("does not exist") follows the image's name.
     """
     try:
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     except FileNotFoundError:
         raise UnreadableImage("does not exist") from None
-    except UnidentifiedImageError as error:
-        found = f"is a {kind} file, and" if (kind := _format_of(source)) else "is not an image that can be read:"
-        raise UnreadableImage(f"{found} only {', '.join(FORMATS)} are opened; convert it to PNG") from error
+    except Image.UnidentifiedImageError as error:
+        raise UnreadableImage(f"is not an image that is read here ({', '.join(FORMATS)}); convert it to PNG") from error
     except Exception as error:  # decoders raise many types on damaged headers
         raise UnreadableImage(f"cannot be read: {_line(error)}") from error
     if image.width * image.height > MAX_PIXELS:
-        image.close()
         raise UnreadableImage(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller")
     return image
 
@@ -54,7 +56,7 @@ def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image
 def load_image(source: str | Path | Image.Image) -> Image.Image:
     """The RGB image in a file, at an http(s) URL, or of another image. Raises UnreadableImage, naming the source."""
     if isinstance(source, Image.Image):
-        return _as_rgb(source)
+        return as_received(source)
     content: str | Path | bytes = source
     try:
         if str(source).startswith(("http://", "https://")):
@@ -77,46 +79,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def check_image(source: str | Path | bytes) -> None:
-    """Read all of an image's file, faster than decoding it: PNG by its checksums, JPEG at an eighth of its size.
-
-    Raises:
-        UnreadableImage: As ``read_image``; also of a file that was cut off.
-    """
-    with open_image(source) as image:
-        try:
-            if image.format == "PNG":
-                image.verify()
-            else:
-                image.getexif()
-                image.draft("RGB", (image.width // 8, image.height // 8))
-                image.load()
-        except Exception as error:  # decoders raise many types on damaged data
-            raise UnreadableImage(f"cannot be read: {_line(error)}") from error
-
-
-def _format_of(source: str | Path | bytes) -> str | None:
-    """What Pillow would take a file for by its first bytes, without opening it as that."""
-    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-        start = file.read(16).ljust(16, b"\0")
-    Image.init()
-    for name, (_, accept) in Image.OPEN.items():
-        if accept and accept(start) is True and name not in FORMATS:
-            return name
-    return None
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def encode(image: Image.Image, image_format: str = "png") -> bytes:
     """The file of an image, as RGB: lossless ``png``, or ``jpeg`` with Pillow's default quality. Raises UnreadableImage."""
     buffer = io.BytesIO()
-    # Level 1: loopback bandwidth costs less than the processor time of a smaller file.
-    _as_rgb(image).save(
-        buffer, **{"png": {"format": "PNG", "compress_level": 1}, "jpeg": {"format": "JPEG"}}[image_format]
-    )
+    as_received(image).save(buffer, **_SAVE[image_format])
     return buffer.getvalue()
 
 
@@ -125,20 +91,22 @@ def data_url(image: Image.Image, image_format: str = "png") -> str:
     return f"data:image/{image_format};base64," + base64.b64encode(encode(image, image_format)).decode("ascii")
 
 
-def as_received(image: Image.Image, image_format: str) -> Image.Image:
+def as_received(image: Image.Image, image_format: str = "png") -> Image.Image:
     """The RGB image that a server decodes, for judges in this process. Raises UnreadableImage."""
-    return _as_rgb(image) if image_format == "png" else Image.open(io.BytesIO(encode(image, image_format)))
-
-
-def content_digest(image: Image.Image) -> bytes:
-    """A 20-byte hash of size and RGB pixels: equal for equal content. Raises UnreadableImage."""
-    image = _as_rgb(image)
-    return hashlib.blake2b(image.tobytes(), digest_size=20, salt=b"%dx%d" % image.size).digest()
-
-
-def _as_rgb(image: Image.Image) -> Image.Image:
+    if image_format != "png":
+        return Image.open(io.BytesIO(encode(image, image_format)))
     try:
         return to_rgb(image)
     except Exception as error:  # decoders raise many types on damaged data
         name = getattr(image, "filename", "") or "in memory"
         raise UnreadableImage(f"image {name} cannot be read: {error}") from error
+
+
+def content_digest(image: Image.Image) -> bytes:
+    """A 20-byte hash of size and RGB pixels: equal for equal content. Raises UnreadableImage."""
+    image = as_received(image)
+    return hashlib.blake2b(image.tobytes(), digest_size=20, salt=b"%dx%d" % image.size).digest()
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

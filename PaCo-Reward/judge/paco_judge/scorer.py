@@ -104,6 +104,7 @@ class JudgeScorer:
             loaded = load_adapter(loaded, model, adapter)
             if limits := trained_limits(adapter):
                 set_limits(processor, limits)
+        see_images_once(loaded)
         return cls(loaded, processor, batch_size, form)
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
@@ -120,31 +121,26 @@ class JudgeScorer:
             top: As a server's ``top_logprobs``: no score if neither Yes nor No is among the ``top`` most probable
                 tokens. None: the whole vocabulary counts.
         """
-        verdicts: list[Verdict | None] = [None] * len(pairs)
+        verdicts: dict[int, Verdict] = {}
         for start in range(0, len(pairs), self.batch_size):
             chats = {}
             for index in range(start, min(start + self.batch_size, len(pairs))):
                 try:
-                    chats[index] = self.chat(pairs[index])
+                    chats[index] = self.chat(pairs[index])  # a sequence may open its images here
                 except (BadChat, UnreadableImage) as error:
                     verdicts[index] = Verdict(None, str(error))
             if chats:
                 logits = self.first_token_logits(list(chats.values()))
-                for index, verdict in zip(chats, self._verdicts(logits, top), strict=True):
-                    verdicts[index] = verdict
-        return verdicts
+                answers = zip(logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True)
+                verdicts |= zip(chats, [self._verdict(*answer, top) for answer in answers], strict=True)
+        return [verdicts[index] for index in range(len(pairs))]
 
-    def _verdicts(self, logits: np.ndarray, top: int | None) -> list[Verdict]:
-        finite = np.isfinite(logits[:, [self.yes_id, self.no_id]]).all(1)
-        verdicts = []
-        for p_yes, good in zip(p_yes_from_logits(np.nan_to_num(logits), *self._answer_ids, top), finite, strict=True):
-            if not good:
-                verdicts.append(Verdict(None, "the model's logits are not finite"))
-            elif np.isnan(p_yes):
-                verdicts.append(Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens"))
-            else:
-                verdicts.append(Verdict(float(p_yes)))
-        return verdicts
+    def _verdict(self, logits: np.ndarray, p_yes: float, top: int | None) -> Verdict:
+        if not np.isfinite(logits[[self.yes_id, self.no_id]]).all():
+            return Verdict(None, "the model's logits are not finite")
+        if np.isnan(p_yes):
+            return Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
+        return Verdict(float(p_yes))
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
         """The whole answer to each pair, greedily decoded: Yes or No, then reasons. Raises BadChat, UnreadableImage."""
@@ -224,6 +220,31 @@ def option_ids(tokenizer: Any) -> tuple[int, int]:
         if len(tokens) != 1:
             raise ValueError(f"this tokenizer splits {option!r} into {len(tokens)} tokens; a judge needs one")
     return ids[0][0], ids[1][0]
+
+
+def see_images_once(model: torch.nn.Module) -> None:
+    """Let equal images of a batch pass the model's vision tower once: no image attends to another."""
+    (visual,) = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "visual")
+    forward = visual.forward
+
+    def once(patches: torch.Tensor, grid_thw: torch.Tensor, **options: Any) -> Any:
+        parts = patches.split(grid_thw.prod(-1).tolist())
+        contents = [(*grid, part.float().cpu().numpy().tobytes()) for grid, part in zip(grid_thw.tolist(), parts)]
+        places = {content: contents.index(content) for content in contents}  # the first of each, in order
+        kept, order = list(places.values()), [list(places).index(content) for content in contents]
+        seen = forward(torch.cat([parts[place] for place in kept]), grid_thw=grid_thw[kept], **options)
+        patches_seen = sum(len(parts[place]) for place in kept)
+
+        def for_all(features: torch.Tensor) -> torch.Tensor:
+            """(tokens of the images seen, D) to those of all; a token is one patch or several."""
+            of_each = features.split([len(parts[place]) * len(features) // patches_seen for place in kept])
+            return torch.cat([of_each[place] for place in order])
+
+        for name, value in seen.items():
+            seen[name] = for_all(value) if isinstance(value, torch.Tensor) else [for_all(each) for each in value]
+        return seen
+
+    visual.forward = once
 
 
 def silence_transformers() -> None:

@@ -16,6 +16,7 @@ from paco_judge.json_io import parse
 
 logger = logging.getLogger(__name__)
 
+LARGEST_ANSWER = 1 << 20  # bytes; a judge's answer has a few thousand
 FAILURES = 3  # attempts at a request that the server fails on (HTTP 500)
 _BUSY = (429, 502, 503, 504)
 _CONNECT_TIMEOUT_S = 5.0
@@ -117,7 +118,11 @@ class Runtime:
             ):
                 if since := self._down_since.pop(server, None):
                     logger.warning("the judge at %s answers again, after %.0f s", server, self.loop.time() - since)
-                answer = await response.read()
+                answer = bytearray()
+                async for part in response.content.iter_any():
+                    answer += part
+                    if len(answer) > LARGEST_ANSWER:
+                        raise Refused(response.status, f"the answer is larger than {LARGEST_ANSWER} bytes")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if method == "POST" and server not in self._down_since:
                 self._down_since[server] = self.loop.time()
@@ -131,8 +136,8 @@ class Runtime:
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise Refused(response.status, _reason(answer) or response.reason or "", _retry_after(response))
-        return answer
+            raise Refused(response.status, _reason(bytes(answer)) or response.reason or "", _retry_after(response))
+        return bytes(answer)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
@@ -147,8 +152,10 @@ class Runtime:
         executor = ThreadPoolExecutor(1, "paco-judge-exit")
         idle = executor.submit(threading.current_thread).result()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        # Nothing is unpacked: a megabyte of gzip would become a gigabyte.
+        plain = {"headers": {"accept-encoding": "identity"}, "auto_decompress": False}
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, **plain) as self._session:
             self._ready.set()
             while idle.is_alive():
                 await asyncio.sleep(_EXIT_POLL_S)

@@ -3,6 +3,7 @@
 A missing score is ``None`` with a cause, never a number.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes an
         for words in (("yes", "y"), ("no", "n"))
     ),
 }
+
+
+_ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,12 @@ def p_yes_from_top_logprobs(
         ValueError: A log-probability is not one: no number, NaN, or more than 0.
     """
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
-    yes, no = ([logprob for token, logprob in entries if token in counted] for counted in ANSWER_TOKENS[answer_tokens])
-    return _share(_log_sum(yes), _log_sum(no))
+    answers = [[logprob for token, logprob in entries if token in words] for words in ANSWER_TOKENS[answer_tokens]]
+    for value in itertools.chain(*answers):
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not value <= _ROUNDING:
+            raise ValueError(f"{value!r} is not a log-probability")
+    p_yes = _share(*(np.logaddexp.reduce(logprobs, initial=-np.inf) for logprobs in answers))
+    return None if np.isnan(p_yes) else float(p_yes)
 
 
 def p_yes_from_logits(
@@ -67,26 +75,19 @@ def p_yes_from_logits(
         yes_ids, no_ids: Token ids whose probabilities are summed.
         top: Only ids among the ``top`` largest logits count, as with a server's ``top_logprobs``; the result is NaN
             where neither Yes nor No is among them.
-
-    Raises:
-        ValueError: A logit is NaN, or an id is outside the vocabulary.
     """
     logits = np.asarray(logits, dtype=np.float64)
-    if np.isnan(logits).any():
-        raise ValueError("the logits contain NaN")
-    yes, no = (np.atleast_1d(np.asarray(ids, dtype=np.int64)) for ids in (yes_ids, no_ids))
-    size = logits.shape[-1]
-    if min(yes.min(), no.min()) < 0 or max(yes.max(), no.max()) >= size:
-        raise ValueError(f"token ids {yes.tolist()} / {no.tolist()} are outside the vocabulary of {size}")
-    if top is not None and top < size:
-        kept = np.argsort(-logits, axis=-1, kind="stable")[..., :top]
-        mask = np.full(logits.shape, -np.inf)
-        np.put_along_axis(mask, kept, 0.0, axis=-1)
-        logits = logits + mask
-    with np.errstate(invalid="ignore"):  # −inf − (−inf): neither answer is there, the result is NaN
-        difference = np.logaddexp.reduce(logits[..., no], axis=-1) - np.logaddexp.reduce(logits[..., yes], axis=-1)
-    with np.errstate(over="ignore"):
-        return 1.0 / (1.0 + np.exp(difference))
+    if top is not None and top < logits.shape[-1]:
+        least = np.partition(logits, -top, axis=-1)[..., -top, None]
+        logits = np.where(logits >= least, logits, -np.inf)
+    with np.errstate(invalid="ignore"):
+        return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
+
+
+def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+    """exp(yes) / (exp(yes) + exp(no)); NaN where both are −inf."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return 1.0 / (1.0 + np.exp(no - yes))
 
 
 def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float | None:
@@ -111,25 +112,3 @@ def editing_score(*answers: Verdict) -> float | None:
         return None
     product = math.prod(answer.p_yes for answer in answers)
     return product if len(answers) == 1 else math.sqrt(product)
-
-
-_ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
-
-
-def _log_sum(logprobs: list[float]) -> float:
-    """log Σ exp; −inf for none."""
-    for value in logprobs:
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not value <= _ROUNDING:
-            raise ValueError(f"{value!r} is not a log-probability")
-    return float(np.logaddexp.reduce(logprobs, initial=-math.inf))
-
-
-def _share(yes: float, no: float) -> float | None:
-    """exp(yes) / (exp(yes) + exp(no)) without overflow; None when both are −inf."""
-    if yes == no == -math.inf:
-        return None
-    difference = no - yes
-    if difference > 0:
-        odds = math.exp(-difference)
-        return odds / (1.0 + odds)
-    return 1.0 / (1.0 + math.exp(difference))

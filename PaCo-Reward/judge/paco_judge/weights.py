@@ -6,7 +6,6 @@ checks a model by the headers of its files (its weights are not read), and LoRA 
 status 1 and one sentence for weights that are refused; 3 and the reason where they cannot be checked.
 """
 
-import importlib.util
 import json
 import re
 import sys
@@ -64,45 +63,27 @@ def check_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    config = json.loads((Path(folder) / "adapter_config.json").read_text())
     try:
         weights = load_file(Path(folder) / "adapter_model.safetensors")
     except SafetensorError as error:
         raise WrongWeights(f"the adapter in {folder} is damaged ({error})") from error
-    found = {name: match for name in weights if (match := _LORA.fullmatch(name))}
-    if others := sorted(weights.keys() - found.keys()):
-        raise WrongWeights(f"the adapter in {folder} has tensors that are not LoRA's: {_some(others)}; merge it")
-    pairs = {(match[1], match[2]): weights[name].shape for name, match in found.items()}
-    modules = {module for module, _ in pairs}
-    named = [{name.removesuffix(".weight"): shape for name, shape in each.items()} for each in (tensors, saved or {})]
-    base = max(named, key=lambda names: len(modules & names.keys()))  # trained with new or with old names
-    wrong = sorted(modules - base.keys())
-    if wrong:
+    pairs: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, value in sorted(weights.items()):
+        if not (match := _LORA.fullmatch(name)):
+            raise WrongWeights(f"the adapter in {folder} has a tensor that is not LoRA's: {name}; merge it")
+        if not value.isfinite().all():
+            raise WrongWeights(f"the adapter in {folder} has values that are not finite: {name}")
+        pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tuple(value.shape)
+    base = max(tensors, saved or {}, key=lambda names: len(pairs.keys() & names.keys()))  # trained with these names
+    if wrong := sorted(pairs.keys() - base.keys()):
         raise WrongWeights(f"the adapter in {folder} changes layers that its base lacks: {_some(wrong)}")
-    modules |= _targets(config, base)
-    if wrong := [f"{module}.lora_{part}" for module in sorted(modules) for part in "AB" if (module, part) not in pairs]:
-        raise WrongWeights(f"the adapter in {folder} lacks {len(wrong)} of its tensors: {_some(wrong)}")
-    for module in sorted(modules):
-        if len(base[module]) == 2:
-            (rank, inputs), (outputs, rank_b) = pairs[module, "A"], pairs[module, "B"]
-            if (outputs, inputs) != tuple(base[module]) or rank != rank_b:
-                raise WrongWeights(
-                    f"the adapter in {folder} does not fit its base: {module} is {_shape(base[module])}, its matrices "
-                    f"{_shape(pairs[module, 'B'])} and {_shape(pairs[module, 'A'])}"
-                )
-    if wrong := sorted(name for name, value in weights.items() if not value.isfinite().all()):
-        raise WrongWeights(f"the adapter in {folder} has values that are not finite: {_some(wrong)}")
-
-
-def _targets(config: dict, base: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """The modules that an adapter's configuration names, where it names them all by ``target_modules``."""
-    targets, narrower = config.get("target_modules"), ("layers_to_transform", "exclude_modules", "target_parameters")
-    if not targets or targets == "all-linear" or any(config.get(name) for name in narrower):
-        return set()
-    if isinstance(targets, str):
-        return {module for module, shape in base.items() if len(shape) > 1 and re.fullmatch(targets, module)}
-    ends = tuple(f".{target}" for target in targets)
-    return {module for module, shape in base.items() if len(shape) > 1 and f".{module}".endswith(ends)}
+    for name, found in pairs.items():
+        rank = found.get("A", (0,))[0]
+        if len(base[name]) == 2 and found != {"A": (rank, base[name][1]), "B": (base[name][0], rank)}:
+            raise WrongWeights(
+                f"the adapter in {folder} does not fit its base: {name} is {_shape(base[name])}, and its matrices are "
+                + ", ".join(f"lora_{part} {_shape(shape)}" for part, shape in found.items())
+            )
 
 
 def _some(names: list[str]) -> str:
@@ -126,22 +107,16 @@ def _check(path: str, adapters: Sequence[str]) -> None:
     config = json.loads(Path(path, "config.json").read_text()) if Path(path).is_dir() else {}
     if "quantization_config" in config:
         raise _CannotCheck("they are quantized")
-    if config and not config.get("architectures"):
-        raise _CannotCheck("config.json names no architectures")
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
-        raise _CannotCheck("transformers or torch is not installed")
-    import transformers
-    from transformers.integrations import accelerate
-
-    # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
-    accelerate.is_accelerate_available = lambda *_: True
     try:
-        names = config.get("architectures") or transformers.AutoConfig.from_pretrained(path).architectures or [""]
-        model_class = getattr(transformers, names[0], None)
-        if model_class is None:
-            raise _CannotCheck(f"transformers {transformers.__version__} has no {names[0]}")
+        import transformers
+        from transformers.integrations import accelerate
+
+        # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
+        accelerate.is_accelerate_available = lambda *_: True
+        names = config.get("architectures") or transformers.AutoConfig.from_pretrained(path).architectures
+        model_class = getattr(transformers, names[0])
         model = from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
-    except (WrongWeights, _CannotCheck):
+    except WrongWeights:
         raise
     except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
         raise _CannotCheck(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -206,6 +207,21 @@ def test_a_request_that_always_fails_is_tried_three_times():
     with FakeJudge(lambda number, request: (500, {"error": {"message": "out of memory"}}, {})) as judge:
         (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, "always 500"))
         assert "HTTP 500: out of memory" in verdict.error and len(judge.requests) == 3
+
+
+@pytest.mark.parametrize("encoding", [{}, {"content-encoding": "gzip"}])
+def test_an_answer_without_end_is_an_error_and_fills_no_memory(encoding):
+    """A gzip bomb is not unpacked; what exceeds 1 MiB is not read."""
+    endless = zlib.compress(b" " * (64 << 20), wbits=31) if encoding else b" " * (8 << 20)
+    with FakeJudge(lambda number, request: (200, endless, encoding)) as judge:
+        tracemalloc.start()
+        (verdict,) = client(judge).score_blocking(batch(1, f"endless {encoding}"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert not verdict.ok and peak < 16 << 20
+        judge.models = ["x" * (2 << 20)]
+        with pytest.raises(JudgeError, match="larger than"):
+            JudgeClient(judge.url, "m").check()
 
 
 @pytest.mark.parametrize("status", [301, 400, 404, 413])

@@ -59,6 +59,20 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     assert [answer for answer in scorer.reasons(pairs[:2], 5) if answer]
 
 
+def test_equal_images_of_a_batch_pass_the_vision_tower_once(folder, scorer, tiny):
+    images = [tiny.picture(seed, size) for seed, size in ((1, 40), (2, 90), (3, 40))]
+    pairs = [Pair(images[i].copy(), images[j].copy(), "same?") for i, j in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 2))]
+    together = JudgeScorer.from_pretrained(folder)
+    seen = []
+    tower = next(module for name, module in together.model.named_modules() if name.endswith("visual"))
+    tower.patch_embed.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    expected = [p_yes(scorer, [pair])[0] for pair in pairs]
+    np.testing.assert_allclose(p_yes(together, pairs), expected, atol=1e-5)
+    p_yes(together, pairs[:1])
+    p_yes(together, pairs[-1:])
+    assert len(seen) == 3 and seen[0] == seen[1] + seen[2] // 2 and len(set(expected)) == 5
+
+
 def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(scorer, pairs):
     image = pairs[0].image_a
     bad = [Pair(image, image, "<|image_pad|>?"), Pair(Image.new("RGB", (1, 300)), image, "same?")]
