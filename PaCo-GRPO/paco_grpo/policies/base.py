@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -22,6 +23,27 @@ logger = logging.getLogger(__name__)
 
 class PolicyLoadError(RuntimeError):
     """A model could not be loaded; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What one forward of the transformer gets.
+
+    Attributes:
+        latents: x_σ (B, N, C) float32.
+        sigma: (B,) float32 in [0, 1].
+        conditioning: len B.
+        height: Pixels, a multiple of ``size_multiple``.
+        width: Pixels, a multiple of ``size_multiple``.
+        negative: With the features of the negative prompt instead of the prompt's.
+    """
+
+    latents: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: Any
+    height: int
+    width: int
+    negative: bool = False
 
 
 class Policy(ABC):
@@ -43,8 +65,6 @@ class Policy(ABC):
         cuts_text: Whether longer texts are cut there.
         tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
         size_multiple: Heights and widths must be multiples of this many pixels.
-        has_block_cache: Whether its transformer works with a first-block cache (``config.sample.tail_cache``).
-        repeated_blocks: Class names of the blocks to compile, where diffusers' model class does not name them.
         offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
             many items at a time is cheaper.
         pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
@@ -64,8 +84,6 @@ class Policy(ABC):
     text_limit: ClassVar[int] = 512
     cuts_text: ClassVar[bool] = True
     tokenizer_folder: ClassVar[str] = "tokenizer"
-    has_block_cache: ClassVar[bool] = True
-    repeated_blocks: ClassVar[tuple[str, ...]] = ()
     offloads_text_encoders: bool = False
     pipeline_setup: str = ""
 
@@ -142,10 +160,6 @@ class Policy(ABC):
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """Modules whose result depends on the conditioning and the weights alone, not on latents or σ."""
-        return ()
 
     @classmethod
     def in_template(cls, tokenizer: Any, prompt: str) -> str:

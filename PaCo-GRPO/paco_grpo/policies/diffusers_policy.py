@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,13 +18,11 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
 
-from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
+from paco_grpo.policies.base import ForwardInputs, Policy, PolicyLoadError
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
-from paco_grpo.policies.performance.onednn import frozen_layers_through_onednn
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
-from paco_grpo.policies.performance.repeated import cast_inputs_once
-from paco_grpo.types import to_device
+from paco_grpo.types import Conditioning, to_device
 from paco_judge.weights import from_pretrained_strict
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
@@ -98,10 +96,6 @@ class DiffusersPolicy(Policy):
             pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
             _place(pipeline.transformer, self.device, dtype)
-        if dtype != torch.float32:
-            cast_inputs_once(pipeline.transformer)
-        elif self.device.type == "cpu":
-            frozen_layers_through_onednn(pipeline.transformer)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
         for encoder in self.text_encoders():
@@ -123,6 +117,27 @@ class DiffusersPolicy(Policy):
     @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
+
+    def velocity(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Conditioning,
+        height: int,
+        width: int,
+        guided: bool | None = None,
+    ) -> torch.Tensor:
+        """As in ``Policy``; without true CFG, ``guided`` makes no difference."""
+        return self._predict(ForwardInputs(latents, sigma, conditioning, height, width))
+
+    def _predict(self, inputs: ForwardInputs) -> torch.Tensor:
+        """``_forward`` under autocast, of the generated tokens alone, in float32."""
+        with self.autocast():
+            return self._forward(inputs)[:, : inputs.latents.shape[1]].float()
+
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """The velocity (B, N', C) in any precision, whose first N tokens are the generated ones."""
+        raise NotImplementedError
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
@@ -179,7 +194,7 @@ class DiffusersPolicy(Policy):
         their order are diffusers' own, so the images are the same bits.
         """
         unpacked = self._unpack(latents, height, width)
-        with self._offloaded_vae.at_work():
+        with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
         rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
@@ -199,15 +214,10 @@ class DiffusersPolicy(Policy):
             self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
 
     @contextmanager
-    def encoders_held(self) -> Iterator[None]:
+    def keep_encoders_on_device(self) -> Iterator[None]:
         """Text encoders and VAE that are copied to the device inside the block stay there until its end."""
-        with self._offloaded_text.held(), self._offloaded_vae.held():
+        with self._offloaded_text.keep_on_device(), self._offloaded_vae.keep_on_device():
             yield
-
-    def _cache_context(self, name: str) -> AbstractContextManager:
-        """Needed around every forward: a first-block cache keeps the passes ``name`` of one velocity apart."""
-        transformer = unwrap(self.transformer)
-        return transformer.cache_context(name) if getattr(transformer, "is_cache_enabled", False) else nullcontext()
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""

@@ -9,9 +9,9 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
-from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, lora_targets_with
-from paco_grpo.policies.performance.flux import leave_out_unused_work
+from paco_grpo.policies.performance.flux import leave_out_unread_text
 from paco_grpo.types import Conditioning, Item
 
 
@@ -34,7 +34,7 @@ class FluxPolicy(DiffusersPolicy):
     def __init__(self, pipeline: FluxPipeline, **options) -> None:
         super().__init__(pipeline, **options)
         self._image_ids: dict[tuple[int, int], torch.Tensor] = {}
-        leave_out_unused_work(pipeline.transformer)
+        leave_out_unread_text(pipeline.transformer)
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """CLIP and T5."""
@@ -43,59 +43,39 @@ class FluxPolicy(DiffusersPolicy):
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> FluxConditioning:
         """Each text goes through both encoders once, alone."""
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
         return FluxConditioning(
             prompt_embeds=torch.stack([row[0] for row in rows]).to(self.device),
             pooled_prompt_embeds=torch.stack([row[1] for row in rows]).to(self.device),
         )
 
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """Projections of the text and of the guidance, and the rotations."""
-        transformer = unwrap(self.transformer)
-        embed = transformer.time_text_embed
-        guidance = [embed.guidance_embedder] if self._transformer_config.guidance_embeds else []
-        return transformer.context_embedder, transformer.pos_embed, embed.text_embedder, *guidance
-
     def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
         # One prompt at a time: to the last bit, the features then do not depend on the other prompts of the call, so a
         # resumed run (whose cache is empty) computes the same numbers.
-        with self._offloaded_text.at_work():
+        with self._offloaded_text.on_device():
             embeds, pooled, _ = self.pipeline.encode_prompt(
                 prompt, device="cpu", max_sequence_length=self.max_sequence_length
             )
         return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
 
-    def velocity(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: FluxConditioning,
-        height: int,
-        width: int,
-        guided: bool | None = None,
-    ) -> torch.Tensor:
-        """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
-        tokens, position_ids = self._tokens(latents, conditioning, height, width)
-        guidance = torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None
-        with self.autocast(), self._cache_context("text"):
-            velocity = self.transformer(
-                hidden_states=tokens.to(self.dtype),
-                timestep=sigma,  # the transformer multiplies by 1000
-                guidance=guidance,
-                pooled_projections=conditioning.pooled_prompt_embeds,
-                encoder_hidden_states=conditioning.prompt_embeds,
-                txt_ids=position_ids[:0],  # only image tokens are rotated (performance/flux.py)
-                img_ids=position_ids,
-                return_dict=False,
-            )[0]
-        return velocity[:, : latents.shape[1]].float()
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        tokens, position_ids = self._tokens(inputs)
+        text, sigma = inputs.conditioning, inputs.sigma
+        return self.transformer(
+            hidden_states=tokens.to(self.dtype),
+            timestep=sigma,  # the transformer multiplies by 1000
+            guidance=torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None,
+            pooled_projections=text.pooled_prompt_embeds,
+            encoder_hidden_states=text.prompt_embeds,
+            txt_ids=position_ids.new_zeros(text.prompt_embeds.shape[1], 3),
+            img_ids=position_ids,
+            return_dict=False,
+        )[0]
 
-    def _tokens(
-        self, latents: torch.Tensor, conditioning: FluxConditioning, height: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Image tokens (B, M, C), the generated ones first, and their position ids (M, 3)."""
-        return latents, self._image_ids_for(*self._grid(height, width))
+        return inputs.latents, self._image_ids_for(*self._grid(inputs.height, inputs.width))
 
     def _image_ids_for(self, rows: int, columns: int) -> torch.Tensor:
         if (rows, columns) not in self._image_ids:  # made on the CPU, so kept on the device

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import pad
 
-from paco_grpo.policies.base import PolicyLoadError, unwrap
+from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
 from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy, image_digest
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
@@ -72,21 +72,15 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
         """Texts and reference images apart; each goes through its encoder once, alone."""
         references = self._encode_references([self._read(item) for item in items])
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             texts = [self._encode_text(item.prompt) for item in items]
         return Flux2Conditioning(prompt_embeds=torch.stack(texts).to(self.device), **references)
-
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """Projections of the text and of the guidance."""
-        transformer = unwrap(self.transformer)
-        guidance = transformer.time_guidance_embed.guidance_embedder
-        return transformer.context_embedder, *([] if guidance is None else [guidance])
 
     def _encode_text(self, text: str) -> torch.Tensor:
         """Features (L, D)."""
 
         def compute() -> tuple[torch.Tensor]:
-            with self._offloaded_text.at_work():
+            with self._offloaded_text.on_device():
                 embeds, _ = self.pipeline.encode_prompt(
                     text, device=self.pipeline.text_encoder.device, max_sequence_length=self.max_sequence_length
                 )
@@ -94,42 +88,20 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
 
         return self._texts.get(text, compute)[0]
 
-    def velocity(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Flux2Conditioning,
-        height: int,
-        width: int,
-        guided: bool | None = None,
-    ) -> torch.Tensor:
-        """As in ``Policy``; the guidance is embedded, so ``guided`` makes no difference."""
-        return self._forward(latents, sigma, conditioning, height, width, negative=False)
-
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Flux2Conditioning,
-        height: int,
-        width: int,
-        negative: bool,
-    ) -> torch.Tensor:
-        tokens, grids = conditioning.with_references(latents)
-        text = conditioning.negative_embeds.expand(len(latents), -1, -1) if negative else conditioning.prompt_embeds
-        text_ids, image_ids = self._ids_for(text.shape[1], self._grid(height, width), *grids)
-        guidance = torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None
-        with self.autocast(), self._cache_context("negative" if negative else "prompt"):
-            velocity = self.transformer(
-                hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
-                timestep=sigma,
-                guidance=guidance,
-                encoder_hidden_states=text,
-                txt_ids=text_ids,
-                img_ids=image_ids,
-                return_dict=False,
-            )[0]
-        return velocity[:, : latents.shape[1]].float()
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        features, sigma = inputs.conditioning, inputs.sigma
+        tokens, grids = features.with_references(inputs.latents)
+        text = features.negative_embeds.expand(len(tokens), -1, -1) if inputs.negative else features.prompt_embeds
+        text_ids, image_ids = self._ids_for(text.shape[1], self._grid(inputs.height, inputs.width), *grids)
+        return self.transformer(
+            hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
+            timestep=sigma,
+            guidance=torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None,
+            encoder_hidden_states=text,
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
 
     def _ids_for(self, length: int, *grids: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (image, row, column, text token) of the text (L, 4), and of the generated image and its references."""
@@ -205,7 +177,6 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     pipeline_class = Flux2KleinPipeline
     family = "FLUX.2 Klein"
     default_negative: ClassVar[str | None] = ""
-    _forward = Flux2Policy._forward  # else the abstract one of TrueCfgPolicy, which gives ``velocity``, comes first
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:
@@ -233,7 +204,3 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         return dataclasses.replace(
             conditioning, negative_embeds=self._encode_text(self.negative_prompt)[None].to(self.device)
         )
-
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """None with true CFG, where two texts take turns."""
-        return () if self.guided else super().constant_parts()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from diffusers import FluxKontextPipeline
 
+from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.flux import FluxConditioning, FluxPolicy
 from paco_grpo.policies.reference_image import ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
@@ -37,10 +38,8 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
         references = self._encode_references([self._read(item) for item in items])
         return KontextConditioning(**vars(super().encode(items)), **references)
 
-    def _tokens(
-        self, latents: torch.Tensor, conditioning: KontextConditioning, height: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, ((rows, columns),) = conditioning.with_references(latents)
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, ((rows, columns),) = inputs.conditioning.with_references(inputs.latents)
         reference_ids = self._image_ids_for(rows, columns).clone()
         reference_ids[:, 0] = 1  # marks reference tokens, as in the pipeline; generated ones have 0
-        return tokens, torch.cat([self._image_ids_for(*self._grid(height, width)), reference_ids])
+        return tokens, torch.cat([self._image_ids_for(*self._grid(inputs.height, inputs.width)), reference_ids])

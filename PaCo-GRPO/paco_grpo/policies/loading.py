@@ -1,4 +1,4 @@
-"""Find the policy class of a model folder (or hub name) and load it, with one error message for each way to fail."""
+"""Find the policy class of a model folder (or hub name) and load it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
-from paco_grpo.policies.hub import HTTP_ERRORS, NoSuchFile, hub_file, looks_like_a_path
 from paco_grpo.policies.performance.quantize import missing_library
 from paco_grpo.suggest import did_you_mean
 
@@ -73,13 +73,7 @@ def load_policy(
         options["quantize"] = quantize
     if found.text_sees_image:
         options["image_positions"] = image_positions
-    try:
-        return found.from_pretrained(model_path, **options)
-    except HTTP_ERRORS as error:
-        raise PolicyLoadError(
-            f"the download of {model_path} was interrupted ({type(error).__name__}: {error}). "
-            "Check the network and run again: it resumes where it stopped."
-        ) from error
+    return found.from_pretrained(model_path, **options)
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:
@@ -150,20 +144,27 @@ def _small_file(model_path: str | Path, name: str) -> Path:
     Raises:
         PolicyLoadError: It cannot be loaded.
     """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        if not (folder / name).is_file():
-            raise PolicyLoadError(
-                f"model folder {folder} has no {name}, so it is not a complete diffusers pipeline. "
-                "Give the folder that contains transformer/, vae/ and scheduler/ (a download must be complete)."
-            )
-        return folder / name
-    if looks_like_a_path(str(model_path)):
+    file = local_folder(model_path, name, option="config.pretrained.model") / name
+    if not file.is_file():
         raise PolicyLoadError(
-            f"model folder {model_path} does not exist (looked at {folder.absolute()}). "
-            "Correct config.pretrained.model, or download the model to that place."
+            f"config.pretrained.model={model_path} has no {name}, so it is not a complete diffusers pipeline: give the "
+            "folder that contains transformer/, vae/ and scheduler/"
         )
+    return file
+
+
+def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
+    """``place`` if it is a folder; otherwise the cached copy of that hub repository, with the files of ``patterns``.
+
+    Raises:
+        PolicyLoadError: It is neither; the message names ``option``.
+    """
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
     try:
-        return hub_file(str(model_path), name)
-    except NoSuchFile as error:
-        raise PolicyLoadError(f"{error}, so it is not a diffusers pipeline. Choose another model.") from error
+        return Path(snapshot_download(str(place), allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are one or the other
+        raise PolicyLoadError(
+            f"{option}: there is no folder {folder.absolute()}, and {place} cannot be had from the hub: {error}"
+        ) from error

@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
-from paco_grpo.policies.hub import NoSuchFile, hub_file, looks_like_a_path
-from paco_grpo.policies.performance.lora_sum import add_in_one_kernel
-from paco_grpo.policies.performance.quantize import is_quantized
+from paco_grpo.policies.loading import local_folder
+from paco_grpo.policies.performance.lora_sum import add_without_product
 from paco_grpo.suggest import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def add_lora(
         if broken := [name for name, tensor in _weights(transformer).items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
-    add_in_one_kernel(_layers(policy), TRAINED)
+    add_without_product(_layers(policy), TRAINED)
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
@@ -134,7 +133,7 @@ def add_snapshot(policy: Policy, name: str) -> None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
         transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
     transformer.set_adapter(TRAINED)
-    add_in_one_kernel(_layers(policy), name)
+    add_without_product(_layers(policy), name)
     _set_trainable(transformer, name, False)
     _set_trainable(transformer, TRAINED, True)
     blend_snapshot(policy, name, decay=0.0)
@@ -205,11 +204,6 @@ def merged(policy: Policy) -> Iterator[None]:
     have exactly the same bits: they are set aside, which takes memory for one more copy of the layers that have a LoRA.
     """
     layers = _layers(policy)
-    if any(is_quantized(layer.get_base_layer()) for layer in layers):
-        raise ValueError(
-            "a LoRA cannot be merged into a quantized base and taken out again: set config.sample.merge_lora=False, or "
-            "config.pretrained.quantize=None"
-        )
     weights = [_local(layer.get_base_layer().weight) for layer in layers]
     saved = [weight.clone() for weight in weights]
     try:
@@ -301,26 +295,13 @@ def find_lora(place: str | Path) -> Path:
     Raises:
         PolicyLoadError: There is none; the message names the expected files.
     """
-    folder = Path(place).expanduser()
-    wanted = f"It needs {_DIFFUSERS[0]} (diffusers), or {' and '.join(_PEFT)} (PEFT)."
-    if folder.is_dir():
-        if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
-            return folder
-        raise PolicyLoadError(f"config.train.lora_path: {place} contains no LoRA. {wanted}")
-    if looks_like_a_path(str(place)):
-        raise PolicyLoadError(f"config.train.lora_path: folder {folder.absolute()} does not exist. Correct the path.")
-    unreached = None
-    for files in (_DIFFUSERS, _PEFT):
-        try:
-            found = [hub_file(str(place), file, cached_only=unreached is not None) for file in files]
-            return found[0].parent
-        except NoSuchFile:
-            continue
-        except PolicyLoadError as error:  # the other format may be in the cache
-            unreached = error
-    if unreached is not None:
-        raise PolicyLoadError(f"config.train.lora_path: {unreached}") from unreached
-    raise PolicyLoadError(f"config.train.lora_path: {place} on the hub contains no LoRA. {wanted}")
+    folder = local_folder(place, *_DIFFUSERS, *_PEFT, option="config.train.lora_path")
+    if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
+        return folder
+    raise PolicyLoadError(
+        f"config.train.lora_path: {place} contains no LoRA. It needs {_DIFFUSERS[0]} (diffusers), or "
+        f"{' and '.join(_PEFT)} (PEFT)"
+    )
 
 
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, QwenImagePipeline
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import PolicyLoadError, unwrap
+from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Conditioning, Item
@@ -36,7 +36,7 @@ class QwenConditioning(Conditioning):
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncoderImages:
     """The images that the text encoder sees with a text."""
 
     images: tuple[Image.Image, ...] = ()
@@ -80,18 +80,13 @@ class QwenImagePolicy(TrueCfgPolicy):
 
     def encode(self, items: Sequence[Item]) -> QwenConditioning:
         """Each text goes through the text encoder once, alone."""
-        return QwenConditioning(**self._encode_texts(items, [Seen()] * len(items)))
-
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """The projection of the text; with true CFG two texts take turns."""
-        transformer = unwrap(self.transformer)
-        return () if self.guided else (transformer.txt_norm, transformer.txt_in)
+        return QwenConditioning(**self._encode_texts(items, [EncoderImages()] * len(items)))
 
     @torch.no_grad()
-    def _encode_texts(self, items: Sequence[Item], seen: Sequence[Seen]) -> dict[str, torch.Tensor | None]:
+    def _encode_texts(self, items: Sequence[Item], seen: Sequence[EncoderImages]) -> dict[str, torch.Tensor | None]:
         """The fields of ``QwenConditioning``; each (text, images) goes through the text encoder once, alone."""
         fields: dict[str, torch.Tensor | None] = {}
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             for name, of_items in self._texts_by_name(items):
                 rows = [
                     self._texts.get((text, images.key), lambda t=text, i=images: (self._encode_text(t, i.images),))[0]
@@ -105,7 +100,7 @@ class QwenImagePolicy(TrueCfgPolicy):
 
     def _encode_text(self, text: str, images: tuple[Image.Image, ...]) -> torch.Tensor:
         """Features (L, D) of the text and the images, without those of the pipeline's fixed prefix."""
-        with self._offloaded_text.at_work():
+        with self._offloaded_text.on_device():
             embeds, _ = self.pipeline.encode_prompt(
                 text,
                 device=self.pipeline.text_encoder.device,
@@ -118,33 +113,22 @@ class QwenImagePolicy(TrueCfgPolicy):
         """How the pipeline's ``encode_prompt`` takes the images."""
         return {}
 
-    def _tokens(
-        self, latents: torch.Tensor, conditioning: QwenConditioning
-    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Image tokens (B, M, C), the generated ones first, and the rows and columns of each reference image."""
-        return latents, []
+        return inputs.latents, []
 
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: QwenConditioning,
-        height: int,
-        width: int,
-        negative: bool,
-    ) -> torch.Tensor:
-        tokens, grids = self._tokens(latents, conditioning)
-        name = "negative" if negative else "prompt"
-        with self.autocast(), self._cache_context(name):
-            velocity = self.transformer(
-                hidden_states=tokens.to(self.dtype),
-                timestep=sigma,  # the transformer multiplies by 1000
-                encoder_hidden_states=getattr(conditioning, f"{name}_embeds"),
-                encoder_hidden_states_mask=getattr(conditioning, f"{name}_mask"),
-                img_shapes=[[(1, *grid) for grid in (self._grid(height, width), *grids)]] * latents.shape[0],
-                return_dict=False,
-            )[0]
-        return velocity[:, : latents.shape[1]].float()
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        tokens, grids = self._tokens(inputs)
+        shapes = [(1, *grid) for grid in (self._grid(inputs.height, inputs.width), *grids)]
+        text = inputs.conditioning
+        return self.transformer(
+            hidden_states=tokens.to(self.dtype),
+            timestep=inputs.sigma,  # the transformer multiplies by 1000
+            encoder_hidden_states=text.negative_embeds if inputs.negative else text.prompt_embeds,
+            encoder_hidden_states_mask=text.negative_mask if inputs.negative else text.prompt_mask,
+            img_shapes=[shapes] * len(tokens),
+            return_dict=False,
+        )[0]
 
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u·|c|/|u| with u = n + scale·(c − n), per token."""

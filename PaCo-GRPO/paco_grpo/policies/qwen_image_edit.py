@@ -11,7 +11,8 @@ import torch
 from diffusers import DiffusionPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-from paco_grpo.policies.qwen_image import QwenConditioning, QwenImagePolicy, Seen
+from paco_grpo.policies.base import ForwardInputs
+from paco_grpo.policies.qwen_image import EncoderImages, QwenConditioning, QwenImagePolicy
 from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
 
@@ -63,9 +64,9 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         texts = self._encode_texts(items, [self._seen(row) for row in references])
         return QwenEditConditioning(**texts, **self._encode_references(references))
 
-    def _seen(self, references: tuple[Reference, ...]) -> Seen:
+    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
         """The images for the text encoder; here those of the VAE."""
-        return Seen(tuple(r.image for r in references), tuple(r.key for r in references))
+        return EncoderImages(tuple(r.image for r in references), tuple(r.key for r in references))
 
     def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
         return {"image": images[0]}
@@ -73,7 +74,5 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
 
-    def _tokens(
-        self, latents: torch.Tensor, conditioning: QwenEditConditioning
-    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        return conditioning.with_references(latents)
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        return inputs.conditioning.with_references(inputs.latents)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-from paco_grpo.policies.qwen_image import Seen
+from paco_grpo.policies.qwen_image import EncoderImages
 from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy
 from paco_grpo.policies.reference_image import Reference, image_digest
 
@@ -27,7 +27,7 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     several_images = True
     shape_from = -1
 
-    def _seen(self, references: tuple[Reference, ...]) -> Seen:
+    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
         images = tuple(
             self.pipeline.image_processor.resize(
                 reference.original,
@@ -35,7 +35,7 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
             )
             for reference in references
         )
-        return Seen(images, tuple((image_digest(image), image.size) for image in images))
+        return EncoderImages(images, tuple((image_digest(image), image.size) for image in images))
 
     def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
         return {"image": list(images)}

@@ -126,7 +126,7 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""
         nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             tokens = [
                 torch.cat([nothing, *(self._latents.get(r.key, lambda r=r: (self._encode_image(r),))[0] for r in row)])
                 for row in references
@@ -141,7 +141,7 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """Packed latents (M, C) of a reference."""
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
         vae = self.pipeline.vae
-        with self._offloaded_vae.at_work():
+        with self._offloaded_vae.on_device():
             latents = self.pipeline._encode_vae_image(
                 image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
             )

@@ -9,7 +9,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
-from paco_grpo.policies.base import unwrap
+from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Conditioning, Item
@@ -38,12 +38,11 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     tokenizer_folder = "tokenizer_3"  # T5's; CLIP always takes 77 tokens
     default_negative = ""
     linear_sigmas = False
-    has_block_cache = False
-    repeated_blocks = ("JointTransformerBlock",)
     lora_targets = lora_targets_with("ff", "ff_context")
 
     def __init__(self, pipeline: StableDiffusion3Pipeline, **options) -> None:
         super().__init__(pipeline, **options)
+        pipeline.transformer._repeated_blocks = ["JointTransformerBlock"]  # for compile_repeated_blocks; not set by diffusers
         if self._transformer_config.dual_attention_layers:  # 3.5 medium: a second attention, of the image alone
             self.lora_targets = (
                 *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -58,7 +57,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     def encode(self, items: Sequence[Item]) -> SD3Conditioning:
         """Each text goes through the encoders once, alone."""
         fields = {}
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             for name, of_items in self._texts_by_name(items):
                 rows = [self._texts.get(text, lambda text=text: self._encode_text(text)) for text in of_items]
                 for part, column in zip(("embeds", "pooled"), zip(*rows, strict=True), strict=True):
@@ -66,7 +65,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         return SD3Conditioning(**fields)
 
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._offloaded_text.at_work():
+        with self._offloaded_text.on_device():
             embeds, _, pooled, _ = self.pipeline.encode_prompt(
                 text,
                 None,
@@ -77,27 +76,13 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
             )
         return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
 
-    def constant_parts(self) -> Sequence[nn.Module]:
-        """The projections of the text; with true CFG two texts take turns."""
-        transformer = unwrap(self.transformer)
-        return () if self.guided else (transformer.context_embedder, transformer.time_text_embed.text_embedder)
-
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: SD3Conditioning,
-        height: int,
-        width: int,
-        negative: bool,
-    ) -> torch.Tensor:
-        name = "negative" if negative else "prompt"
-        with self.autocast():
-            velocity = self.transformer(
-                hidden_states=self._unpack(latents, height, width).to(self.dtype),
-                timestep=1000 * sigma,
-                encoder_hidden_states=getattr(conditioning, f"{name}_embeds"),
-                pooled_projections=getattr(conditioning, f"{name}_pooled"),
-                return_dict=False,
-            )[0]
-        return self._pack(velocity).float()
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        text = inputs.conditioning
+        velocity = self.transformer(
+            hidden_states=self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype),
+            timestep=1000 * inputs.sigma,
+            encoder_hidden_states=text.negative_embeds if inputs.negative else text.prompt_embeds,
+            pooled_projections=text.negative_pooled if inputs.negative else text.prompt_pooled,
+            return_dict=False,
+        )[0]
+        return self._pack(velocity)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
 
+from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.types import Conditioning, Item
 
@@ -64,22 +65,11 @@ class TrueCfgPolicy(DiffusersPolicy):
         guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``."""
-        conditional = self._forward(latents, sigma, conditioning, height, width, negative=False)
+        inputs = ForwardInputs(latents, sigma, conditioning, height, width)
+        conditional = self._predict(inputs)
         if not (self.guided and (self.samples_guided if guided is None else guided)):
             return conditional
-        return self._combined(conditional, self._forward(latents, sigma, conditioning, height, width, negative=True))
-
-    @abstractmethod
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Conditioning,
-        height: int,
-        width: int,
-        negative: bool,
-    ) -> torch.Tensor:
-        """The velocity (B, N, C) float32 with the features of the prompt, or of the negative prompt."""
+        return self._combined(conditional, self._predict(dataclasses.replace(inputs, negative=True)))
 
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u + scale·(c − u)."""

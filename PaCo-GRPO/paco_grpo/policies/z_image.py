@@ -11,6 +11,7 @@ from diffusers import ZImagePipeline
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import FlatLatents
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Conditioning, Item
@@ -41,7 +42,6 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     masks_text = True  # where the padded captions of a batch differ in length
     default_negative = ""
     least_scale = 0.0
-    has_block_cache = False
     lora_targets = (
         *(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
@@ -62,7 +62,7 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     def encode(self, items: Sequence[Item]) -> ZImageConditioning:
         """Each text goes through the encoder once, alone."""
         fields = {}
-        with self.encoders_held():
+        with self.keep_encoders_on_device():
             for name, of_items in self._texts_by_name(items):
                 rows = [self._texts.get(text, lambda text=text: (self._encode_text(text),))[0] for text in of_items]
                 fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
@@ -71,7 +71,7 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
 
     def _encode_text(self, text: str) -> torch.Tensor:
         """Features (L, D) without padding; the pipeline writes into the list that it gets."""
-        with self._offloaded_text.at_work():
+        with self._offloaded_text.on_device():
             (embeds,), _ = self.pipeline.encode_prompt(
                 [text],
                 device=self.pipeline.text_encoder.device,
@@ -80,26 +80,18 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
             )
         return embeds.to(self.dtype)
 
-    def _forward(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: ZImageConditioning,
-        height: int,
-        width: int,
-        negative: bool,
-    ) -> torch.Tensor:
-        name = "negative" if negative else "prompt"
-        embeds, lengths = getattr(conditioning, f"{name}_embeds"), getattr(conditioning, f"{name}_length").tolist()
-        frames = self._unpack(latents, height, width).to(self.dtype).unsqueeze(2)  # of a video of one frame
-        with self.autocast():
-            clean = self.transformer(
-                list(frames.unbind()),
-                1 - sigma,  # the transformer's time ends at the image, and it multiplies by 1000
-                [row[:length] for row, length in zip(embeds, lengths, strict=True)],
-                return_dict=False,
-            )[0]
-        return -self._pack(torch.stack(clean)[:, :, 0]).float()  # it predicts x_0 − noise
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        text = inputs.conditioning
+        embeds = text.negative_embeds if inputs.negative else text.prompt_embeds
+        lengths = text.negative_length if inputs.negative else text.prompt_length
+        latents = self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype)
+        clean = self.transformer(
+            list(latents.unsqueeze(2).unbind()),  # videos of one frame
+            1 - inputs.sigma,  # the transformer's time ends at the image, and it multiplies by 1000
+            [row[:length] for row, length in zip(embeds, lengths.tolist(), strict=True)],
+            return_dict=False,
+        )[0]
+        return -self._pack(torch.stack(clean)[:, :, 0])  # it predicts x_0 − noise
 
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """c + scale·(c − u): the same as the others' with scale + 1."""

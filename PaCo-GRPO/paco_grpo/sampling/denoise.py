@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,6 @@ import torch
 
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
-from paco_grpo.policies.performance.onednn import through_onednn
-from paco_grpo.policies.performance.repeated import computed_once
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 
@@ -30,9 +28,8 @@ class Sampling:
         noise_steps: Ascending indices of the noisy steps; () = deterministic sampling (evaluation).
         noise_level: a; at 0 no step is noisy and none is recorded.
         cps: Flow-CPS instead of Flow-SDE.
-        merge_lora: Merge the LoRA into the base weights for noiseless steps, in float32 on a CPU computed by oneDNN: faster,
-            equal up to rounding. Noise steps are never merged, so that their log-probabilities are the ones that training
-            computes.
+        merge_lora: Merge the LoRA into the base weights for noiseless steps: faster, equal up to rounding. Noise steps are
+            never merged, so that their log-probabilities are the ones that training computes.
         tail_steps: Maximum number of steps in the tail; None = those of the schedule.
         tail_order: 1 = Euler; 2 = the two-step Adams-Bashforth method, which needs no additional forward pass.
     """
@@ -82,11 +79,7 @@ def rollout(
 
     def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, order: int = 1) -> torch.Tensor:
         """Deterministic steps from the first to the last of ``sigmas``."""
-        with ExitStack() as stack:
-            if sampling.merge_lora and len(sigmas) > 1:
-                stack.enter_context(merged(policy))
-                stack.enter_context(through_onednn(policy))
-            stack.enter_context(computed_once(policy.constant_parts()))
+        with merged(policy) if sampling.merge_lora and len(sigmas) > 1 else nullcontext():
             return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, order)
 
     with policy.autocast():  # around all forwards, so that the LoRA's weights are cast once for all of them

@@ -20,7 +20,7 @@ from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
-from paco_grpo.policies.hub import hub_folder
+from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance import AccelerationError, quantize
 from paco_grpo.policies.performance.attention import attention_problem, try_attention
@@ -327,9 +327,8 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
 def _tokenizer(model: str, folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    path = Path(model).expanduser()
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
-    path = (path if path.is_dir() else hub_folder(model, folder)) / folder
+    path = local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, RuntimeError) as error:

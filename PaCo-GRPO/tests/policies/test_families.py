@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers.models.cache_utils import CacheMixin
 from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture
 from torch.utils._pytree import tree_map
 
@@ -223,8 +222,7 @@ def test_every_adapter_weight_gets_a_gradient(trained, name):
 @BY_NAME
 def test_what_it_can_is_what_its_model_can(tiny_folder, name):
     policy = load(name, tiny_folder(name))
-    assert policy.has_block_cache == isinstance(policy.transformer, CacheMixin)
-    blocks = policy.repeated_blocks or policy.transformer._repeated_blocks
+    blocks = policy.transformer._repeated_blocks
     assert blocks and set(blocks) <= {type(module).__name__ for module in policy.transformer.modules()}
     first, second = (policy.size_multiple_with(policy.pipeline.vae.config), policy.size_multiple)
     assert first == second

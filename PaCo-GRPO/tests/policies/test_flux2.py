@@ -11,7 +11,6 @@ from tiny_flux2 import build_tiny_flux2
 from tiny_policies import picture
 
 from paco_grpo.policies import PolicyLoadError, load_policy, lora
-from paco_grpo.policies.performance.repeated import computed_once
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
@@ -189,21 +188,6 @@ def test_bfloat16_rounds_neither_the_time_nor_the_statistics(folders, case):
         policy.initial_latents([1], 64, 48), sigma, policy.encode([edit(0, "x", (64, 64))]), 64, 48
     )
     assert velocity.dtype == torch.float32 and torch.equal(times[0], 1000 * sigma)
-
-
-def test_constant_parts_compute_once(folders, case):
-    policy = load(folders, case)
-    parts, conditioning = policy.constant_parts(), policy.encode([edit(0, "x")])
-    assert len(parts) == {"klein": 0, "dev": 2}.get(case, 1)
-
-    def velocities():
-        latents = policy.initial_latents([1], 64, 48)
-        return [policy.velocity(latents, torch.tensor([sigma]), conditioning, 64, 48) for sigma in (0.9, 0.4)]
-
-    with torch.no_grad():
-        expected = velocities()
-        with computed_once(parts):
-            assert all(map(torch.equal, velocities(), expected))
 
 
 def test_a_suffix_that_a_list_of_layers_also_has(folders):

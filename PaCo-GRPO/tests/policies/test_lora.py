@@ -194,7 +194,7 @@ def test_a_lora_that_is_not_finite_is_refused(tiny_flux_dir, tmp_path, save):
 
 def test_bad_lora_paths(tiny_flux_dir, tmp_path):
     policy = load("flux", tiny_flux_dir)
-    for place, named in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "pytorch_lora_weights.*adapter_config.json")):
+    for place, named in ((tmp_path / "nowhere", "no folder"), (tmp_path, "pytorch_lora_weights.*adapter_config.json")):
         with pytest.raises(PolicyLoadError, match=rf"config\.train\.lora_path.*{named}"):
             add_lora(policy, lora_path=place)
     other = with_lora(build_tiny_flux(tmp_path / "other", width=48))
@@ -232,5 +232,5 @@ def test_adapters_of_the_hub(save, tiny_flux_dir, tmp_path, monkeypatch):
     add_lora(again, lora_path="someone/adapter")
     for ours, theirs in zip(trainable_parameters(policy), trainable_parameters(again), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path.*'someone/other'"):
+    with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path.*someone/other"):
         find_lora("someone/other")

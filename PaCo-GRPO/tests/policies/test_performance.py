@@ -12,10 +12,9 @@ from tiny_policies import NAMES, disturb, items, load
 from torch._dynamo.utils import counters
 
 from paco_grpo.policies import lora
-from paco_grpo.policies.performance import AccelerationError, attention
+from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import attention_problem, set_attention, try_attention
-from paco_grpo.policies.performance.compile import compile_blocks, is_compiled
-from paco_grpo.policies.performance.offload import Offloaded
+from paco_grpo.policies.performance.compile import compile_blocks, require_compiler
 
 
 def ready(name, folder, targets="default"):
@@ -65,11 +64,9 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing
         policy.transformer.enable_gradient_checkpointing()
     names = [name for name, _ in policy.transformer.named_parameters()]
     torch._dynamo.reset()
-    assert not is_compiled(policy)
     compile_blocks(policy, backend="eager")
-    assert is_compiled(policy)
     assert [name for name, _ in policy.transformer.named_parameters()] == names
-    for ours, theirs in zip(one_epoch(policy, "flux"), expected, strict=True):  # uncompiled layers are oneDNN's
+    for ours, theirs in zip(one_epoch(policy, "flux"), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
     counters.clear()
     disturb(policy, seed=1)  # an optimizer step
@@ -90,15 +87,10 @@ def test_inductor_equals_eager_up_to_rounding(tmp_path):
         assert_close(forward(policy, "flux", **case), values)
 
 
-def test_what_cannot_be_compiled_is_refused(tiny_flux_dir, monkeypatch):
-    policy = load("flux", tiny_flux_dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(policy.transformer), "_repeated_blocks", None)
-        with pytest.raises(AccelerationError, match="_repeated_blocks"):
-            compile_blocks(policy)
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(AccelerationError, match="PATH"):
-        compile_blocks(policy)
+        require_compiler()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,12 +106,12 @@ def test_attention_backends_agree(tiny_folder, name):
 def test_attention_backends_are_tried_before_use():
     assert attention_problem("native") is None
     assert "Did you mean '_native_cudnn'" in attention_problem("native_cudn")
-    assert "backward" in attention_problem("sage") and "backward" not in attention_problem("nonsense")
-    assert "'flash'" in attention_problem("flash")  # its package is not installed
+    assert "backward" in attention_problem("sage")
     for name in ("native", "_native_math"):
         try_attention(name, torch.device("cpu"), torch.float32, masked=True)
-    with pytest.raises(AccelerationError, match="'_native_cudnn'"):
-        try_attention("_native_cudnn", torch.device("cpu"), torch.float32, masked=False)
+    for name in ("_native_cudnn", "flash"):  # no GPU, no package
+        with pytest.raises(AccelerationError, match=f"'{name}'"):
+            try_attention(name, torch.device("cpu"), torch.float32, masked=False)
 
 
 class Float32RMSNorm(torch.nn.RMSNorm):
@@ -131,35 +123,24 @@ class Float32RMSNorm(torch.nn.RMSNorm):
 
 @pytest.mark.parametrize("name", ["native", "flex"])
 def test_attention_backends_take_float32_queries_and_keys(tiny_flux_dir, monkeypatch, name):
-    """Autocast casts the inputs of F.scaled_dot_product_attention alone; other backends must get the same bits from us."""
-    plain = {name: getattr(f, "__wrapped__", f) for name, f in _AttentionBackendRegistry._backends.items()}
-    monkeypatch.setattr(_AttentionBackendRegistry, "_backends", plain)
+    """Autocast casts the inputs of F.scaled_dot_product_attention alone."""
     policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
     for module in policy.transformer.modules():
         if type(module) is torch.nn.RMSNorm:
             module.__class__ = Float32RMSNorm
-    policy.transformer.set_attention_backend("native")
     (expected,) = forward(policy, "flux")
-    dtypes = []
-    compute = plain[AttentionBackendName(name)]
+    set_attention(policy, name)
+    backends, dtypes = _AttentionBackendRegistry._backends, []
+    compute = backends[AttentionBackendName(name)]
 
     def recorded(query, key, value, **others):
         dtypes.extend((query.dtype, key.dtype, value.dtype))
         return compute(query=query, key=key, value=value, **others)
 
-    plain[AttentionBackendName(name)] = recorded
-    set_attention(policy, name)
+    monkeypatch.setitem(backends, AttentionBackendName(name), recorded)
     (found,) = forward(policy, "flux")
-    assert set(dtypes) == {torch.bfloat16}
+    assert dtypes and (name == "native" or set(dtypes) == {torch.bfloat16})
     torch.testing.assert_close(found, expected, rtol=0, atol=0 if name == "native" else 0.02)  # flex rounds elsewhere
-
-
-def test_attention_is_tried_with_float32_queries_and_keys(monkeypatch):
-    seen = []
-    monkeypatch.setattr(_AttentionBackendRegistry, "_backends", dict(_AttentionBackendRegistry._backends))
-    monkeypatch.setattr(attention, "dispatch_attention_fn", lambda q, k, v, **_: seen.append((q.dtype, k.dtype, v.dtype)) or v)
-    try_attention("_native_math", torch.device("cpu"), torch.bfloat16, masked=False)
-    assert seen == [(torch.float32, torch.float32, torch.bfloat16)]
 
 
 def addresses(modules):
@@ -189,22 +170,3 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     for ours, theirs in zip(policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True):
         assert ours.tobytes() == theirs.tobytes()
     assert addresses(modules) == home
-
-
-def test_offloaded_modules_leave_after_the_last_user():
-    module = torch.nn.Linear(2, 2)
-    home = addresses([module])
-    offloaded = Offloaded([module, module], torch.device("cpu"))
-    with offloaded.held():
-        assert addresses([module]) == home  # nothing has been asked for yet
-        with offloaded.at_work():
-            away = addresses([module])
-            assert not set(away) & set(home)
-            with offloaded.at_work():
-                assert addresses([module]) == away
-            assert addresses([module]) == away
-        assert addresses([module]) == away
-    assert addresses([module]) == home
-    with pytest.raises(KeyError), offloaded.at_work():
-        raise KeyError
-    assert addresses([module]) == home

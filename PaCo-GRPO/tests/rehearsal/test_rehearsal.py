@@ -8,14 +8,12 @@ from subprocess import PIPE
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from named import NAMES, load
 from torch import nn
 from torch.nn import functional
 
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.flux import FluxPolicy
-from paco_grpo.policies.performance.flux import JointAttention
 from paco_grpo.rehearsal import fake_gpu
 from paco_grpo.rehearsal.architectures import PRESETS
 from paco_grpo.rehearsal.epoch import _tested_images, rehearse
@@ -173,7 +171,7 @@ def test_a_flux_forward_is_the_closed_form(gpu):
     left_out = 2 * text * width**2 * (1 + 4 + 5) + 4 * text * both * width
     assert flops == pytest.approx(21.50e12 - left_out, rel=0.001)
     assert weights == pytest.approx(11.901e9, rel=0.001)
-    assert 0.9 * 3304 < kernels < 3304  # projections that do not change between steps are not computed again
+    assert kernels == pytest.approx(3304, rel=0.01)
 
 
 def test_the_same_operations_as_on_real_tensors(tiny_flux_dir):
@@ -183,8 +181,6 @@ def test_the_same_operations_as_on_real_tensors(tiny_flux_dir):
     from paco_grpo.policies import load_policy
 
     policy = load_policy(tiny_flux_dir, max_sequence_length=24)
-    for module in policy.transformer.modules():
-        module.__dict__.pop("forward", None)  # FlopCounterMode does not know oneDNN's layers
     conditioning = policy.encode([Item(i, text, 64, 64) for i, text in enumerate(("red", "blue"))])
 
     noise = policy.initial_latents([1, 2], 64, 64)
@@ -327,25 +323,6 @@ def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
     )
     with pytest.raises(RuntimeError, match="reduction dim|shape"):
         rehearse(tiny(tiny_flux_dir), "planted")
-
-
-def test_float32_queries_beside_bfloat16_values_are_found(tiny_flux_dir, monkeypatch):
-    """What an attention library, which autocast does not know, gets from a model whose norms return float32."""
-
-    fused = fake_gpu.attention
-
-    def library(query, key, value, *args, **kwargs):
-        if not query.dtype == key.dtype == value.dtype:
-            raise RuntimeError(f"query and key must have the same dtype as value: {query.dtype}, {value.dtype}")
-        return fused(query, key, value, *args, **kwargs)
-
-    def without_cast(self, q, k, v, mask=None):
-        return dispatch_attention_fn(q, k, v, attn_mask=mask).flatten(2, 3)
-
-    monkeypatch.setattr(fake_gpu, "attention", library)
-    monkeypatch.setattr(JointAttention, "_attend", without_cast)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        rehearse(tiny(tiny_flux_dir, ("mixed_precision", "bf16")), "planted")
 
 
 def test_an_evaluation_of_all_items_counts_all(monkeypatch):

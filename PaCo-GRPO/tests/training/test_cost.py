@@ -131,7 +131,7 @@ def test_micro_batches_wait_for_nothing_on_the_device(build, monkeypatch, loss_t
         policy.device = torch.device("meta")
         policy._image_ids.clear()
         moved = moved_to_meta(rollouts)
-        policy._tokens(moved.stack(batches[0]).clean_latents, None, 8, 8)  # kept from here on
+        policy._image_ids_for(*policy._grid(8, 8))  # kept from here on
         with Copies() as copies:
             backward(moved, batches, *others)
         found.append(copies.found)

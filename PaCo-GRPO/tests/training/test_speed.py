@@ -11,7 +11,6 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.performance.compile import is_compiled
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import on_cuda
 from paco_grpo.training.trainer import Trainer
@@ -46,16 +45,15 @@ def test_exact_options_change_no_bit(make):
     policy = trainer.run.state.policy
     weight = next(policy.pipeline.vae.parameters())
     home = weight.data_ptr()
-    with policy._offloaded_vae.at_work():
+    with policy._offloaded_vae.on_device():
         assert weight.data_ptr() != home  # a copy
     assert policy.offloads_text_encoders and weight.data_ptr() == home
 
 
 def test_compilation_and_attention_are_set(make, caplog):
-    assert not is_compiled(build_run(make()).state.policy)
     with caplog.at_level(logging.INFO):
         run = build_run(make(speed__compile=True, speed__attention="_native_math"))
-    assert is_compiled(run.state.policy)
+    assert all(block._compiled_call_impl for block in run.state.policy.transformer.transformer_blocks)
     assert "blocks are compiled" in caplog.text
     blocks = run.state.policy.transformer.transformer_blocks
     assert all(block.attn.processor._attention_backend == "_native_math" for block in blocks)

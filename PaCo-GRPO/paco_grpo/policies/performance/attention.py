@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import (
-    AttentionBackendName,
-    _AttentionBackendRegistry,
-    _check_attention_backend_requirements,
-    _maybe_download_kernel_for_backend,
-    dispatch_attention_fn,
-)
+from diffusers import attention_backend
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import nn
 
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.performance import AccelerationError
@@ -28,16 +22,11 @@ ATTENTION_BACKENDS = (
 
 
 def attention_problem(name: str) -> str | None:
-    """Why the backend ``name`` cannot be used (unknown, or its package is missing), None if it can; needs no device."""
-    if name not in ATTENTION_BACKENDS:
-        known = name in [member.value for member in AttentionBackendName]
-        why = "has no backward, so it cannot train" if known else "is not known"
-        return f"{name!r} {why}.{did_you_mean(name, ATTENTION_BACKENDS)} Known: {', '.join(ATTENTION_BACKENDS)}"
-    try:
-        _check_attention_backend_requirements(AttentionBackendName(name))
-    except RuntimeError as error:
-        return f"{name!r} cannot be used here: {error}"
-    return None
+    """Why the backend ``name`` cannot train, None if it can; needs no device."""
+    if name in ATTENTION_BACKENDS:
+        return None
+    near = did_you_mean(name, ATTENTION_BACKENDS)
+    return f"{name!r} is unknown, or has no backward.{near} Known: {', '.join(ATTENTION_BACKENDS)}"
 
 
 def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
@@ -53,14 +42,11 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
         AccelerationError: It does not work.
     """
     shape = (1, 128, 2, 128)  # batch, tokens, heads, channels of a head (FLUX and Qwen-Image have 128)
-    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.ones(1, 1, 1, 128, device=device, dtype=torch.bool) if masked else None
     try:
-        _maybe_download_kernel_for_backend(AttentionBackendName(name))
-        # As in the models: q and k from a norm, which autocast may leave in float32; v from a linear layer.
-        with torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else nullcontext():
-            out = dispatch_attention_fn(q, k, v.to(dtype), attn_mask=mask, backend=_one_dtype(name))
-        out.float().sum().backward()
+        with attention_backend(name), torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+            dispatch_attention_fn(q, k, v, attn_mask=mask).float().sum().backward()
     except Exception as error:  # kernels raise anything
         what = "with a mask of padded text " if masked else ""
         raise AccelerationError(
@@ -71,25 +57,18 @@ def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: b
 
 def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``."""
-    _one_dtype(name)
-    default = _AttentionBackendRegistry.get_active_backend()[0]
-    unwrap(policy.transformer).set_attention_backend(name)
-    _AttentionBackendRegistry.set_active_backend(default)  # diffusers makes it the default of all other models, too
+    transformer = unwrap(policy.transformer)
+    with attention_backend(name):  # the default of all other models is restored: diffusers would change it, too
+        transformer.set_attention_backend(name)
+    if "native" in name:
+        return
+    # CUDA's autocast leaves the norms of q and k in float32, and casts the inputs of PyTorch's own attention alone.
+    for module in transformer.modules():
+        for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            if isinstance(getattr(module, norm, None), nn.Module):
+                getattr(module, norm).register_forward_hook(_as_autocast)
 
 
-def _one_dtype(name: str) -> AttentionBackendName:
-    """The backend ``name``, from now on with q and k in the data type of v.
-
-    CUDA's autocast computes the norms of q and k in float32 and leaves them so; of all attentions it casts the inputs of
-    ``F.scaled_dot_product_attention`` alone. The same cast at the same place gives the same bits.
-    """
-    backend = AttentionBackendName(name)
-    compute = _AttentionBackendRegistry._backends[backend]
-
-    @wraps(compute)
-    def cast_then_compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **others: Any) -> torch.Tensor:
-        return compute(query=query.to(value.dtype), key=key.to(value.dtype), value=value, **others)
-
-    if not hasattr(compute, "__wrapped__"):
-        _AttentionBackendRegistry._backends[backend] = cast_then_compute
-    return backend
+def _as_autocast(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    kind = output.device.type
+    return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output

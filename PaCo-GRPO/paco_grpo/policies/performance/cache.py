@@ -1,15 +1,11 @@
-"""Encoded inputs kept on the CPU, and diffusers' first-block cache."""
+"""Encoded inputs kept on the CPU."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 
 import torch
-from diffusers import FirstBlockCacheConfig
-
-from paco_grpo.policies.base import Policy, unwrap
 
 
 class TensorCache:
@@ -34,23 +30,3 @@ class TensorCache:
             _, dropped = self._entries.popitem(last=False)
             self.num_bytes -= sum(tensor.nbytes for tensor in dropped)
         return entry
-
-
-@contextmanager
-def first_block_cache(policy: Policy, threshold: float) -> Iterator[None]:
-    """Inside the block, a forward whose first transformer block changes its input nearly as in the last forward reuses what
-    the other blocks added there instead of computing them.
-
-    The cache is empty at the start. The decision is one for a whole batch, so a sample depends on its batch mates. The
-    result is approximate: for the part of a rollout that enters no log-probability.
-
-    Args:
-        policy: Its velocity must run inside ``cache_context``, as that of ``DiffusersPolicy`` does.
-        threshold: Largest mean change of the first block's residual, relative to it, that counts as nearly the same.
-    """
-    transformer = unwrap(policy.transformer)
-    transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    try:
-        yield
-    finally:
-        transformer.disable_cache()

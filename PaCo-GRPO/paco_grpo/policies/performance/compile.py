@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import torch
-from torch import nn
 
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.performance import AccelerationError
@@ -19,35 +18,15 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     """``torch.compile`` each repeated block of the transformer in place.
 
     Blocks of one class share their code, so compiling takes the time of one block. Sizes are symbolic from the start: a new
-    size or batch does not compile again (except a batch of one), and the kernels do not depend on what was computed first,
-    so a resumed run uses the same ones. Names of modules and weights do not change. Each variant is compiled at its first
-    forward.
+    size or batch does not compile again (except a batch of one), and a resumed run uses the same kernels. Names of modules
+    and weights do not change. Each variant is compiled at its first forward.
 
     Args:
         policy: With its adapters in place.
         backend: Backend of ``torch.compile``.
-
-    Raises:
-        AccelerationError: The transformer does not name its repeated blocks, or there is no compiler.
     """
-    transformer = unwrap(policy.transformer)
-    names = policy.repeated_blocks or getattr(transformer, "_repeated_blocks", None) or ()
-    blocks = [module for module in transformer.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise AccelerationError(f"{type(transformer).__name__} does not name repeated blocks (_repeated_blocks)")
-    if backend == "inductor":
-        require_compiler()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    for block in blocks:
-        for layer in block.modules():
-            if type(layer) is nn.Linear:
-                layer.__dict__.pop("forward", None)  # of performance/onednn.py: compiled layers are oneDNN's anyway
-        block.compile(dynamic=True, backend=backend)
-
-
-def is_compiled(policy: Policy) -> bool:
-    """Whether ``compile_blocks`` was called."""
-    return any(module._compiled_call_impl is not None for module in unwrap(policy.transformer).modules())
+    unwrap(policy.transformer).compile_repeated_blocks(dynamic=True, backend=backend)
 
 
 def require_compiler() -> None:

@@ -10,11 +10,9 @@ from torch import nn
 
 
 class Offloaded:
-    """Keeps the weights of ``modules`` on the CPU, and copies them to ``device`` inside ``at_work``.
+    """Keeps the weights of ``modules`` on the CPU, and copies them to ``device`` inside ``on_device``.
 
-    The originals stay on the CPU, so leaving costs nothing and changes no bit. They are not page-locked: T5-XXL (9.5 GB,
-    two seconds at 5 GB/s) is copied only for texts that are not cached, while locked memory is taken from everything else
-    on the machine, in powers of two, for each process.
+    The originals stay on the CPU, so leaving costs nothing and changes no bit.
 
     Args:
         modules: Frozen; their parameters and buffers are read once, here.
@@ -30,9 +28,9 @@ class Offloaded:
         self._leave_unless_used()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The modules are on the device inside; blocks may be nested."""
-        with self.held():
+        with self.keep_on_device():
             if not self._on_device:
                 for tensor, original in self._originals:
                     tensor.data = original.to(self.device, copy=True)
@@ -40,7 +38,7 @@ class Offloaded:
             yield
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def keep_on_device(self) -> Iterator[None]:
         """Once copied, the modules stay on the device until the end of this block: one transfer for several inputs."""
         self._users += 1
         try:

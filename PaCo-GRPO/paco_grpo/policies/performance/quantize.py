@@ -1,27 +1,17 @@
-"""The frozen base of a transformer in 8 or 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), and temporary 8-bit copies.
+"""The frozen base of a transformer in 8 or 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with bitsandbytes' layers.
 
-bitsandbytes, because its layers keep the quantized weight for the backward pass, not a decoded copy as torchao's do.
-Rollout and training use the same layers, so the first ratio stays 1.
+Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and it skips layers by the last part of
+their name, so that leaving out the transformer's ``proj_out`` leaves out those of all blocks (2.7 GB of FLUX.1-dev).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-from paco_grpo.policies.base import Policy, unwrap
-
-KINDS = ("nf4", "int8")
-
-# Layers that see one vector per image instead of one per token: adaptive norms (FLUX's norm*.linear, Qwen-Image's img_mod
-# and txt_mod). There is nothing to gain, and their errors would reach every token. Adapters are left out, too.
-_NOT_FOR_TOKENS = re.compile(r"(^|\.)(norm\w*|\w+_mod|lora_\w+)(\.|$)")
 
 
 def missing_library() -> str | None:
@@ -43,9 +33,13 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
                     yield f"{list_name}.{name}", layer
 
 
-def token_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """The ``quantizable`` layers that see every token, by name."""
-    return {name: layer for name, layer in quantizable(module) if not _NOT_FOR_TOKENS.search(name)}
+def stored_bytes(layer: nn.Linear, kind: str) -> int:
+    """Bytes of the quantized weight of ``layer`` with its scales, without the bias."""
+    n = layer.weight.numel()
+    if kind == "int8":
+        return n + 4 * layer.out_features
+    blocks = -(-n // 64)  # an 8-bit scale for 64 weights, and a float32 for 256 of those scales
+    return -(-n // 2) + blocks + 4 * -(-blocks // 256)
 
 
 def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -56,69 +50,19 @@ def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.dev
         kind: ``nf4`` (4.13 bits per weight with doubly quantized scales) or ``int8`` (row by row, activations too).
         dtype: Computing precision.
         device: Where the layers go; full-size layers are never there together.
-
-    Raises:
-        ValueError: Unknown ``kind``.
-        ImportError: bitsandbytes is missing.
     """
-    if kind not in KINDS:
-        raise ValueError(f"pretrained.quantize = {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    # int8 computes in float16 and logs that at every forward of every layer.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, layer in list(quantizable(module)):
         module.set_submodule(name, _quantized(layer, kind, dtype).to(device))
     # peft chooses its kind of LoRA layer by these.
     module.is_loaded_in_4bit, module.is_loaded_in_8bit = kind == "nf4", kind == "int8"
 
 
-@contextmanager
-def int8_copies(policy: Policy) -> Iterator[None]:
-    """Inside the block the ``token_layers`` of the transformer compute in int8: weights row by row, activations token by
-    token (LLM.int8 without outliers, arXiv 2208.07339).
-
-    The layers are set aside and put back, so their weights stay the same objects with the same bits. The copies take a byte
-    per weight and are made each time from the current weights (merged or not). The base must not be quantized already.
-    """
-    module = unwrap(policy.transformer)
-    layers = token_layers(module)
-    try:
-        for name, layer in layers.items():
-            module.set_submodule(name, _int8_copy(layer, policy.dtype))
-        yield
-    finally:
-        for name, layer in layers.items():
-            module.set_submodule(name, layer)
-
-
-def is_quantized(layer: nn.Module) -> bool:
-    """Whether the weight of ``layer`` is quantized."""
-    return hasattr(layer, "quantized_kind")
-
-
-def stored_bytes(layer: nn.Linear, kind: str) -> int:
-    """Bytes of the quantized weight of ``layer`` with its scales, without the bias."""
-    n = layer.weight.numel()
-    if kind == "int8":
-        return n + 4 * layer.out_features
-    blocks = -(-n // 64)  # an 8-bit scale for 64 weights, and a float32 for 256 of those scales
-    return -(-n // 2) + blocks + 4 * -(-blocks // 256)
-
-
-def _int8_copy(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-    """An 8-bit copy on the device of ``layer``; bitsandbytes alone quantizes only what comes from the CPU."""
-    import bitsandbytes as bnb
-
-    made = _quantized(layer, "int8", dtype)
-    numbers, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.detach().to(torch.float16))
-    made.weight = bnb.nn.Int8Params(numbers, requires_grad=False, has_fp16_weights=False, CB=numbers, SCB=scales)
-    return made
-
-
 def _quantized(layer: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
-    # int8 computes in float16 and logs that at every forward of every layer.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    has_bias = layer.bias is not None
-    sizes = layer.in_features, layer.out_features, has_bias
+    sizes = layer.in_features, layer.out_features, layer.bias is not None
     weight = layer.weight.detach()
     with torch.device("meta"):  # no second full-size weight
         if kind == "nf4":
@@ -131,8 +75,7 @@ def _quantized(layer: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
         made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
     else:
         made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False) if has_bias else None
-    made.quantized_kind = kind
+    made.bias = layer.bias
     made.register_forward_pre_hook(_autocast_input)
     return made.eval()
 
