@@ -30,13 +30,25 @@ JUDGES = (
 )
 
 
-@pytest.fixture(scope="session")
-def tiny_judge():
-    """The module that makes random judges and pairs, of PaCo-Reward's tests."""
-    spec = importlib.util.spec_from_file_location("tiny_judge", REPOSITORY / "PaCo-Reward" / "tests" / "tiny_judge.py")
-    module = importlib.util.module_from_spec(spec)
+def load(name: str, file: str):
+    """A module of PaCo-Reward's tests, registered by name."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "PaCo-Reward" / file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def tiny_judge():
+    """The module that makes random judges and pairs."""
+    return load("tiny_judge", "tests/tiny_judge.py")
+
+
+@pytest.fixture(scope="session")
+def pairing_tools():
+    """The module with a model that judges by color."""
+    load("paco_reward_fake_judge", "judge/tests/fake_judge.py")
+    return load("pairing_tools", "tests/pairing_tools.py")
 
 
 def save_judge(folder: Path, tiny_judge) -> Path:

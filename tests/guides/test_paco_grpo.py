@@ -71,10 +71,9 @@ bash vllm_server/launch.sh
     return port
 
 
-@pytest.fixture(scope="module")
-def editing_set(tmp_path_factory):
+def save_editing_set(folder: Path) -> Path:
     """What ``python dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
-    folder = tmp_path_factory.mktemp("edits")
+    folder.mkdir()
     for split in ("train", "test"):
         images = []
         for shade in (40, 120, 200):
@@ -107,7 +106,8 @@ def test_t2is(terminal, judge_port, open_clip):
         "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
     ],
 )
-def test_editing(terminal, judge_port, editing_set, block):
+def test_editing(terminal, judge_port, tmp_path, block):
+    editing_set = save_editing_set(tmp_path / "edits")
     train(terminal, block, "consistency_for_editing", judge_port, f"--config.dataset={editing_set}")
 
 

@@ -52,6 +52,20 @@ def save_rank_bench(folder: Path, tiny) -> None:
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def save_edit_bench(folder: Path, tiny) -> Path:
+    """EditReward-Bench with one item of each dimension; returns its file."""
+    rows = []
+    for index, dimension in enumerate(["prompt_following", "consistency", "overall"]):
+        files = [f"{index}_{name}.png" for name in ("input", "better", "worse")]
+        for place, file in enumerate(files):
+            tiny.picture(30 + place).save(folder / file)
+        rows.append({"key": ["better", "worse"], "instruction": "make it blue", "task_type": "color_alter"})
+        rows[-1] |= {"dimension": dimension, "input_image": files[0], "output_images": files[1:]}
+    file = folder / "edits.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 @pytest.mark.long
 @needs_vllm
 def test_evaluation(new_terminal, tiny_judge):
@@ -86,14 +100,7 @@ cat results_summary.txt
     (results,) = (bench.parent / "Consistency_Rank" / "results").glob("*.jsonl")
     assert len(results.read_text().splitlines()) == 2
 
-    rows = []
-    for index, dimension in enumerate(["prompt_following", "consistency", "overall"]):
-        files = [f"{index}_{name}.png" for name in ("input", "better", "worse")]
-        for place, file in enumerate(files):
-            tiny_judge.picture(30 + place).save(bench / file)
-        rows.append({"key": ["better", "worse"], "instruction": "make it blue", "task_type": "color_alter"})
-        rows[-1] |= {"dimension": dimension, "input_image": files[0], "output_images": files[1:]}
-    (bench / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edits = save_edit_bench(bench, tiny_judge)
     output = terminal.run(
         f"""
 conda activate vllm
@@ -101,7 +108,7 @@ cd ConsistencyRank-Bench/../Consistency_Rank
 
 # Evaluate on Edit-Bench
 cd ../Edit-Bench
-bash evaluate_vllm_PaCoReward.sh --dataset {bench / "edits.jsonl"}
+bash evaluate_vllm_PaCoReward.sh --dataset {edits}
 """,
         "PaCo-Reward/evaluation",
     )

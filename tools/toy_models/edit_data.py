@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from paco_toy.world import COLOURS, SHAPES, STYLES, VIEWS
-from toy_models.panels import PanelCache
 
 DEPARTURE = 0.35
 # How a target departs: nothing changes; the panel gets another value; another panel gets the value; a second panel changes
@@ -61,11 +60,6 @@ def sample_edits(count: int, rng: np.random.Generator, departure: float = DEPART
     views = rng.integers(len(VIEWS), size=(count, 4))
     variants = rng.integers(2, size=(count, 4))
     return EditBatch(_characters(shape, looks), _characters(shape, after), views, variants, place, value, words)
-
-
-def render_edits(batch: EditBatch, panels: PanelCache) -> tuple[np.ndarray, np.ndarray]:
-    """Reference and target images, uint8 (B, 2S, 2S, 3) each."""
-    return tuple(panels.assemble(panels.get(kind, batch.views, batch.variants)) for kind in (batch.before, batch.after))
 
 
 def panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:

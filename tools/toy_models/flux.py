@@ -190,27 +190,18 @@ def velocity(
     )[0]  # fmt: skip
 
 
-def train_generator(
-    pipe: FluxPipeline,
-    latents: LatentCache,
-    seconds: float,
-    seed: int,
-    lr: float = 1.5e-3,
-    early_share: float = 0.4,
-) -> None:
+def train_generator(pipe: FluxPipeline, latents: LatentCache, seconds: float, seed: int) -> None:
     """Trains transformer and text encoders for a wall-clock time; the pipeline ends with averaged weights.
 
-    Under torchrun every process samples its own batches.
-
-    Args:
-        early_share: Share of the time that is mostly spent on 64 px images; the rest is mostly spent on 128 px.
+    The first two fifths of the time are mostly spent on 64 px images, the rest on 128 px. Under torchrun every process samples
+    its own batches.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(1000 * seed + rank)
     rng = np.random.default_rng([seed, 2, rank])
 
     def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
-        order = _EARLY if progress < early_share else _LATE
+        order = _EARLY if progress < 0.4 else _LATE
         side = order[step % len(order)]
         named, views, openings, text = _random_prompts(pipe.tokenizer_2, _BATCH[side], rng, OPEN_SHARE)
         shown = np.array([shown_characters(c, o, DEPARTURE[side], rng) for c, o in zip(named, openings)])
@@ -223,4 +214,4 @@ def train_generator(
         loss = flow_errors(predict, pack(x0), pipe.scheduler.config).mean()
         return loss, {f"{2 * side}px": loss}
 
-    fit(trained_modules(pipe, lr), next_loss, "generator", seconds=seconds, warm_up=100, average=True)
+    fit(trained_modules(pipe, 1.5e-3), next_loss, "generator", seconds=seconds, warm_up=100, average=True)

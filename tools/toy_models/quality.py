@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline
 from PIL import Image
 
 from paco_toy.edit_oracle import judge_edits
-from paco_toy.edits import Edit, draw_scene, random_edit
+from paco_toy.edits import draw_scene, random_edit
 from paco_toy.oracle import read_grids
 from paco_toy.world import ATTRIBUTES, CHARACTERS, OPENINGS, VIEWS, Character, grid_prompt, opened, random_jitter
+from toy_models.kontext import GUIDANCE, TEXT_TOKENS
 from toy_models.panels import random_views
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,9 @@ def generator_quality(folder: Path, seed: int, count: int = 192, sizes: tuple[in
     return quality
 
 
-def _draw_grids(pipe: FluxPipeline, named: list[Character], views: np.ndarray, seed: int, size: int) -> list[Image.Image]:
+def _draw_grids(
+    pipe: FluxPipeline, named: list[Character], views: np.ndarray, seed: int, size: int
+) -> list[Image.Image]:
     prompts = [grid_prompt(character, [VIEWS[i] for i in v]) for character, v in zip(named, views, strict=True)]
     images = []
     for start in range(0, len(prompts), 48):
@@ -61,40 +62,33 @@ def _draw_grids(pipe: FluxPipeline, named: list[Character], views: np.ndarray, s
     return images
 
 
-def _draw_edits(
-    module: ModuleType, pipe, seed: int, count: int, size: int
-) -> tuple[list[Edit], list[Image.Image], list[Image.Image]]:
-    """Random edits, their references and the edited images; an image's noise depends only on its place in the list."""
-    rng = np.random.default_rng([seed, 41])
-    everything = range(len(CHARACTERS))
-    edits = [random_edit(rng, everything, everything) for _ in range(count)]
-    references = [draw_scene(e.characters, e.views, size, [random_jitter(rng) for _ in range(4)]) for e in edits]
-    pipe.set_progress_bar_config(disable=True)
-    images = []
-    for start in range(0, count, 32):
-        batch = slice(start, start + 32)
-        generators = [torch.Generator().manual_seed(seed * 100003 + i) for i in range(count)[batch]]
-        images += module.draw(
-            pipe, size, image=references[batch], prompt=[edit.instruction for edit in edits[batch]], height=size, width=size,
-            num_inference_steps=STEPS, generator=generators,
-        )  # fmt: skip
-    return edits, references, images
-
-
-def editor_quality(module: ModuleType, pipe, seed: int, count: int = 192, sizes: tuple[int, ...] = (64, 128)) -> dict:
+def editor_quality(pipe: FluxKontextPipeline, seed: int, count: int = 192, sizes: tuple[int, ...] = (64, 128)) -> dict:
     """Oracle means for ``count`` edits over all characters: {"64px": {"edit": …, "followed": …, …}, …}.
 
     ``edit`` is sqrt(followed · kept), ``valid`` the share of valid panels.
-
-    Args:
-        module: The editor's, see ``toy_models.build.EDITORS``.
-        pipe: Its loaded pipeline.
     """
-    quality = {}
+    everything, quality = range(len(CHARACTERS)), {}
+    pipe.set_progress_bar_config(disable=True)
     for size in sizes:
-        edits, _, images = _draw_edits(module, pipe, seed, count, size)
+        rng = np.random.default_rng([seed, 41])
+        edits = [random_edit(rng, everything, everything) for _ in range(count)]
+        references = [draw_scene(e.characters, e.views, size, [random_jitter(rng) for _ in range(4)]) for e in edits]
+        images = []
+        for start in range(0, count, 32):
+            batch = slice(start, start + 32)
+            generators = [torch.Generator().manual_seed(seed * 100003 + i) for i in range(count)[batch]]
+            images += pipe(
+                image=references[batch], prompt=[edit.instruction for edit in edits[batch]], height=size, width=size,
+                max_area=size * size, guidance_scale=GUIDANCE, num_inference_steps=STEPS, generator=generators,
+                max_sequence_length=TEXT_TOKENS, _auto_resize=False,
+            ).images  # fmt: skip
         followed, kept = judge_edits(images, edits)
-        measures = {"edit": np.sqrt(followed * kept), "followed": followed, "kept": kept, "valid": read_grids(images).valid}
+        measures = {
+            "edit": np.sqrt(followed * kept),
+            "followed": followed,
+            "kept": kept,
+            "valid": read_grids(images).valid,
+        }
         quality[f"{size}px"] = _means(f"edits at {size}px", measures)
     return quality
 
@@ -103,11 +97,3 @@ def _means(label: str, measures: dict[str, np.ndarray]) -> dict[str, float]:
     means = {name: float(values.mean()) for name, values in measures.items()}
     logger.info("%s: %s", label, " ".join(f"{name} {value:.3f}" for name, value in means.items()))
     return means
-
-
-def record_quality(path: Path, figures: dict) -> None:
-    """Updates quality.json; figures of single editors are updated one by one."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    editors = known.get("editors", {}) | figures.get("editors", {})
-    known |= figures | ({"editors": editors} if editors else {})
-    path.write_text(json.dumps(known, indent=2) + "\n")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
-from PIL import Image
-
-from paco_judge.images import UnreadableImage, read_image
-from paco_judge.json_io import DamagedJson, lines, parse_object
 
 
 class ReportError(RuntimeError):
-    """A run directory cannot be reported on; the message names the file and the remedy."""
+    """A run directory cannot be reported on; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One measured quantity over a run: sequences of equal length, in order of time."""
+    """A mean by epoch; ``error`` is its standard error, NaN where the run gives none."""
 
-    epoch: tuple[int, ...]  # finished epochs
-    value: tuple[float, ...]  # mean
-    error: tuple[float, ...] | None  # standard error of the mean; None if the run gives none
+    epoch: np.ndarray
+    value: np.ndarray
+    error: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Picture:
 
     file: Path
     prompt: str
-    category: str | None
+    category: str
     rewards: Mapping[str, float | None]
     reference: Path | None = None
 
@@ -47,136 +45,93 @@ class Run:
     config: Mapping[str, Any]
     train: Mapping[str, Curve]  # reward → mean of the training samples
     test: Mapping[str, Curve]  # reward → mean of the evaluations
-    diagnostics: Mapping[str, Curve]  # other training metrics by their name in metrics.jsonl
-    seconds: Mapping[str, float]  # phase (sampling, waiting for rewards, training, evaluation) → total
+    diagnostics: Mapping[str, Curve]  # other training metrics
+    seconds: Mapping[str, float]  # phase → total
     pairs: Sequence[tuple[Picture, Picture]]  # same prompt and seed in the first and in the last evaluation
     epochs: int
 
-    @property
-    def resolutions(self) -> tuple[int | None, int | None]:
-        """Training and test resolution in pixels, None without a configuration."""
-        return tuple(self.config.get(part, {}).get("resolution") for part in ("train", "test"))  # type: ignore[return-value]
+    def option(self, name: str) -> Any:
+        """An option by its dotted name; None without a configuration."""
+        found: Any = self.config
+        for part in name.split("."):
+            found = (found or {}).get(part)
+        return found
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file. The last line is ignored if it is cut short (a killed run).
-
-    Raises:
-        ReportError: The file does not exist, or another line is not a JSON object.
-    """
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file; a last line that was cut short (a killed run) is left out. Raises ReportError."""
     try:
-        found = list(lines(path))
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ReportError(f"{path} cannot be read ({error.strerror}); is {path.parent} a run directory?") from error
     rows = []
-    for number, line in found:
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(parse_object(line))
-        except DamagedJson as error:
-            if number < found[-1][0]:
-                raise ReportError(f"{path}, line {number} is {error}; correct or remove the line") from error
+            rows.append(json.loads(line) | {})
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise ReportError(f"{path}, line {number} is not a JSON object; correct or remove the line") from error
     return rows
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value from a file is a finite number."""
-    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def curves(
     rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str = "_mean", error: str = "_stderr", divisor: float = 1.0
 ) -> dict[str, Curve]:
-    """Every metric ``<prefix><name><suffix>`` as a curve by ``name``; its error is ``<prefix><name><error>`` / divisor."""
-    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix))
+    """Every metric ``<prefix><name><suffix>`` by ``name``; its error is ``<prefix><name><error>`` / divisor."""
     found = {}
-    for key in keys:
+    for key in dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix)):
         name = key[len(prefix) : len(key) - len(suffix)]
-        measured = [row for row in rows if is_number(row.get(key))]
-        errors = [row.get(f"{prefix}{name}{error}") for row in measured]
-        complete = bool(errors) and divisor > 0 and all(map(is_number, errors))
-        found[name] = Curve(
-            epoch=tuple(int(row["epoch"]) for row in measured),
-            value=tuple(float(row[key]) for row in measured),
-            error=tuple(float(value) / divisor for value in errors) if complete else None,
-        )
+        points = [
+            (row["epoch"], row[key], row.get(f"{prefix}{name}{error}")) for row in rows if row.get(key) is not None
+        ]
+        epoch, value, spread = np.array(points, dtype=float).reshape(-1, 3).T
+        found[name] = Curve(epoch.astype(int), value, spread / divisor)
     return found
-
-
-def open_picture(file: Path) -> Image.Image:
-    """RGB. Raises ReportError."""
-    try:
-        return read_image(file)
-    except UnreadableImage as error:
-        raise ReportError(f"image {file} {error}, or remove it") from error
 
 
 def _pictures(folder: Path) -> dict[str, Picture]:
-    """Images of one evaluation with their scores, by file name; those that were not saved are left out."""
+    """Saved images of one evaluation with their scores, by file name."""
     found = {}
-    for row in read_json_lines(folder / "eval_data.jsonl"):
-        names = (row.get(key) for key in ("file", "reference"))
-        file, reference = (folder / name if name and isinstance(name, str) else None for name in names)
-        if file and file.is_file() and isinstance(row.get("prompt"), str):
-            reference = reference if reference and reference.is_file() else None
-            given = row["rewards"].items() if isinstance(row.get("rewards"), dict) else ()
-            rewards = {name: value if is_number(value) else None for name, value in given}
-            category = row.get("category")
-            category = category if isinstance(category, str) else None
-            found[file.name] = Picture(file, row["prompt"], category, rewards, reference)
+    for row in read_rows(folder / "eval_data.jsonl"):
+        if row["file"]:
+            reference = folder / row["reference"] if row.get("reference") else None
+            found[row["file"]] = Picture(
+                folder / row["file"], row["prompt"], row.get("category") or "", row["rewards"], reference
+            )
     return found
 
 
-def _configuration(file: Path) -> dict[str, Any]:
-    """Raises ReportError."""
-    try:
-        config = yaml.safe_load(file.read_bytes())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ReportError(f"{file} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    parts = (
-        [config, *(config.get(part, {}) for part in ("sample", "train", "test"))] if isinstance(config, dict) else [0]
-    )
-    if not all(isinstance(part, dict) for part in parts):
-        raise ReportError(f"{file} is not the configuration of a run; restore it, or remove it to do without")
-    return config
-
-
 def read_run(folder: str | Path) -> Run:
-    """Read a run directory ({save_dir}/{run_name}).
-
-    Raises:
-        ReportError: metrics.jsonl is missing, unreadable or empty, or config.yaml is no configuration.
-    """
+    """Read a run directory ({save_dir}/{run_name}). Raises ReportError."""
     folder = Path(folder)
-    rows = read_json_lines(folder / "metrics.jsonl")
-    if odd := [row for row in rows if type(row.get("epoch")) is not int or not is_number(row["epoch"])]:
-        raise ReportError(f"{folder / 'metrics.jsonl'} has a row without an epoch: {str(odd[0])[:80]}")
+    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
+    rows = read_rows(metrics)
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
-        raise ReportError(
-            f"{folder / 'metrics.jsonl'} has no epoch and no evaluation yet; let the run finish one first"
+        raise ReportError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
+    try:
+        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+        sample = options.get("sample", {})
+        images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+        diagnostics = {
+            n: c for part in ("train/", "advantage/", "health/") for n, c in curves(train, part, suffix="").items()
+        }
+        phases = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
+        seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in phases.items()}
+        evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
+        if len(evaluations) > 1:
+            before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
+            # Evaluations use the same items and seeds in the same order: the file name identifies the image.
+            pairs = [(before[n], after[n]) for n in before if n in after and before[n].prompt == after[n].prompt]
+        return Run(
+            name=folder.resolve().name,
+            config=options,
+            train=curves(train, "reward/", error="_std", divisor=math.sqrt(images) if images else math.nan),
+            test=curves(test, "eval/"),
+            diagnostics=diagnostics,
+            seconds={name: value for name, value in seconds.items() if value > 0},
+            pairs=pairs,
+            epochs=max(row["epoch"] for row in rows),
         )
-    file = folder / "config.yaml"
-    config = _configuration(file) if file.is_file() else {}
-    sample = [config.get("sample", {}).get(key) for key in ("num_images_per_prompt", "unique_sample_num_per_epoch")]
-    images = math.prod(sample) if all(map(is_number, sample)) else 0
-    diagnostics: dict[str, Curve] = {}
-    for group in ("train/", "advantage/", "health/"):
-        diagnostics |= curves(train, group, suffix="")
-    phases = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
-    times = {label: [row.get(f"time/{key}_s") for row in rows] for label, key in phases.items()}
-    seconds = {label: sum(filter(is_number, values)) for label, values in times.items()}
-    evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
-    if len(evaluations) > 1:
-        before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
-        # Evaluations use the same items and seeds in the same order: the file name identifies the image.
-        pairs = [(before[n], after[n]) for n in before if n in after and before[n].prompt == after[n].prompt]
-    return Run(
-        name=folder.resolve().name,
-        config=config,
-        train=curves(train, "reward/", error="_std", divisor=math.sqrt(images)),
-        test=curves(test, "eval/"),
-        diagnostics=diagnostics,
-        seconds={label: value for label, value in seconds.items() if value > 0},
-        pairs=pairs,
-        epochs=max(int(row["epoch"]) for row in rows),
-    )
+    except (KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ReportError(f"{folder} holds something that no run writes ({type(error).__name__}: {error})") from error

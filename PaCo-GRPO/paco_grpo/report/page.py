@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import html
 import io
+import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from paco_grpo.report.data import Curve, Picture, ReportError, Run, is_number, open_picture, read_run
-from paco_judge.json_io import DamagedJson, parse_object
+from paco_grpo.report.data import Curve, Picture, ReportError, Run, read_run
+from paco_judge.images import UnreadableImage, read_image
 
 LABELS = {
     "consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle: consistency",
@@ -66,9 +67,10 @@ def write_report(
         ReportError: Something needed is missing or unreadable; before anything is written.
     """
     run, out = read_run(run_dir), Path(out)
-    judges = [_read_json(Path(path), ("accuracy", "auc", "n")) for path in judge]
+    judges = [_read_json(Path(path)) for path in judge]
     stages = _read_json(Path(stage_seconds)) if stage_seconds else {}
-    gallery = _gallery(choose_pairs(run.pairs, GALLERY), _caption_names(run))
+    gallery = "".join(_card(*pair, _caption_names(run)) for pair in choose_pairs(run.pairs, GALLERY))
+    table = _judge_table(judges)
     figures = {
         "curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages or run.seconds),
     }  # fmt: skip
@@ -81,18 +83,13 @@ def write_report(
             small = " small" if name in ("oracle", "time") else ""
             inline[name] = f'<img class="plot{small}" alt="{name}" src="{_uri(written[-1].read_bytes())}">'
     missing = "<p>No two evaluations with saved images yet.</p>"
-    note = "Same prompts, same noise. The first images of each category, not chosen by score."
-    trust = _judge_table(judges) + inline["oracle"] + inline["health"]
     sections = [
-        _section("What changed", gallery or missing, note),
-        _section(
-            "By how much",
-            _measures(run) + inline["curves"],
-            "± and bands are one standard error; evaluations use the averaged weights.",
-        ),
-        _section("Can I trust it", trust or "<p>Nothing to compare the reward with.</p>"),
+        _section("What changed", f'<div class="gallery">{gallery}</div>' if gallery else missing,
+                 "Same prompts, same noise. The first images of each category, not chosen by score."),
+        _section("By how much", _measures(run) + inline["curves"], "± and bands are one standard error; evaluations use the averaged weights."),
+        _section("Can I trust it", table + inline["oracle"] + inline["health"] or "<p>Nothing to compare the reward with.</p>"),
         _section("How long did it take", inline["time"] or "<p>No finished epoch yet.</p>"),
-    ]
+    ]  # fmt: skip
     title = html.escape(title or run.name)
     head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>'
     body = f'<body><main><h1>{title}</h1><p class="faint">{html.escape(_facts(run))}</p>{"".join(sections)}</main></body></html>\n'
@@ -100,16 +97,11 @@ def write_report(
     return [out, *written]
 
 
-def _read_json(path: Path, numbers: Collection[str] | None = None) -> dict[str, Any]:
-    """A JSON object whose ``numbers`` (None: all values) are numbers, or absent. Raises ReportError."""
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_object(path.read_bytes())
-    except (OSError, DamagedJson) as error:
+        return json.loads(path.read_bytes()) | {}
+    except (OSError, ValueError, TypeError) as error:
         raise ReportError(f"{path} cannot be used: {error}") from error
-    for name in found if numbers is None else found.keys() & numbers:
-        if found[name] is not None and not is_number(found[name]):
-            raise ReportError(f"{path} cannot be used: {name} is not a number but {found[name]!r}")
-    return found
 
 
 def label(name: str) -> str:
@@ -122,31 +114,32 @@ def _section(title: str, content: str, note: str = "") -> str:
     return f"<section><h2>{title}</h2>{note}{content}</section>"
 
 
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the header first."""
+    head, *body = ("".join(f"<th>{html.escape(row[0])}</th>" if not i else f"<{tag}>{cell}</{tag}>" for i, cell in enumerate(row))
+                   for row, tag in zip(rows, ["th", *["td"] * len(rows)]))  # fmt: skip
+    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in (head, *body))}</table></div>'
+
+
 def _uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _facts(run: Run) -> str:
     """The run in one line."""
-    train, test = run.resolutions
-    values = run.config.get("pretrained", {}), run.config.get("train", {})
+    train, test, seed = run.option("train.resolution"), run.option("test.resolution"), run.option("seed")
     parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px" if train and test else None]
-    parts += [values[0].get("model") if isinstance(values[0], dict) else None, values[1].get("loss_type")]
-    parts.append(f"seed {run.config['seed']}" if run.config.get("seed") is not None else None)
+    parts += [run.option("pretrained.model"), run.option("train.loss_type"), None if seed is None else f"seed {seed}"]
     return " · ".join(str(part) for part in parts if part)
-
-
-# --- what changed ---------------------------------------------------------------------------------------------------------
 
 
 def choose_pairs(pairs: Sequence[tuple[Picture, Picture]], count: int) -> list[tuple[Picture, Picture]]:
     """The first images of each category in turn: chosen by their place in the list, never by their scores."""
-    seen: dict[str | None, int] = {}
+    seen: dict[str, int] = {}
     places = []
-    for pair in pairs:
-        category = pair[0].category
-        seen[category] = seen.get(category, 0) + 1
-        places.append((seen[category], list(seen).index(category), len(places)))
+    for number, (before, _) in enumerate(pairs):
+        seen[before.category] = seen.get(before.category, 0) + 1
+        places.append((seen[before.category], list(seen).index(before.category), number))
     return [pairs[number] for *_, number in sorted(places)[:count]]
 
 
@@ -157,57 +150,58 @@ def _caption_names(run: Run) -> list[str]:
     return names[:3] or list(run.test)[:2]
 
 
-def _gallery(pairs: Sequence[tuple[Picture, Picture]], names: Sequence[str]) -> str:
+def _card(before: Picture, after: Picture, names: Sequence[str]) -> str:
     """Before and after with scores; for edits the reference image first."""
-    cards = []
-    for before, after in pairs:
-        images = [("before", before.file, before), ("after", after.file, after)]
-        if before.reference:
-            images.insert(0, ("reference", before.reference, None))
-        prompt, category = html.escape(before.prompt), html.escape(before.category or "")
-        shown = "".join(_figure(*each, names) for each in images)
-        text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
-        cards.append(f'<article><span class="faint">{category}</span><div class="images">{shown}</div>{text}</article>')
-    return f'<div class="gallery">{"".join(cards)}</div>' if cards else ""
+    images = [_figure("reference", before.reference, {})] if before.reference else []
+    for caption, picture in (("before", before), ("after", after)):
+        images.append(_figure(caption, picture.file, {label(name): picture.rewards.get(name) for name in names}))
+    prompt, category = html.escape(before.prompt), html.escape(before.category)
+    text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
+    return f'<article><span class="faint">{category}</span><div class="images">{"".join(images)}</div>{text}</article>'
 
 
-def _figure(caption: str, file: Path, picture: Picture | None, names: Sequence[str]) -> str:
-    image, buffer = open_picture(file), io.BytesIO()
-    scale = SIDE / max(image.size)
+def _figure(caption: str, file: Path, scores: Mapping[str, float | None]) -> str:
+    try:
+        image = read_image(file)
+    except UnreadableImage as error:
+        raise ReportError(f"image {file} {error}, or remove it") from error
+    scale, buffer = SIDE / max(image.size), io.BytesIO()
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(
-        buffer, "PNG", optimize=True
-    )
-    scores = [(label(name), picture.rewards.get(name)) for name in names] if picture else []
-    lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores)
+    kind = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+    image.resize(size, kind).save(buffer, "PNG", optimize=True)
+    lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores.items())
     return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
-
-
-# --- by how much ------------------------------------------------------------------------------------------------------------
 
 
 def _measures(run: Run) -> str:
     """Every evaluated reward in the first and the last evaluation, with the change."""
-    rows = []
+    rows = [["", "before", "after", "change"]]
     for name, curve in run.test.items():
-        if curve.value:
-            errors = curve.error or [math.nan] * len(curve.value)
-            first, last = (
-                f"{curve.value[i]:.3f}" + ("" if math.isnan(errors[i]) else f" ± {errors[i]:.3f}") for i in (0, -1)
-            )
-            change = f"{curve.value[-1] - curve.value[0]:+.3f}"
-            rows.append(f"<tr><th>{html.escape(label(name))}</th><td>{first}</td><td>{last}</td><td>{change}</td></tr>")
-    head = "<tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>' if rows else "<p>No evaluation yet.</p>"
+        if len(curve.value):
+            cells = [
+                f"{curve.value[i]:.3f}" + ("" if math.isnan(curve.error[i]) else f" ± {curve.error[i]:.3f}")
+                for i in (0, -1)
+            ]
+            rows.append([label(name), *cells, f"{curve.value[-1] - curve.value[0]:+.3f}"])
+    return _table(rows) if len(rows) > 1 else "<p>No evaluation yet.</p>"
+
+
+def _judge_table(judges: Sequence[dict[str, Any]]) -> str:
+    """The judge's accuracy on held-out pairs, before and after its training."""
+    rows = [["", "before training", "after"]]
+    for name in ("accuracy", "auc") if len(judges) > 1 else ():
+        values = [judges[i].get(name) for i in (0, -1)]
+        if None not in values:
+            rows.append([f"judge's {name} on held-out pairs", *(f"{value:.3f}" for value in values)])
+    return _table(rows) if len(rows) > 1 else ""
 
 
 def _draw(axes: Any, name: str, curve: Curve) -> None:
     (line,) = axes.plot(
         curve.epoch, curve.value, label=label(name), marker="o" if len(curve.epoch) < 12 else None, markersize=3
     )
-    if curve.error is not None:
-        value, error = np.array(curve.value), np.array(curve.error)
-        axes.fill_between(curve.epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
+    low, high = curve.value - curve.error, curve.value + curve.error
+    axes.fill_between(curve.epoch, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
@@ -216,30 +210,16 @@ def _draw(axes: Any, name: str, curve: Curve) -> None:
 def _curves(run: Run) -> Figure:
     """Rewards by epoch: training samples on the left, evaluations on the right."""
     figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, curves, title, side in zip(
-        figure.subplots(1, 2), (run.train, run.test), ("training samples", "evaluation"), run.resolutions, strict=True
+    for axes, part, title in zip(
+        figure.subplots(1, 2), ("train", "test"), ("training samples", "evaluation"), strict=True
     ):
-        for name, curve in curves.items():
+        found, side = getattr(run, part), run.option(f"{part}.resolution")
+        for name, curve in found.items():
             _draw(axes, name, curve)
         axes.set_title(f"{title}, {side} px" if side else title, fontsize=10)
-        if curves:
+        if found:
             axes.legend(fontsize=7, frameon=False)
     return figure
-
-
-# --- can I trust it -----------------------------------------------------------------------------------------------------------
-
-
-def _judge_table(judges: Sequence[dict[str, Any]]) -> str:
-    """The judge's accuracy on held-out pairs, before and after its training."""
-    if len(judges) < 2:
-        return ""
-    rows = []
-    for name in ("accuracy", "auc"):
-        before, after = judges[0].get(name), judges[-1].get(name)
-        if before is not None and after is not None:
-            rows.append(f"<tr><th>judge's {name} on held-out pairs</th><td>{before:.3f}</td><td>{after:.3f}</td></tr>")
-    return f'<div class="scroll"><table><tr><th></th><th>before training</th><th>after</th></tr>{"".join(rows)}</table></div>'
 
 
 def _judge_and_oracle(run: Run) -> Figure | None:
@@ -251,10 +231,9 @@ def _judge_and_oracle(run: Run) -> Figure | None:
     figure = Figure(figsize=(4.5, 3.6), layout="constrained")
     axes = figure.subplots()
     for when, name in enumerate(("before", "after")):
-        scores = [(pair[when].rewards.get(oracle), pair[when].rewards.get(judge)) for pair in run.pairs]
-        scores = [pair for pair in scores if None not in pair]
-        if scores:
-            axes.scatter(*zip(*scores, strict=True), s=14, alpha=0.6, label=f"{name} ({len(scores)} images)")
+        points = [[pair[when].rewards.get(reward) for reward in (oracle, judge)] for pair in run.pairs]
+        points = np.array([point for point in points if None not in point]).reshape(-1, 2)
+        axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
     axes.set(xlabel=label(oracle), ylabel=label(judge))
     axes.set_title("each image: training reward and oracle", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -264,7 +243,7 @@ def _judge_and_oracle(run: Run) -> Figure | None:
 
 def _health(run: Run) -> Figure | None:
     """Signs of collapse and of a broken update, by epoch."""
-    names = [name for name in HEALTH if name in run.diagnostics and run.diagnostics[name].value]
+    names = [name for name in HEALTH if name in run.diagnostics]
     if not names:
         return None
     rows = -(-len(names) // 4)
@@ -279,9 +258,8 @@ def _health(run: Run) -> Figure | None:
     return figure
 
 
-def _time(seconds: dict[str, float]) -> Figure | None:
+def _time(seconds: Mapping[str, float]) -> Figure | None:
     """Minutes of each phase or stage."""
-    seconds = {name: value for name, value in seconds.items() if value is not None}
     if not seconds:
         return None
     figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)), layout="constrained")
