@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,6 @@ from paco_judge.weights import from_pretrained_strict
 PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
-_DOWNLOADS = {
-    PICKSCORE: "python paco_grpo/rewards/pickscore_scores.py",
-    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": "python paco_grpo/rewards/subfig_clipT.py",
-}
-_HUB_TIMEOUT_S = 10.0
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -45,32 +39,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def _loading(model: str) -> Iterator[None]:
+def _loading(model: str, command: str) -> Iterator[None]:
     """Errors of loading become a RewardError: files are absent, or tensors are missing or do not fit."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RewardError(f"CLIP model {model} cannot be loaded ({type(error).__name__}: {error})") from error
-
-
-def _require_hub(repository: str) -> None:
-    """Ask the hub once for ``repository``, which is not in the cache; its own downloads retry for minutes.
-
-    Raises:
-        RewardError: It does not answer; the message names the command that downloads the weights.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # hub and network errors share no class
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        command = _DOWNLOADS.get(repository, f"hf download {repository}")
         raise RewardError(
-            f"{repository} is not in the cache, and the hub does not answer ({cause}). Run `{command}` where there is a "
-            "network and copy its cache (HF_HOME), or set HF_ENDPOINT to a mirror that you can reach"
+            f"CLIP model {model} cannot be loaded ({type(error).__name__}: {error}). If its weights are absent, run "
+            f"`{command}` where there is a network and copy its cache (HF_HOME), or set HF_ENDPOINT to a mirror"
         ) from error
 
 
@@ -105,21 +81,13 @@ class ClipTextImage:
     def load(self) -> None:
         """Load the model (downloads it if it is not in the cache)."""
         if self._model is None:
-            with _loading(self.name):
-                try:
-                    self._processor, model = self._files(local_files_only=True)
-                except OSError:
-                    if Path(self.name).is_dir():
-                        raise
-                    _require_hub(self.name)
-                    self._processor, model = self._files()
+            from transformers import CLIPModel, CLIPProcessor
+
+            command = "python paco_grpo/rewards/pickscore_scores.py"
+            with _loading(self.name, command if self.name == PICKSCORE else f"hf download {self.name}"):
+                self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+                model = from_pretrained_strict(CLIPModel, self.name)
                 self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
-
-    def _files(self, **options: Any) -> tuple[Any, torch.nn.Module]:
-        from transformers import CLIPModel, CLIPProcessor
-
-        processor = CLIPProcessor.from_pretrained(self.processor_name, **options)
-        return processor, from_pretrained_strict(CLIPModel, self.name, **options)
 
     check = load  # weights that are not whole are found before training
 
@@ -182,22 +150,12 @@ class OpenClip:
             if self._model is None:
                 import open_clip
 
-                with _loading(f"{self.name} ({self.pretrained})"):
-                    self._require_weights()
+                with _loading(f"{self.name} ({self.pretrained})", "python paco_grpo/rewards/subfig_clipT.py"):
                     model, _, self._preprocess = open_clip.create_model_and_transforms(
                         self.name, pretrained=self.pretrained, device=self.device
                     )
                     self._tokenize = open_clip.get_tokenizer(self.name)
                 self._model = model.eval().requires_grad_(False).to(self.dtype)
-
-    def _require_weights(self) -> None:
-        from huggingface_hub import try_to_load_from_cache
-        from open_clip import get_pretrained_cfg
-
-        repository = (get_pretrained_cfg(self.name, self.pretrained or "").get("hf_hub") or "").rstrip("/")
-        files = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-        if repository and not any(isinstance(try_to_load_from_cache(repository, file), str) for file in files):
-            _require_hub(repository)
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paco_grpo.rewards.judge import ServerReward, reference_of
+from paco_grpo.rewards.judge import ServerReward, references_of
 from paco_judge import transport
 from paco_judge.images import data_url
 from paco_judge.json_io import parse
@@ -74,15 +74,20 @@ class EditScore(ServerReward):
         """Scores (n,) float64 in [0, 1], NaN = missing (no answer, or one that does not hold two scores in range).
 
         Raises:
-            ValueError: An item has no reference image.
+            ValueError: An item has no reference image, or several.
         """
         model = self.client.check()
         requests = []
         for image, item in zip(images, items, strict=True):
-            reference, edited = data_url(reference_of(item, "edit_score")), data_url(image)
-            text = self._edit_prompt.replace("<instruction>", item.prompt)
+            reference, *more = references_of(item, "edit_score")
+            if more:
+                raise ValueError(
+                    f"edit_score compares with one reference image, but item {item.item_id} has {1 + len(more)}: use "
+                    "consistency_for_editing"
+                )
+            edited, text = data_url(image), self._edit_prompt.replace("<instruction>", item.prompt)
             for number in range(self.num_pass):
-                requests.append(self._request(model, [reference, edited], text, number))
+                requests.append(self._request(model, [data_url(reference), edited], text, number))
                 requests.append(self._request(model, [edited], self._quality_prompt, number))
         answers = transport.runtime().submit(self._ask_all(requests)).result()
         edit_and_quality = np.array([self._lowest(answer) for answer in answers]).reshape(len(images), self.num_pass, 2)
@@ -94,18 +99,11 @@ class EditScore(ServerReward):
             content.append({"type": "text", "text": f"<img{index}>: "})
             content.append({"type": "image_url", "image_url": {"url": url}})
         content.append({"type": "text", "text": text})
-        request = {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": _TOKENS,
-            "temperature": self.temperature,
-            "seed": self.seed + number,
-        }
-        return json.dumps(request).encode()
+        request = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": _TOKENS}
+        return json.dumps(request | {"temperature": self.temperature, "seed": self.seed + number}).encode()
 
     async def _ask_all(self, requests: list[bytes]) -> list[str | None]:
-        runtime = transport.runtime()
-        slots = asyncio.Semaphore(self.max_concurrency)
+        runtime, slots = transport.runtime(), asyncio.Semaphore(self.max_concurrency)
         deadline = runtime.loop.time() + self.deadline_s
         url = f"{self.client.base_url}/v1/chat/completions"
 
@@ -122,16 +120,11 @@ class EditScore(ServerReward):
 
     def _lowest(self, answer: str | None) -> float:
         """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
-        if not answer or not isinstance(answer, str):
-            return math.nan
         try:
-            scores = self._parse(answer)["score"]
-            usable = len(scores) == 2 and all(
-                not isinstance(score, bool) and 0 <= score <= self.score_range for score in scores
-            )
-        except (ValueError, TypeError, LookupError, RecursionError):  # scores that are no numbers
-            usable = False
-        if not usable:
-            logger.warning("edit_score: the answer holds no two scores in range: %.200r", answer)
-            return math.nan
-        return min(scores) / self.score_range
+            first, second = map(float, self._parse(answer)["score"])
+            if 0 <= min(first, second) and max(first, second) <= self.score_range:
+                return min(first, second) / self.score_range
+        except (ValueError, TypeError, LookupError, AttributeError):
+            pass
+        logger.warning("edit_score: the answer holds no two scores in range: %.200r", answer)
+        return math.nan

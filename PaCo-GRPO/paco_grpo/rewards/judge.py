@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,12 +22,14 @@ from paco_judge.questions import (
     load_question,
     record,
 )
-from paco_judge.verdict import Verdict, editing_score, mean_over_dimensions, mean_score
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from paco_grpo.types import Item
+
+    # Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN = missing).
+    Asked = tuple[list[Pair], Callable[[np.ndarray], Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class ServerReward:
 
 @dataclass(eq=False)
 class JudgeReward(ServerReward):
-    """Base of the rewards whose score is made of P(Yes). Subclasses define ``load`` and ``pairs``.
+    """Base of the rewards whose score is made of P(Yes). Subclasses define ``load`` and ``ask``.
 
     Args:
         base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
@@ -109,6 +110,7 @@ class JudgeReward(ServerReward):
     image_labels: str | None = None
     image_format: str = "png"
     answer_tokens: str = "exact"
+    compares_images: ClassVar[bool] = False  # True: ``ask`` gets all images of an item, else one at a time
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,24 +129,25 @@ class JudgeReward(ServerReward):
         """The texts that are asked, with their SHA-256, and the form of the requests."""
         return record(self.asked, self.form())
 
-    def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
-        """The questions on one image, and the function that makes its score of their verdicts (None = missing)."""
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+        """The questions on images of one item, and the function that makes their scores of the answers."""
         raise NotImplementedError
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; all questions of the call are in flight together."""
-        asked = [self.questions(image, item) for image, item in zip(images, items, strict=True)]
-        answers = iter(self.verdicts([pair for its_pairs, _ in asked for pair in its_pairs]))
-        scores = [score(list(islice(answers, len(its_pairs)))) for its_pairs, score in asked]
-        return np.array([np.nan if score is None else score for score in scores], dtype=np.float64)
-
-    def verdicts(self, asked: Sequence[Pair]) -> list[Verdict]:
-        """The answers, in order; those that failed are logged."""
-        verdicts = self.client.score_blocking(asked)
-        failed = [verdict.error for verdict in verdicts if not verdict.ok]
-        if failed:
+        groups: dict[int, list[int]] = {}
+        for index, item in enumerate(items):
+            groups.setdefault(item.item_id if self.compares_images else index, []).append(index)
+        asked = [self.ask([images[i] for i in members], items[members[0]]) for members in groups.values()]
+        verdicts = self.client.score_blocking([question for questions, _ in asked for question in questions])
+        if failed := [verdict.error for verdict in verdicts if not verdict.ok]:
             logger.warning("%d of %d questions have no score; the first: %s", len(failed), len(verdicts), failed[0])
-        return verdicts
+        answers = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
+        scores = np.full(len(images), np.nan)
+        for members, (questions, score) in zip(groups.values(), asked, strict=True):
+            scores[members] = score(answers[: len(questions)])
+            answers = answers[len(questions) :]
+        return scores
 
 
 @dataclass(eq=False)
@@ -170,78 +173,29 @@ class ConsistencyScore(JudgeReward):
         check_panels(item, "consistency_score")
         _texts(load_question(kwargs.get("question", "theme"), _SUB_FIGURES), item)
 
-    def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """Each pair of sub-figures with the item's question or questions."""
+        (image,) = images
         cells = split_image(image, *check_panels(item, "consistency_score"))
         asked, of_pairs = self.about([(cells[i], cells[j]) for i, j in pairs(len(cells))], item)
+        return asked, lambda p_yes: of_pairs(p_yes).mean()
 
-        def score(verdicts: list[Verdict]) -> float | None:
-            """Mean over pairs; None if one verdict is missing."""
-            p_yes = of_pairs(verdicts)
-            return None if None in p_yes else float(np.mean(p_yes))
+    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> Asked:
+        """The questions on n pairs of sub-figures, and the function that makes P(Yes) of each pair, (n,), of theirs: mean
+        within a dimension, then over dimensions."""
+        dimensions = _texts(self.asked[0], item)
+        texts = [text for dimension in dimensions for text in dimension]
+        ends = np.cumsum([len(dimension) for dimension in dimensions])[:-1]
 
-        return asked, score
-
-    def about(
-        self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item
-    ) -> tuple[list[Pair], Callable[[list[Verdict]], list[float | None]]]:
-        """The questions on pairs of sub-figures, and the function that makes P(Yes) of each pair of their verdicts: mean
-        within a dimension, then over dimensions; None if one is missing."""
-        by_dimension = _texts(self.asked[0], item)
-        texts = [text for dimension in by_dimension.values() for text in dimension]
-
-        def of_pairs(verdicts: list[Verdict]) -> list[float | None]:
-            p_yes = iter([verdict.p_yes for verdict in verdicts])
-            return [
-                mean_over_dimensions({d: list(islice(p_yes, len(named))) for d, named in by_dimension.items()})
-                for _ in couples
-            ]
+        def of_pairs(p_yes: np.ndarray) -> np.ndarray:
+            parts = np.split(p_yes.reshape(len(couples), len(texts)), ends, axis=1)
+            return np.mean([part.mean(axis=1) for part in parts], axis=0)
 
         return [Pair(a, b, text) for a, b in couples for text in texts], of_pairs
 
 
-class GroupReward:
-    """A ``JudgeReward`` puts this first among its bases to compare the images of an item: an image's score is the mean
-    over its comparisons.
-
-    Attributes:
-        alone: Score of an image that is compared with none.
-    """
-
-    compares_images: ClassVar[bool] = True
-    alone: ClassVar[float] = np.nan
-
-    def compare(
-        self, images: Sequence[Image.Image], item: Item
-    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
-        """Which images (i, j) are compared, the questions, and the function that makes of their verdicts, for each
-        comparison, what it contributes to i and to j (NaN = no answer)."""
-        raise NotImplementedError
-
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 of whole groups; an image's mean is over the answers received, NaN = none was."""
-        groups: dict[int, list[int]] = {}
-        for index, item in enumerate(items):
-            groups.setdefault(item.item_id, []).append(index)
-        asked: list[Pair] = []
-        parts = []
-        for members in groups.values():
-            compared, questions, contributions = self.compare([images[i] for i in members], items[members[0]])
-            parts.append((members, compared, len(questions), contributions))
-            asked += questions
-        answers = iter(self.verdicts(asked))
-        scores = np.full(len(images), self.alone)
-        for members, compared, count, contributions in parts:
-            places, values = np.array(compared), np.array(contributions(list(islice(answers, count))))
-            for place, index in enumerate(members):
-                own = values[places == place]
-                if len(own):
-                    scores[index] = np.nan if np.isnan(own).all() else np.nanmean(own)
-        return scores
-
-
 @dataclass(eq=False)
-class BetweenImages(GroupReward, ConsistencyScore):
+class BetweenImages(ConsistencyScore):
     """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt.
 
     It is low where an image shows what most images of its prompt show. As a factor next to ``consistency_score`` it keeps a
@@ -254,32 +208,30 @@ class BetweenImages(GroupReward, ConsistencyScore):
     """
 
     others: int = 14
-    alone: ClassVar[float] = 1.0
+    compares_images: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.others < 2:
             raise ValueError(f"others={self.others} must be at least 2")
 
-    def compare(
-        self, images: Sequence[Image.Image], item: Item
-    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """One pair of sub-figures for each two images."""
         cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
-        asked, of_pairs = self.about(
-            [(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, _panels(len(cells[0])))], item
-        )
+        # Two different sub-figures, because those of one place look alike by their place.
+        places = itertools.cycle(itertools.permutations(range(len(cells[0])), 2))
+        asked, of_pairs = self.about([(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, places)], item)
 
-        def contributions(verdicts: list[Verdict]) -> list[tuple[float, float]]:
-            different = [np.nan if p_yes is None else 1 - p_yes for p_yes in of_pairs(verdicts)]
-            return list(zip(different, different))
+        def score(p_yes: np.ndarray) -> np.ndarray:
+            different = 1 - of_pairs(p_yes)
+            return mean_over_comparisons(len(images), compared, np.stack([different, different], axis=1), alone=1.0)
 
-        return compared, asked, contributions
+        return asked, score
 
 
 @dataclass(eq=False)
-class WinRate(GroupReward, JudgeReward):
+class WinRate(JudgeReward):
     """win_rate: mean probability that an image is better than another image of its prompt (docs/rewards.md).
 
     Both orders are asked: the judge's preference for a place cancels. A comparison without both answers is left out; an
@@ -294,6 +246,7 @@ class WinRate(GroupReward, JudgeReward):
 
     question: str | Sequence[str] = BETTER
     opponents: int | None = None
+    compares_images: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,24 +260,36 @@ class WinRate(GroupReward, JudgeReward):
             raise ValueError(f"win_rate takes one or two questions, not {len(named)}: {', '.join(named)}")
         return tuple(load_question(name, ("prompt",)) for name in named)
 
-    def compare(
-        self, images: Sequence[Image.Image], item: Item
-    ) -> tuple[list[tuple[int, int]], list[Pair], Callable[[list[Verdict]], list[tuple[float, float]]]]:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """Each two images in both orders."""
         compared = neighbors(len(images), len(images) if self.opponents is None else self.opponents)
         references = item.images
         text = self.asked[-1 if references else 0].text(prompt=item.prompt.strip())
+        orders = [order for i, j in compared for order in ((i, j), (j, i))]
 
-        def pair(i: int, j: int) -> Pair:
-            first, second, *others = (*references, images[i], images[j])
-            return Pair(first, second, text, tuple(others))
+        def score(p_yes: np.ndarray) -> np.ndarray:
+            wins = (p_yes[::2] + 1 - p_yes[1::2]) / 2
+            return mean_over_comparisons(len(images), compared, np.stack([wins, 1 - wins], axis=1), alone=np.nan)
 
-        def contributions(verdicts: list[Verdict]) -> list[tuple[float, float]]:
-            answers = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
-            wins = (answers[::2] + 1 - answers[1::2]) / 2
-            return list(zip(wins, 1 - wins))
+        return [_pair(text, *references, images[i], images[j]) for i, j in orders], score
 
-        return compared, [pair(*order) for i, j in compared for order in ((i, j), (j, i))], contributions
+
+def mean_over_comparisons(
+    count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float
+) -> np.ndarray:
+    """Each image's mean over its comparisons that were answered, (count,).
+
+    Args:
+        compared: Images (i, j) of each comparison.
+        values: What it contributes to i and to j, NaN = no answer.
+        alone: Of an image that is compared with none; NaN where none of its comparisons was answered.
+    """
+    scores, places = np.full(count, alone), np.array(compared)
+    for image in range(count):
+        own = values[places == image] if compared else []
+        if len(own):
+            scores[image] = np.nan if np.isnan(own).all() else np.nanmean(own)
+    return scores
 
 
 def neighbors(count: int, others: int) -> list[tuple[int, int]]:
@@ -333,15 +298,15 @@ def neighbors(count: int, others: int) -> list[tuple[int, int]]:
     return [(i, j) for i, j in itertools.combinations(range(count), 2) if 2 * min(j - i, count - j + i) <= reach]
 
 
-def _panels(count: int) -> Iterator[tuple[int, int]]:
-    """Endless: two different sub-figures of ``count`` each, because those of one place look alike by their place."""
-    return itertools.cycle(itertools.permutations(range(count), 2))
+def _pair(text: str, first: Image.Image, second: Image.Image, *others: Image.Image) -> Pair:
+    return Pair(first, second, text, others)
 
 
-def _texts(question: Question, item: Item) -> dict[str, tuple[str, ...]]:
+def _texts(question: Question, item: Item) -> list[tuple[str, ...]]:
+    """What is asked about an item, by dimension."""
     theme = split_prompt(item.prompt).theme if "theme" in question.fields else ""
     try:
-        return question.texts(item.metadata.get("criteria") or {}, theme=theme)
+        return list(question.texts(item.metadata.get("criteria") or {}, theme=theme).values())
     except ValueError as error:
         raise ValueError(f"consistency_score, item {item.item_id}: {error}") from error
 
@@ -362,8 +327,9 @@ class ConsistencyForEditing(JudgeReward):
     def load(question: str | Sequence[str]) -> tuple[Question, ...]:
         return load_editing_questions(question)
 
-    def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """One or two questions on the reference and the edited image; with several references, on each or on all."""
+        (image,) = images
         references = references_of(item, "consistency_for_editing")
         asked: list[list[Pair]] = []
         for number, question in enumerate(self.asked):
@@ -371,18 +337,14 @@ class ConsistencyForEditing(JudgeReward):
             if with_all and question.name == _FOLLOWED:
                 question = load_question(f"{_FOLLOWED}_several")
             text = question.text(instruction=item.prompt.strip())
-            if with_all:
-                first, second, *others = (*references, image)
-                asked.append([Pair(first, second, text, tuple(others))])
-            else:
-                asked.append([Pair(reference, image, text) for reference in references])
+            shown = [(*references, image)] if with_all else [(reference, image) for reference in references]
+            asked.append([_pair(text, *together) for together in shown])
 
-        def score(verdicts: list[Verdict]) -> float | None:
-            answers = iter(verdicts)
-            means = [mean_score(list(islice(answers, len(its_pairs)))) for its_pairs in asked]
-            return None if None in means else editing_score(*map(Verdict, means))
+        def score(p_yes: np.ndarray) -> float:
+            means = [part.mean() for part in np.split(p_yes, [len(asked[0])][: len(asked) - 1])]
+            return np.sqrt(means[0] * means[1]) if len(means) == 2 else means[0]
 
-        return [pair for its_pairs in asked for pair in its_pairs], score
+        return [*itertools.chain(*asked)], score
 
 
 @dataclass(eq=False)
@@ -415,15 +377,11 @@ class GridLayout(JudgeReward):
             raise ValueError(f"grid_layout needs a prompt with a layout, item {item.item_id} has none: {item.prompt!r}")
         return rows, cols
 
-    def questions(self, image: Image.Image, item: Item) -> tuple[list[Pair], Callable[[list[Verdict]], float | None]]:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """One question on one image."""
         rows, cols = self.check_item(item)
-
-        def score(verdicts: list[Verdict]) -> float | None:
-            p_yes = mean_score(verdicts)
-            return float(p_yes > 0.5) if self.binary and p_yes is not None else p_yes
-
-        return [Pair(image, None, self.asked[0].text(rows=rows, cols=cols))], score
+        questions = [Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images]
+        return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes
 
 
 def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
@@ -439,18 +397,3 @@ def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
             "config.prompt_fn must be an editing kind (geneval_image or arrow_editing)"
         )
     return references
-
-
-def reference_of(item: Item, reward: str) -> Image.Image:
-    """The item's only reference image.
-
-    Raises:
-        ValueError: It has none or several.
-    """
-    first, *more = references_of(item, reward)
-    if more:
-        raise ValueError(
-            f"{reward} compares with one reference image, but item {item.item_id} has {1 + len(more)}: use "
-            "consistency_for_editing"
-        )
-    return first
