@@ -1,7 +1,7 @@
 """Public sets in their published form become prompt sets of this project; no network.
 
 Each function reads a folder ``source`` that holds a set as published and writes our files to a folder ``out``. A set in
-another form is a ``DataError`` that names file, row and column.
+another form is a ``DataError`` or ``KeyError`` (a column that is missing).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,6 @@ import pyarrow.parquet as pq
 from paco_grpo.data.files import DataError, json_lines, text_of
 from paco_judge.grid import split_prompt
 from paco_judge.images import UnreadableImage, read_image
-from paco_judge.json_io import DamagedJson, parse
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
@@ -42,8 +40,8 @@ def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool = False
     known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
     splits: dict[str, list[dict]] = {"train": [], "test": []}
     for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
-        for where, row in (line for file in files for line in json_lines(file)):
-            theme = str(row.get("theme") or _column(row, "prompt", where))
+        for _, row in (line for file in files for line in json_lines(file)):
+            theme = str(row.get("theme") or row["prompt"])
             splits[split or ("test" if _share_of(theme) < test_share else "train")].append(row)
     for split, rows in splits.items():
         if open_twins:
@@ -77,20 +75,15 @@ def gedit(source: Path, out: Path, *, language: str, **_) -> None:
     rows = []
     (out / "images").mkdir()
     for where, row in _parquet_rows(_files(source, "*.parquet")):
-        if _column(row, "instruction_language", where) != language:
+        if row["instruction_language"] != language:
             continue
-        key = str(_column(row, "key", where))
-        name = "images/" + re.sub(r"[^\w-]", "_", key) + ".png"
-        image = row.get("input_image_raw") or _column(row, "input_image", where)
-        data = image.get("bytes") if isinstance(image, Mapping) else image
-        if not isinstance(data, bytes):
-            raise DataError(f"{where}: the image has no bytes")
+        name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
+        image = row.get("input_image_raw") or row["input_image"]
         try:
-            read_image(data).save(out / name)
+            read_image(image["bytes"]).save(out / name)
         except UnreadableImage as error:
             raise DataError(f"{where}: the image {error}") from error
-        prompt, category = _column(row, "instruction", where), _column(row, "task_type", where)
-        rows.append({"prompt": prompt, "image": name, "idx": key, "category": category})
+        rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
@@ -99,9 +92,8 @@ def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int 
 
     Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives.
     """
-    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    schema = pa.schema({"prompt": pa.string(), "image": image})
-    edits = _edits(source, limit)
+    schema = pa.schema({"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
+    edits = islice(_edits(source), limit)
     with (
         pq.ParquetWriter(out / "train.parquet", schema) as train,
         pq.ParquetWriter(out / "test.parquet", schema) as test,
@@ -115,29 +107,39 @@ def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int 
                 writer.write_table(pa.Table.from_pylist(rows[writer], schema=schema))
 
 
-def _edits(source: Path, limit: int | None) -> Iterator[tuple[str, str, bytes]]:
-    """(image's name, prompt, encoded image) of at most ``limit`` edits of a single image."""
-    file, read, count = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source), 0
-    try:
-        rows = parse(file.read_bytes())
-    except DamagedJson as error:
-        raise DataError(f"{file}: {error}") from error
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        if count == limit:
-            break
-        where = f"{file}: row {number}"
-        names = _column(row, "input_image", where)
-        names, prompt = [names] if isinstance(names, str) else names, _column(row, "input_prompt", where)
-        if not isinstance(names, list) or not all(isinstance(text, str) for text in (prompt, *names)):
-            raise DataError(f"{where}: input_prompt and input_image must be texts")
+def _edits(source: Path) -> Iterator[tuple[str, str, bytes]]:
+    """(image's name, prompt, encoded image) of the edits of a single image."""
+    file, read = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source)
+    for number, row in enumerate(json.loads(file.read_bytes())):
+        names = row["input_image"]
+        names = [names] if isinstance(names, str) else names
         if len(names) == 1:
-            count += 1
-            data = read(names[0], where)
+            data = read(names[0])
             try:
                 read_image(data)
             except UnreadableImage as error:
-                raise DataError(f"{where}: image {names[0]!r} {error}") from error
-            yield names[0], prompt, data
+                raise DataError(f"{file}: row {number}: image {names[0]!r} {error}") from error
+            yield names[0], row["input_prompt"], data
+
+
+def _image_reader(folder: Path) -> Callable[[str], bytes]:
+    """A function from an image's name to its bytes: a file, or a member of a tar archive."""
+    members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
+    for archive in sorted(folder.rglob("*.tar")):
+        with tarfile.open(archive) as tar:
+            members |= {member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()}
+
+    def read(name: str) -> bytes:
+        for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
+            if (folder / candidate).is_file():
+                return (folder / candidate).read_bytes()
+            if candidate in members:
+                archive, member = members[candidate]
+                with tarfile.open(archive) as tar:
+                    return tar.extractfile(member).read()
+        raise DataError(f"image {name!r} is neither a file of {folder} nor in its archives")
+
+    return read
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:
@@ -147,15 +149,13 @@ def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None
     """
     if (source / "train.txt").is_file():
         for split in ("train", "test"):
-            shutil.copy(_files(source, f"{split}.txt")[0], out)
+            shutil.copy(source / f"{split}.txt", out)
         return
     seen: set[str] = set()
-    files = _files(source, "*.parquet")
     for split in ("test", "train"):
         captions: list[str] = []
-        of_split = [file for file in files if file.name.startswith(split)]
-        for where, row in _parquet_rows(of_split, ["caption"]):
-            caption = " ".join(str(_column(row, "caption", where)).split())
+        for _, row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
+            caption = " ".join(str(row["caption"] or "").split())
             if caption and caption not in seen and (limit is None or len(captions) < limit):
                 seen.add(caption)
                 captions.append(caption)
@@ -165,8 +165,7 @@ def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None
 def ocr(source: Path, out: Path, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
-        file = _files(source, f"{split}.txt")[0]
-        lines = (" ".join(line.split()) for line in text_of(file).splitlines())
+        lines = (" ".join(line.split()) for line in text_of(source / f"{split}.txt").splitlines())
         _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
 
 
@@ -178,33 +177,9 @@ def _share_of(text: str) -> float:
 def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row, a piece of a file at a time."""
     for file in files:
-        table = pq.ParquetFile(file)
-        absent = [column for column in columns or [] if column not in table.schema_arrow.names]
-        if absent:
-            raise DataError(f"{file}: column {absent[0]!r} is missing; it has {table.schema_arrow.names}")
-        rows = (row for batch in table.iter_batches(batch_size=_PIECE, columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows):
+        batches = pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield f"{file}: row {number}", row
-
-
-def _image_reader(folder: Path) -> Callable[[str, str], bytes]:
-    """A function from an image's name (and its place, for messages) to its bytes: a file, or a member of a tar archive."""
-    members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
-    for archive in sorted(folder.rglob("*.tar")):
-        with tarfile.open(archive) as tar:
-            members |= {member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()}
-
-    def read(name: str, where: str) -> bytes:
-        for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
-            if (folder / candidate).is_file():
-                return (folder / candidate).read_bytes()
-            if candidate in members:
-                archive, member = members[candidate]
-                with tarfile.open(archive) as tar:
-                    return tar.extractfile(member).read()
-        raise DataError(f"{where}: image {name!r} is neither a file of {folder} nor in its archives")
-
-    return read
 
 
 def _write_lines(file: Path, lines: Iterable[str]) -> None:
@@ -214,13 +189,5 @@ def _write_lines(file: Path, lines: Iterable[str]) -> None:
 def _files(folder: Path, pattern: str) -> list[Path]:
     files = sorted(folder.rglob(pattern))
     if not files:
-        endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file())
-        raise DataError(f"{folder} holds no {pattern}; it holds {dict(endings) or 'nothing'}")
+        raise DataError(f"{folder} holds no {pattern}")
     return files
-
-
-def _column(row: Any, name: str, where: str) -> Any:
-    if not isinstance(row, Mapping) or row.get(name) in (None, ""):
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-        raise DataError(f"{where}: column {name!r} is missing or empty; the row has {has}")
-    return row[name]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import tarfile
 import tempfile
 import urllib.error
 import urllib.request
@@ -20,9 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import converters
-import pyarrow
-
-from paco_grpo.data.files import DataError
 
 HERE = Path(__file__).resolve().parent
 
@@ -103,8 +99,8 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
             output.rmdir()
         scratch.chmod(0o755)
         scratch.rename(output)
-    except (DataError, OSError, tarfile.TarError, pyarrow.ArrowException) as error:  # the last two: damaged files
-        raise FetchError(f"{source} cannot be converted: {error}") from error
+    except Exception as error:  # damaged files, other columns
+        raise FetchError(f"{source} cannot be converted ({type(error).__name__}: {error})") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return counts

@@ -76,6 +76,7 @@ def _evaluation(row: Mapping | None) -> str:
     for key, value in row.items():
         if not (key.startswith("eval/") and key.endswith("_mean")):
             continue
-        name, error = key[len("eval/") : -len("_mean")], row.get(key.replace("_mean", "_stderr"))
+        name = key[len("eval/") : -len("_mean")]
+        error = row.get(f"eval/{name}_stderr")
         lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
     return "\n".join(lines)

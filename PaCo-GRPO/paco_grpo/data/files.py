@@ -10,6 +10,7 @@ from paco_judge.json_io import DamagedJson, lines, parse_object
 
 _LARGEST_SIDE = 1 << 16  # pixels
 
+
 class DataError(ValueError):
     """A prompt set that cannot be used; the message names file, line and field."""
 
@@ -18,25 +19,21 @@ def text_of(path: Path) -> str:
     """The text without a byte order mark.
 
     Raises:
-        DataError: The file does not exist, is not UTF-8, or holds NUL bytes.
+        DataError: The file does not exist, is not UTF-8, or holds NUL bytes (UTF-16).
     """
-    _check_exists(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise _missing(path) from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}:{line}: not UTF-8 (byte {error.object[error.start]:#x}); save it as UTF-8") from error
+        raise DataError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
     if "\0" in text:
-        line = text[: text.index("\0")].count("\n") + 1
-        raise DataError(f"{path}:{line}: not a text (NUL byte); save it as UTF-8")
+        raise DataError(f"{path}: not a text (NUL byte); save it as UTF-8")
     return text
 
 
-def _check_exists(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(
-            f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
-        )
+def _missing(path: Path) -> DataError:
+    return DataError(f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind")
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -45,14 +42,13 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: No such file, or a line is not a JSON object.
     """
-    _check_exists(path)
+    if not path.is_file():
+        raise _missing(path)
     for number, line in lines(path):
-        where = f"{path}:{number}"
         try:
-            row = parse_object(line)
+            yield f"{path}:{number}", parse_object(line)
         except DamagedJson as error:
-            raise DataError(f"{where}: {error}; correct or remove the line") from error
-        yield where, row
+            raise DataError(f"{path}:{number}: {error}; correct or remove the line") from error
 
 
 def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from paco_grpo.data.editing import load_arrow_editing, load_geneval_image
 from paco_grpo.data.files import DataError, common_fields, json_lines, text_of
@@ -23,14 +22,9 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
             ``geneval_image`` (``{split}_metadata.jsonl`` with ``image``, a path from the dataset's folder) or
             ``arrow_editing`` (``{split}.arrow`` or ``{split}.parquet`` with ``prompt`` and ``image``).
 
-    Returns:
-        Items with ``item_id`` = position in the file.
-
     Raises:
-        DataError: Unknown kind, missing folder or file, or an entry that is not valid.
+        DataError: Missing folder or file, or an entry that is not valid.
     """
-    if kind not in KINDS:
-        raise DataError(f"unknown config.prompt_fn {kind!r}. Known: {', '.join(KINDS)}")
     folder = Path(dataset)
     if not folder.is_dir():
         public = folder.name.removeprefix("public-") if folder.name.startswith("public-") else ""
@@ -50,7 +44,10 @@ def _geneval(folder: Path, split: str) -> list[Item]:
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
         name = f"{where} (item {row.get('idx', len(items))!r})"
         prompt, height, width = common_fields(row, name)
-        if not _are_criteria(row.get("criteria")):
+        criteria = row.get("criteria")
+        named = criteria.values() if isinstance(criteria, dict) else [criteria]
+        good = (isinstance(each, dict) and all(isinstance(text, str | None) for text in each.values()) for each in named)
+        if criteria is not None and not all(good):
             raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
         try:
             grid = split_prompt(prompt)
@@ -61,16 +58,6 @@ def _geneval(folder: Path, split: str) -> list[Item]:
             raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
         items.append(Item(len(items), prompt, height, width, metadata=dict(row)))
     return items
-
-
-def _are_criteria(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(
-            isinstance(named, dict) and all(text is None or isinstance(text, str) for text in named.values())
-            for named in value.values()
-        )
-    )
 
 
 def _text(folder: Path, split: str) -> list[Item]:

@@ -38,12 +38,7 @@ class GroupSampler:
 
     A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
 
-    Args:
-        num_items: Size of the prompt set, at least 1.
-        prompts: m, at least 1.
-        images_per_prompt: k, at least 1.
-        seed: ``config.seed``.
-        latents: ``sample.latents_per_prompt``, a divisor of k.
+    ``prompts`` is m, ``images_per_prompt`` is k, ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
     def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1) -> None:

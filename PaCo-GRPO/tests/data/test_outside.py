@@ -22,14 +22,9 @@ FILES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthC
     [
         (b'{"prompt": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
         (b'{"prompt": ' + b"[" * 100_000, "not JSON"),
-        (b'{"prompt": "x", "idx": ' + b"1" * 5000 + b"}", "not JSON"),
-        (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a\\u0000b"}', "field 'prompt'"),
-        (b"\0\0\0\0", "not JSON"),
         (b'{"prompt": "x", "height": 1' + b"0" * 400 + b', "width": 1}', "field 'height' must be an integer from 1 to"),
-        (b'{"prompt": "x", "height": true, "width": 1}', "field 'height'"),
         (b'{"prompt": "x", "criteria": {"a": [1]}}', "field 'criteria'"),
-        (b'{"prompt": "' + b"9" * 5000 + b'x2 grid"}', "field 'prompt'"),
     ],
 )
 def test_a_damaged_line_is_one_sentence(tmp_path, line, said):
@@ -44,7 +39,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path):
     (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n")
     assert [load_prompts(tmp_path, "train", kind)[0].prompt for kind in ("geneval", "text")] == ["a cat", "a cat"]
     (tmp_path / "train.txt").write_bytes("a cat\na dog".encode("utf-16-le"))
-    with pytest.raises(DataError, match="train.txt:1: not a text .*save it as UTF-8"):
+    with pytest.raises(DataError, match="train.txt: not a text .*save it as UTF-8"):
         load_prompts(tmp_path, "train", "text")
 
 

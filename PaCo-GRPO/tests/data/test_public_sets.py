@@ -142,18 +142,10 @@ def test_ocr_prompts_have_a_quoted_text(fetch, source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "files", "named"),
     [
-        ("t2is", {}, "holds no *.jsonl; it holds nothing"),
+        ("t2is", {}, "holds no *.jsonl"),
         ("t2is", {"a.jsonl": "{"}, "a.jsonl:1: not JSON"),
-        ("t2is", {"train.jsonl": lines([grid_row(1)]), "test.jsonl": lines([{"prompt": ""}])}, "'prompt'"),
-        ("ocr", {"train.txt": "a\0b", "test.txt": "x"}, "train.txt:1: not a text (NUL byte)"),
-        ("gedit", {"a.parquet": "no table"}, "cannot be converted: "),
-        ("pickscore", {"test.parquet": "PAR1no tablePAR1"}, "cannot be converted: "),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": "[]", "a.tar": "no archive " * 99}, "cannot be converted: "),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": "[" * 100_000}, "not JSON"),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": "1"}, "column 'input_image' is missing"),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": [1], "input_image": "a"}]'}, "must be texts"),
-        ("ocr", {"train.csv": "x"}, "holds no train.txt; it holds {'.csv': 1}"),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x"}]'}, "column 'input_image' is missing"),
+        ("gedit", {"a.parquet": "no table"}, "cannot be converted"),
+        ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x"}]'}, "input_image"),
         ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x", "input_image": "a.png"}]'}, "image 'a.png'"),
     ],
 )  # fmt: skip
