@@ -46,18 +46,15 @@ def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray
         return np.where(between < 1, (within - between) / (1 - between), np.nan)
 
 
-def rewards_of(names: Iterable[str]) -> tuple[str, str] | None:
-    """The names of the within- and the between-image reward among ``names``; None if one is not there.
+def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The within- and between-image rewards among ``names`` that belong together.
 
-    ``consistency_score`` and ``between_images``, or a user's ``X_consistency`` and ``X_between_images``.
+    ``consistency_score`` and ``between_images``, or ``X_consistency`` and ``X_between_images`` of your own.
     """
     names = set(names)
-    for between in sorted(name for name in names if name.endswith("between_images")):
-        prefix = between.removesuffix("between_images")
-        for within in (f"{prefix}consistency_score", f"{prefix}consistency"):
-            if within in names:
-                return within, between
-    return None
+    prefixes = sorted(name.removesuffix("between_images") for name in names if name.endswith("between_images"))
+    found = ((w, f"{p}between_images") for p in prefixes for w in (f"{p}consistency_score", f"{p}consistency"))
+    return [pair for pair in found if pair[0] in names]
 
 
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
@@ -73,7 +70,7 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
         dict(test.reward_fn or options.train.reward_fn),
         options.train.reward_fn_kwargs | test.reward_fn_kwargs,
     )
-    if rewards_of(map(short_name, rewards)) is None:
+    if not pairs_of(map(short_name, rewards)):
         if "consistency_score" not in rewards:
             raise ConfigError(
                 f"--images_per_prompt needs the test reward consistency_score, not only {', '.join(rewards)}"
@@ -93,30 +90,29 @@ def agreement(
         against: Rows of another evaluation of the same prompts and seeds: then differences, paired by prompt.
 
     Returns:
-        Category → agreement; empty unless the rows have both rewards.
+        Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".
+        Empty unless the rows have such rewards.
     """
-    names = rewards_of(rows[0]["rewards"])
-    if names is None:
-        return {}
-    sides = [_by_prompt(side, *names) for side in (rows, against) if side is not None]
+    pairs = pairs_of(rows[0]["rewards"])
     categories: dict[str, list[int]] = {}
     for row in rows:
-        for category in (row["category"], "all") if row["category"] is not None else ("all",):
-            if row["item_id"] not in categories.setdefault(category, []):
-                categories[category].append(row["item_id"])
-    categories["all"] = categories.pop("all")  # last
-    missing = Counter(
-        row["item_id"] for side in (rows, against or ()) for row in side if None in map(row["rewards"].get, names)
-    )
+        if row["category"] is not None:
+            categories.setdefault(row["category"], []).append(row["item_id"])
+    categories["all"] = [row["item_id"] for row in rows]
     is_open = {row["item_id"]: bool(row.get("open")) for row in rows}
-    return {
-        category: _summary(
-            [np.array([side[item] for item in items]) for side in sides],
-            np.array([is_open[item] for item in items]),
-            sum(missing[item] for item in items),
+    found = {}
+    for names in pairs:
+        sides = [_by_prompt(side, *names) for side in (rows, against) if side is not None]
+        missing = Counter(
+            row["item_id"] for side in (rows, against or ()) for row in side if None in map(row["rewards"].get, names)
         )
-        for category, items in categories.items()
-    }
+        for category, items in categories.items():
+            items = list(dict.fromkeys(items))
+            values = [np.array([side[item] for item in items]) for side in sides]
+            found[category if len(pairs) == 1 else f"{category}, {names[0]}"] = _summary(
+                values, np.array([is_open[item] for item in items]), sum(missing[item] for item in items)
+            )
+    return found
 
 
 def _by_prompt(rows: Sequence[Mapping[str, Any]], within: str, between: str) -> dict[int, tuple[float, float]]:

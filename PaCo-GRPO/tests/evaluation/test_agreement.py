@@ -7,7 +7,7 @@ import pytest
 from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.evaluation.agreement import agreement, kappa, measuring, rewards_of, table
+from paco_grpo.evaluation.agreement import agreement, kappa, measuring, pairs_of, table
 from paco_grpo.options import ConfigError, options_to_yaml
 
 NAMES = ("consistency_score", "between_images")
@@ -68,12 +68,17 @@ def test_a_difference_is_paired_by_prompt():
     assert found.between.mean == pytest.approx(0) and found.kappa.mean == pytest.approx(0.1 / 0.6)
 
 
-def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
-    assert rewards_of(["pickscore", *NAMES]) == NAMES and rewards_of(["between_images"]) is None
-    assert rewards_of(["oracle_between_images", "oracle_consistency"]) == (
-        "oracle_consistency",
-        "oracle_between_images",
+def test_several_judges():
+    own = [row["rewards"] | {"o_consistency": 1.0, "o_between_images": 0.25} for row in rows([[0.9] * 4], [[0.5] * 4])]
+    found = agreement([{"item_id": 0, "category": None, "open": True, "rewards": each} for each in own])
+    assert {name: each.kappa.mean for name, each in found.items()} == pytest.approx(
+        {"all, consistency_score": 0.8, "all, o_consistency": 1.0}
     )
+
+
+def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
+    own = ("oracle_consistency", "oracle_between_images")
+    assert pairs_of(["pickscore", *own, *NAMES]) == [NAMES, own] and pairs_of(["between_images"]) == []
     options = tiny_options(tiny_flux_dir, tmp_path)
     for count, named in ((3, "at least 4"), (4, "consistency_score")):
         with pytest.raises(ConfigError, match=named):
