@@ -1,31 +1,38 @@
-"""The quickstart over seeds, and two longer studies. Run by hand; finished runs are kept in quickstart/results.csv.
+"""The quickstart over seeds, and which reward keeps images different. Finished runs are rows of quickstart/results.csv.
 
     .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, with a judge of its own; 13 min each
     .venv/bin/python quickstart/study.py rewards                       # two runs at a time, judged by quickstart/out/judge
-    .venv/bin/python quickstart/study.py objectives
+    .venv/bin/python quickstart/study.py rewards --other_judge DIR     # and evaluated by another judge as well
+    .venv/bin/python quickstart/study.py objectives --seeds 0
     .venv/bin/python quickstart/study.py rewards --table               # no training: the table of finished runs
 
-rewards
-    judge           the quickstart's reward: the judge's consistency within an image times variety between images
-    plain           the judge's consistency alone
-    alignment       a control without a judge: the oracle's share of panels that show what is named
-    named_variety   that share times the judge's variety between images
-    oracle          consistency and variety, both by the oracle
+rewards (`--runs` picks some)
+    base             no training
+    consistency      the judge's consistency alone
+    variety          the quickstart's reward: consistency times the judge's variety between images
+    naming_variety   a control without a judge's consistency: the oracle's share of panels that show what is named, times variety
+    kl_0.1, kl_0.5   consistency, with a KL weight of 0.1 or 0.5 instead of 0.02
+    entropy          consistency, with the perceptual-entropy bonus
+    gardo            consistency, with GARDO's factor on positive advantages
+    consistency_80, variety_80   80 epochs
 objectives
-    ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the oracle's consistency and variety as its reward
+    ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the quickstart's reward
 
-A row has the commit and the judge (the SHA-256 of its weights) of its run. Runs of another judge are never averaged with
-these; runs of another commit are only taken for finished with --any_commit, and the table lists the commits. The quickstart's
-settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
+Every run is evaluated on 24 open prompts with 8 images each (`scripts/evaluate.py --images_per_prompt 8`): w, b and kappa by the
+oracle, by the judge and by the other judge. Errors are between seeds. A row has the commit and the judge (the SHA-256 of its
+weights) of its run. Runs of another judge are never averaged with these; runs of another commit only count as finished with
+--any_commit. The quickstart's settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -41,7 +48,7 @@ REPO = Path(__file__).resolve().parent.parent
 GRPO, HERE = REPO / "PaCo-GRPO", REPO / "quickstart"
 RESULTS, OUT = HERE / "results.csv", HERE / "out" / "study"
 SERVED = {"base_url": "http://127.0.0.1:8077", "model": "PaCo-Reward-Toy"}
-SERVER = {"VLLM_MODEL_NAMES": SERVED["model"], "VLLM_PORT": "8077", "VLLM_LABEL": "paco-study"}
+OTHER = "PaCo-Reward-Other"
 ORACLE = "paco_toy.oracle:oracle_"
 
 
@@ -55,7 +62,7 @@ class Kind:
 
 
 JUDGED = ("consistency_score", "between_images")
-CEILING = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 8.0}
+CONSISTENCY, VARIETY = {"consistency_score": 1.0}, {"consistency_score": 1.0, "between_images": 8.0}
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Images sampled without noise: those of one initial noise would be equal.
@@ -68,16 +75,28 @@ OBJECTIVES = {
     "awm": FORWARD | {"train.beta": 0.02, "train.awm_slow_beta": 0.0},
     "dgpo": FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02},
 }
+LATENTS = {"train.diversity_features": "latents"}
 STUDIES = {
     "rewards": {
-        "judge": Kind({"consistency_score": 1.0, "between_images": 8.0}),
-        "plain": Kind({"consistency_score": 1.0}),
-        "alignment": Kind({f"{ORACLE}alignment": 1.0}),
-        "named_variety": Kind({f"{ORACLE}alignment": 1.0, "between_images": 8.0}),
-        "oracle": Kind(CEILING),
+        "base": Kind({}),
+        "consistency": Kind(CONSISTENCY),
+        "variety": Kind(VARIETY),
+        "naming_variety": Kind({f"{ORACLE}alignment": 1.0, "between_images": 8.0}),
+        "kl_0.1": Kind(CONSISTENCY, {"train.beta": 0.1}),
+        "kl_0.5": Kind(CONSISTENCY, {"train.beta": 0.5}),
+        "entropy": Kind(CONSISTENCY, LATENTS | {"train.perceptual_entropy": 0.1}),
+        "gardo": Kind(CONSISTENCY, LATENTS | {"train.neighbor_factor": True}),
+        "consistency_80": Kind(CONSISTENCY, {"num_epochs": 80, "eval_freq": 20}),
+        "variety_80": Kind(VARIETY, {"num_epochs": 80, "eval_freq": 20}),
     },
-    "objectives": {name: Kind(CEILING, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
+    "objectives": {name: Kind(VARIETY, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
 }
+# Column -> the within-image reward whose kappa it is.
+JUDGES = {"oracle": "oracle_consistency", "judge": "consistency_score", "other": "other_consistency"}
+SHOWN = {
+    "oracle_w": "w", "oracle_b": "diversity 1 − b", "oracle_kappa": "κ", "consistency_after": "consistency, full prompts",
+    "judge_kappa": "κ by the judge", "other_kappa": "κ by another judge", "minutes": "minutes",
+}  # fmt: skip
 
 
 def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
@@ -91,12 +110,44 @@ def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
     return [kind.config, *(f"--config.{key}={value}" for key, value in (options | dict(kind.options)).items())]
 
 
-def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, Any], judged: Mapping[str, Any] | None = None) -> dict:
-    """A row of results.csv."""
-    row = {"study": study, "run": name, "seed": seed, "commit": commit(), "judge": judge, "epochs": policy["epochs"], "images": policy["num_images"]}
-    if judged:
-        row |= {"judge_accuracy": judged["judge"]["lora"]["accuracy"], "kendalltau": judged["rank"]["kendalltau"]}
-    return row | {f"{m}_{when}": policy[when][m] for m in MEASURES if m in policy["after"] for when in ("before", "after")}
+def agreement_command(folder: Path, seed: int, other: bool) -> list[str]:
+    """The evaluation of w, b and kappa; of the last checkpoint in ``folder``, or of the base model if there is none."""
+    between = f"{ORACLE}between_images"
+    rewards = ["consistency_score", "between_images", f"{ORACLE}consistency", between]
+    kwargs = {name: SERVED for name in JUDGED} | {between: {"named_only": False}}
+    if other:
+        names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
+        rewards, kwargs = rewards + names, kwargs | {name: SERVED | {"model": OTHER} for name in names}
+    options = {
+        "dataset": "../quickstart/out/world/open_prompts", "test.seed": 1000 + seed, "num_threads": 1,
+        "test.reward_fn": dict.fromkeys(rewards, 1.0), "test.reward_fn_kwargs": kwargs,
+    }  # fmt: skip
+    checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
+    return [
+        sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is_awm", "--images_per_prompt", "8",
+        "--output", str(folder / "agreement"), *(("--adapter", str(checkpoints[-1])) if checkpoints else ()),
+        *(f"--config.{key}={value}" for key, value in options.items()),
+    ]  # fmt: skip
+
+
+def agreement_columns(folder: Path) -> dict[str, float]:
+    """w, b and kappa of each judge, from ``agreement_command``'s results."""
+    (found,) = json.loads((folder / "agreement" / "results.json").read_text())["agreement"].values()
+    columns = {}
+    for judge, reward in JUDGES.items():
+        if each := found.get(f"all, {reward}"):
+            values = {"w": "within", "b": "between", "kappa": "kappa"}
+            columns |= {f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each[key]}
+    return columns
+
+
+def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict:
+    """A row of results.csv; ``policy`` is ``policy_measures`` of a run, or empty for the base model."""
+    row = {"study": study, "run": name, "seed": seed, "commit": commit(), "judge": judge} | dict(more)
+    if policy:
+        row |= {"epochs": policy["epochs"], "images": policy["num_images"]}
+        row |= {f"{m}_{when}": policy[when][m] for m in MEASURES if m in policy["after"] for when in ("before", "after")}
+    return row
 
 
 def read_results() -> pd.DataFrame:
@@ -107,7 +158,9 @@ def read_results() -> pd.DataFrame:
 def keep(row: Mapping[str, Any]) -> None:
     """Add a finished run."""
     known = read_results()
-    pd.concat([known, pd.DataFrame([row])])[known.columns].to_csv(RESULTS, index=False, float_format="%.4f")
+    new = pd.DataFrame([row])
+    columns = [*known.columns, *(name for name in new.columns if name not in known.columns)]
+    pd.concat([known, new])[columns].to_csv(RESULTS, index=False, float_format="%.4f")
 
 
 def mean_and_error(values: Sequence[float]) -> str:
@@ -119,10 +172,17 @@ def mean_and_error(values: Sequence[float]) -> str:
 
 
 def table(results: pd.DataFrame, against: str | None = None) -> str:
-    """Markdown: mean change of each measure over seeds, for each run name and judge; of run ``against``, differences paired by seed."""
-    change = {label: results[f"{name}_after"] - results[f"{name}_before"] for name, label in MEASURES.items()}
-    rows = results[["run", "judge", "seed", "commit"]].assign(**change)
-    lines = [" | ".join(["", "run", "judge", "seeds", "commits", *change, ""]).strip(), "|---" * (4 + len(change)) + "|"]
+    """Markdown: means over seeds for each run name and judge; of run ``against``, differences paired by seed.
+
+    Of the quickstart, the changes from before to after training; of the other studies, what the trained model does.
+    """
+    if "oracle_kappa" in results and results["oracle_kappa"].notna().any():
+        values = {label: results[c] for c, label in SHOWN.items() if c in results and results[c].notna().any()}
+        values["diversity 1 − b"] = 1 - values["diversity 1 − b"]
+    else:
+        values = {label: results[f"{name}_after"] - results[f"{name}_before"] for name, label in MEASURES.items()}
+    rows = results[["run", "judge", "seed", "commit"]].assign(**values)
+    lines = [" | ".join(["", "run", "judge", "seeds", "commits", *values, ""]).strip(), "|---" * (4 + len(values)) + "|"]
     for (name, judge), own in rows.groupby(["run", "judge"], sort=False):
         seeds = own["seed"]
         if against:
@@ -130,37 +190,46 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
             seeds = seeds[seeds.isin(base.index)]
             if name == against or seeds.empty:
                 continue
-            values = {k: base.loc[seeds, k].to_numpy() - own.set_index("seed").loc[seeds, k].to_numpy() for k in change}
+            cells = [base.loc[seeds, k].to_numpy() - own.set_index("seed").loc[seeds, k].to_numpy() for k in values]
             name = f"{against} − {name}"
         else:
-            values = {k: own[k] for k in change}
-        cells = [name, judge, " ".join(map(str, seeds)), " ".join(own["commit"].unique()), *map(mean_and_error, values.values())]
+            cells = [own[k] for k in values]
+        cells = [name, judge, " ".join(map(str, seeds)), " ".join(own["commit"].unique()), *map(mean_and_error, cells)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def train(study: str, todo: Sequence[tuple[str, int]], judge: Path, epochs: int, jobs: int) -> None:
-    """Train ``jobs`` runs at a time, one thread each, beside one server of the judge; each finished run becomes a row."""
+def train(study: str, todo: Sequence[tuple[str, int]], judge: Path, other: Path | None, epochs: int, jobs: int) -> None:
+    """Train ``jobs`` runs at a time, one thread each, beside one server of the judges; each finished run becomes a row."""
     OUT.mkdir(parents=True, exist_ok=True)
-    server = {**os.environ, **SERVER, "VLLM_MODEL_PATHS": str(judge)}
+    models = {SERVED["model"]: judge} | ({OTHER: other} if other else {})
+    server = {**os.environ, "VLLM_PORT": "8077", "VLLM_LABEL": "paco-study"}
+    server |= {"VLLM_MODEL_NAMES": ",".join(models), "VLLM_MODEL_PATHS": ",".join(map(str, models.values()))}
     if not shutil.which("nvidia-smi"):
         server.setdefault("VLLM_ENGINE", "transformers")
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
 
-    def one(name: str, seed: int) -> tuple[str, int]:
-        command = ["bash", "scripts/single_node/train_flux.sh", *arguments_of(name, STUDIES[study][name], seed, epochs)]
-        log = OUT / f"{name}-seed{seed}.log"
+    def one(name: str, seed: int) -> dict:
+        folder = OUT / f"{name}-seed{seed}"
+        log, began = folder.with_suffix(f"{folder.suffix}.log"), time.monotonic()
         print(f"started {name}, seed {seed}; log: {log}", flush=True)
+        env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
         with open(log, "w") as file:
-            env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
-            subprocess.run(command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True)
-        return name, seed
+
+            def run(command: Sequence[str]) -> None:
+                subprocess.run(command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True)
+
+            if name != "base":
+                run(["bash", "scripts/single_node/train_flux.sh", *arguments_of(name, STUDIES[study][name], seed, epochs)])
+            minutes = (time.monotonic() - began) / 60
+            run(agreement_command(folder, seed, other is not None))
+        policy = policy_measures(folder) if name != "base" else {}
+        return row_of(study, name, seed, judge_id(judge), policy, {"minutes": minutes} | agreement_columns(folder))
 
     pool = ThreadPoolExecutor(jobs)
     try:
         for future in as_completed([pool.submit(one, *each) for each in todo]):
-            name, seed = future.result()
-            keep(row_of(study, name, seed, judge_id(judge), policy_measures(OUT / f"{name}-seed{seed}")))
+            keep(future.result())
     finally:
         pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
@@ -175,6 +244,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20, help="epochs of each run of rewards and objectives")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
+    parser.add_argument("--other_judge", type=Path, help="a second judge, which only evaluates")
     parser.add_argument("--any_commit", action="store_true", help="runs of other commits count as finished")
     parser.add_argument("--table", action="store_true", help="no training")
     arguments = parser.parse_args()
@@ -197,12 +267,14 @@ def main() -> None:
             for _, seed in todo:  # all epochs on any machine
                 subprocess.run(["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"], check=True)
                 out = HERE / "out"
-                keep(row_of(study, study, seed, "own", policy_measures(out / "runs" / "toy_t2is_awm"), judge_measures(out)))
+                judged = judge_measures(out)
+                more = {"judge_accuracy": judged["judge"]["lora"]["accuracy"], "kendalltau": judged["rank"]["kendalltau"]}
+                keep(row_of(study, study, seed, "own", policy_measures(out / "runs" / "toy_t2is_awm"), more))
         elif todo:
-            train(study, todo, judge, arguments.epochs, arguments.jobs)
+            train(study, todo, judge, arguments.other_judge, arguments.epochs, arguments.jobs)
     results = read_results().query("study == @study")
     print(table(results))
-    for against in ("judge",) if study == "rewards" else ():
+    for against in ("variety",) if study == "rewards" else ():
         print(f"differences, paired by seed:\n\n{table(results, against)}")
 
 

@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from paco_grpo.rewards.judge import BetweenImages, ConsistencyScore
 from paco_toy.world import (
     ATTRIBUTE_VALUES,
     ATTRIBUTES,
@@ -211,6 +213,16 @@ def oracle_between_images(named_only: bool = True) -> Scorer:
 
     score.compares_images = True
     return score
+
+
+def other_consistency(**served: Any) -> Scorer:
+    """``consistency_score`` of a second judge, so that an evaluation can have both."""
+    return ConsistencyScore(**served)
+
+
+def other_between_images(**served: Any) -> Scorer:
+    """``between_images`` of a second judge."""
+    return BetweenImages(**served)
 
 
 def oracle_view() -> Scorer:

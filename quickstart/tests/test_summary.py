@@ -1,5 +1,6 @@
 """summary.json's numbers, and the tables of study.py."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from PIL import Image
 
 import study
+from paco_grpo.evaluation.agreement import agreement, pairs_of
 from paco_grpo.options import read_options
+from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
 from paco_toy.summary import EDIT_MEASURES, MEASURES, edit_measures, policy_measures, rank_measures, table
 from paco_toy.world import (
@@ -91,31 +94,48 @@ def test_rank_means_leave_failed_items_out(tmp_path):
     assert rank_measures(tmp_path / "r.jsonl") == {"accuracy": 0.5, "kendalltau": 0.5, "items": 2}
 
 
-@pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs])
+@pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"])
 def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     monkeypatch.chdir(study.GRPO)
     kind = study.STUDIES[name][run]
     config, *arguments = study.arguments_of(run, kind, 1, 10)
     options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
     assert contradictions(options) == []
-    assert options.num_epochs == 10 and options.train.reward_fn == dict(kind.rewards)
+    assert options.num_epochs == kind.options.get("num_epochs", 10)
+    assert options.train.reward_fn == dict(kind.rewards)
     assert all("model" in options.train.reward_fn_kwargs.get(judged, {}) for judged in study.JUDGED if judged in kind.rewards)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_the_evaluation_takes_its_options_and_its_results_become_columns(other, tmp_path, monkeypatch):
+    monkeypatch.chdir(study.GRPO)
+    command = study.agreement_command(tmp_path, 1, other)
+    options, _ = read_options(["--config", command[3], *(word for word in command if word.startswith("--config."))])
+    pairs = pairs_of(map(short_name, options.test.reward_fn))
+    assert {within for within, _ in pairs} == set(list(study.JUDGES.values())[: 3 if other else 2])
+    rewards = {name: 0.75 for pair in pairs for name in pair}
+    row = {"item_id": 0, "category": "c", "open": True, "rewards": rewards}
+    found = {name: dataclasses.asdict(each) for name, each in agreement([row]).items()}
+    (tmp_path / "agreement").mkdir()
+    (tmp_path / "agreement" / "results.json").write_text(json.dumps({"agreement": {"base": found}}))
+    columns = study.agreement_columns(tmp_path)
+    assert columns["judge_w"] == 0.75 and columns["oracle_b"] == 0.25 and columns["oracle_kappa"] == pytest.approx(2 / 3)
+    assert ("other_kappa" in columns) == other
+
+
 def results(*rows):
-    values = {f"{m}_{when}": 0.0 for m in MEASURES for when in ("before", "after")}
-    names = ("run", "judge", "commit", "seed", "agreement_after")
-    return pd.DataFrame([values | dict(zip(names, row, strict=True)) for row in rows])
+    names = ("run", "judge", "commit", "seed", "oracle_kappa")
+    return pd.DataFrame([{"oracle_b": 0.25} | dict(zip(names, row, strict=True)) for row in rows])
 
 
 def test_errors_are_between_seeds_paired_and_of_one_judge():
-    found = results(("judge", "j1", "c", 0, 0.1), ("judge", "j1", "d", 1, 0.3), ("plain", "j1", "c", 0, 0.0), ("plain", "j1", "c", 1, 0.1),
-                    ("judge", "j2", "c", 2, 0.9))  # fmt: skip
+    found = results(("variety", "j1", "c", 0, 0.1), ("variety", "j1", "d", 1, 0.3), ("gardo", "j1", "c", 0, 0.0), ("gardo", "j1", "c", 1, 0.1),
+                    ("variety", "j2", "c", 2, 0.9))  # fmt: skip
     lines = study.table(found).splitlines()
-    assert len(lines) == 5 and "| judge | j1 | 0 1 | c d |" in lines[2] and "+0.200 ± 0.100" in lines[2]
+    assert len(lines) == 5 and "| variety | j1 | 0 1 | c d |" in lines[2] and "+0.200 ± 0.100" in lines[2] and "+0.750" in lines[2]
     assert "+0.900 |" in lines[4] and "±" not in lines[4].split("+0.900")[1].split("|")[0]
-    (difference,) = study.table(found, "judge").splitlines()[2:]
-    assert "judge − plain | j1 | 0 1" in difference and "+0.150 ± 0.050" in difference
+    (difference,) = study.table(found, "variety").splitlines()[2:]
+    assert "variety − gardo | j1 | 0 1" in difference and "+0.150 ± 0.050" in difference
 
 
 def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
@@ -124,6 +144,6 @@ def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
     known.to_csv(study.RESULTS, index=False)
     policy = {"epochs": 2, "num_images": 4, "before": dict.fromkeys(MEASURES, 0.1), "after": dict.fromkeys(MEASURES, 0.2)}
-    study.keep(study.row_of("rewards", "plain", 2, "abc", policy))
+    study.keep(study.row_of("rewards", "variety", 2, "abc", policy, {"oracle_kappa": 0.5}))
     last = study.read_results().iloc[-1]
-    assert len(study.read_results()) == len(known) + 1 and last["judge"] == "abc" and last["agreement_after"] == 0.2
+    assert len(study.read_results()) == len(known) + 1 and last["judge"] == "abc" and last["agreement_after"] == 0.2 and last["oracle_kappa"] == 0.5

@@ -160,6 +160,13 @@ class TrainOptions:
         "base", "reference of the KL term and the health probe: base model, or adapter of lora_path (start)"
     )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
+    perceptual_entropy: NonNegative = option(0.0, "λ: adds −λ·log p of an image's features within its group to the reward")
+    neighbor_factor: bool = option(
+        False, "positive advantages times the relative distance to the nearest image of the group (GARDO)"
+    )
+    diversity_features: Literal["clip", "latents"] = option(
+        "clip", "features of these two: CLIP ViT-L/14 of the images, or latents"
+    )
     max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
     stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")

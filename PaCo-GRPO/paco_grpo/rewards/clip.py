@@ -91,6 +91,15 @@ class ClipTextImage:
     check = load  # weights that are not whole are found before training
 
     @torch.no_grad()
+    def image_features(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        """Unit features (n, d) float32 of a batch."""
+        self.load()
+        batch = [image.convert("RGB") for image in images]
+        pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device, self.dtype)
+        vision = self._model.vision_model(pixel_values=pixels).pooler_output
+        return normalize(self._model.visual_projection(vision).float(), dim=-1)
+
+    @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64."""
         self.load()
@@ -100,10 +109,7 @@ class ClipTextImage:
             self._texts[prompt] = normalize(self._model.text_projection(output.pooler_output)[0].float(), dim=-1)
         scores = []
         for start in range(0, len(images), self.batch_size):
-            batch = [image.convert("RGB") for image in images[start : start + self.batch_size]]
-            pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device, self.dtype)
-            vision = self._model.vision_model(pixel_values=pixels).pooler_output
-            features = normalize(self._model.visual_projection(vision).float(), dim=-1)
+            features = self.image_features(images[start : start + self.batch_size])
             texts = torch.stack([self._texts[item.prompt] for item in items[start : start + self.batch_size]])
             scores.append((self._model.logit_scale.float().exp() * (features * texts).sum(dim=-1)).double().cpu().numpy())
         return np.concatenate(scores) / self.scale
