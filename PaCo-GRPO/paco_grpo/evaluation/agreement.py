@@ -57,6 +57,28 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return [pair for pair in found if pair[0] in names]
 
 
+def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Sequence[bool]) -> dict[str, float]:
+    """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch, over its open prompts.
+
+    Args:
+        scores: Short name → (n,), NaN = missing; {} is returned unless they have the two rewards.
+        item_ids: (n,) of the samples.
+        is_open: Of each item.
+    """
+    for names in pairs_of(scores)[:1]:
+        rows = [
+            {"item_id": item, "rewards": {name: None if np.isnan(scores[name][i]) else scores[name][i] for name in names}}
+            for i, item in enumerate(item_ids.tolist())
+            if is_open[item]
+        ]
+        found = [value for value in _by_prompt(rows, *names).values() if not np.isnan(value).any()]
+        if found:
+            within, between = np.mean(found, axis=0)
+            values = {"within": within, "between": between, "kappa": float(kappa(within, between))}
+            return {f"reward/{name}": float(value) for name, value in values.items()}
+    return {}
+
+
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
     """``options`` whose test rewards include those of κ: ``between_images`` is added beside ``consistency_score``.
 

@@ -16,6 +16,7 @@ import numpy as np
 from paco_grpo.monitoring.console import means
 
 _SPIKE_HISTORY, _SPIKE_LEAST = 20, 5  # epochs behind the median gradient norm, at most and at least
+_TREND, _RISE = 5, 0.05  # epochs at the start and end whose mean κ is compared, and the rise of w from which it counts
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
@@ -60,6 +61,8 @@ _WARNINGS = (
      "the learning rate is too high for config.train.clip_range, or too many steps on the same samples"),
     ("advantage/zero_std_share", 0.8, operator.gt, "in {:.0%} of the groups all rewards are equal",
      "the reward is saturated or always answers the same; look at reward/*_std"),
+    ("reward/kappa", -0.1, operator.lt, "panels of one image agree more, but agreement beyond chance (κ) changed by {:+.2f}",
+     "images of a prompt become the same; use between_images as a factor (docs/rewards.md)"),
 )  # fmt: skip
 
 
@@ -90,6 +93,15 @@ def judge_epoch(rows: Sequence[Row], optimizer_steps: int) -> list[Finding]:
         values["train/grad_norm"] = norm / float(np.median(before))
     if optimizer_steps > 1:
         values["train/clip_share"] = clipped * optimizer_steps / (optimizer_steps - 1)
+    values.pop("reward/kappa", None)
+    measured = [row for row in rows if "reward/kappa" in row]
+    if len(measured) >= 2 * _TREND:
+        rise, change = (
+            np.mean([row[name] for row in measured[-_TREND:]]) - np.mean([row[name] for row in measured[:_TREND]])
+            for name in ("reward/within", "reward/kappa")
+        )
+        if rise > _RISE:
+            values["reward/kappa"] = change
     return [
         Finding(metric, f"{words.format(values[metric])}. Likely cause: {cause}", rules is _COLLAPSES)
         for rules in (_COLLAPSES, _WARNINGS)

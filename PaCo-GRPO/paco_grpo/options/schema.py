@@ -164,8 +164,8 @@ class TrainOptions:
     neighbor_factor: bool = option(
         False, "positive advantages times the relative distance to the nearest image of the group (GARDO)"
     )
-    diversity_features: Literal["clip", "latents"] = option(
-        "clip", "features of these two: CLIP ViT-L/14 of the images, or latents"
+    diversity_features: str = option(
+        "openai/clip-vit-large-patch14", "features of these two: a CLIP model (hub name or folder), or latents"
     )
     max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
     stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")

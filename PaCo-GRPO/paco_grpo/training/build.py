@@ -38,6 +38,7 @@ from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
 from paco_grpo.training.checks import check_device, check_images, check_run, check_sharding, check_writable, text_length
+from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan, on_cuda
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -75,6 +76,7 @@ class Run:
     updater: Updater
     checkpoints: Checkpoints
     probe: BaseProbe | None
+    features: GroupFeatures | None  # for advantages that look at the images of a group
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
     lock: FileLock | None  # on the main process
@@ -133,6 +135,8 @@ def _build(
     options = dataclasses.replace(options, max_sequence_length=length, train=train)
     check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
+    looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
+    features = GroupFeatures(train, accelerator.device) if looks_at_groups else None
     metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
     if accelerator.is_main_process:
         values = options_to_dict(options)
@@ -166,6 +170,7 @@ def _build(
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=BaseProbe(policy, probe_items, options) if probe_items else None,
+        features=features,
         metrics=metrics,
         tracker=tracker,
         lock=lock,
@@ -302,6 +307,11 @@ def _reward_sets(
     tested = {short_name(name): build(name, kwargs) for name, kwargs in test_reward_kwargs(options).items()}
     for reward in built.values():
         reward.check()
+    if "between_images" in weights and not any(item.metadata.get("open") for item in items["train"]):
+        raise ConfigError(
+            f"config.train.reward_fn has between_images, but no training prompt of {options.dataset} is open, so it would be 1 "
+            "for every image; `python dataset/fetch.py t2is --open_twins` makes open prompts"
+        )
     for rewards, split in ((trained, "train"), (tested, "test")):
         for reward in rewards.values():
             reward.check_items(items[split])

@@ -20,6 +20,7 @@ from paco_grpo.checkpoint.state import Progress, capture_rng
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
+from paco_grpo.evaluation.agreement import of_epoch
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
@@ -123,9 +124,10 @@ class Trainer:
             rollouts = self._sample(samples, queue, observer)
             self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
             scores = self._scores(queue, len(samples.item_ids))
-        result = self._advantages(scores, samples)
+        result = self._advantages(scores, samples, rollouts)
         losses = self._update(rollouts, result)
         observed = self._measure(rollouts, observer) | {"time/reward_overlap_fraction": queue.overlap_fraction}
+        observed |= of_epoch(scores, samples.item_ids, [bool(i.metadata.get("open")) for i in self.run.train_items])
         self._finish_epoch(time.perf_counter() - started)
         self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
 
@@ -134,6 +136,11 @@ class Trainer:
     @timed("sample")
     def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts:
         snapshot = self.run.objective.sampling_snapshot(self.state.step)
+
+        def on_images(images: list, numbers: list[int]) -> None:
+            for each in filter(None, (observer, self.run.features)):
+                each.add(images, numbers)
+
         try:
             with lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
                 return sample_epoch(
@@ -145,7 +152,7 @@ class Trainer:
                     self.state.strategy,
                     batch_size=self.run.plan.sample_batch_size,
                     epoch=self.state.sampler.epoch,
-                    on_images=observer.add,
+                    on_images=on_images,
                     should_stop=lambda: self._signaled() or queue.failed(),
                 )
         except Stopped:
@@ -171,7 +178,9 @@ class Trainer:
         self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
-    def _advantages(self, scores: Mapping[str, np.ndarray], samples: EpochSamples) -> AdvantageResult:
+    def _advantages(
+        self, scores: Mapping[str, np.ndarray], samples: EpochSamples, rollouts: Rollouts
+    ) -> AdvantageResult:
         """Advantages from the rewards that have a weight; the others are only monitored."""
         trained = {name: scores[name] for name in self.run.rewards.weights}
         share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
@@ -182,6 +191,10 @@ class Trainer:
                 f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
                 f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server"
             )
+        train, features = self.options.train, None
+        if self.run.features:
+            latents = [sample.clean_latents for sample in rollouts.samples]
+            features = self.run.features.gathered(latents, len(samples.item_ids), self.accelerator)
         try:
             return compute_advantages(
                 trained,
@@ -191,7 +204,10 @@ class Trainer:
                 aggregate_fn=self.run.rewards.aggregate_fn,
                 global_std=self.options.sample.global_std,
                 per_prompt=self.options.per_prompt_stat_tracking,
-                rank=self.options.train.rank_grpo,
+                rank=train.rank_grpo,
+                features=features,
+                entropy_bonus=train.perceptual_entropy,
+                nearest_neighbor=train.neighbor_factor,
             )
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")

@@ -7,7 +7,7 @@ import pytest
 from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.evaluation.agreement import agreement, kappa, measuring, pairs_of, table
+from paco_grpo.evaluation.agreement import agreement, kappa, measuring, of_epoch, pairs_of, table
 from paco_grpo.options import ConfigError, options_to_yaml
 
 NAMES = ("consistency_score", "between_images")
@@ -66,6 +66,17 @@ def test_a_difference_is_paired_by_prompt():
     found = agreement(rows(w, b), rows(w - 0.1, b))["all"]
     assert found.within.mean == pytest.approx(0.1) == found.within.low
     assert found.between.mean == pytest.approx(0) and found.kappa.mean == pytest.approx(0.1 / 0.6)
+
+
+def test_of_a_training_epoch():
+    """Three prompts with two images each; the last is not open, the second lacks an answer."""
+    scores = {NAMES[0]: np.array([0.9, 0.7, 0.5, np.nan, 0.1, 0.1]), NAMES[1]: np.array([0.5, 0.7, 0.8, 0.8, 0.0, 0.0])}
+    found = of_epoch(scores, np.array([0, 0, 1, 1, 2, 2]), [True, True, False])
+    assert found["reward/within"] == pytest.approx((0.8 + 0.5) / 2)
+    assert found["reward/between"] == pytest.approx((0.4 + 0.2) / 2)
+    assert found["reward/kappa"] == pytest.approx((0.65 - 0.3) / 0.7)
+    assert of_epoch(scores, np.array([0, 0, 1, 1, 2, 2]), [False] * 3) == {}
+    assert of_epoch({NAMES[0]: np.ones(2)}, np.array([0, 0]), [True]) == {}
 
 
 def test_several_judges():

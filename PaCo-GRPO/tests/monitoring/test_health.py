@@ -142,3 +142,15 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
     row = rows_of(config, "train")[0]
     assert row["health/velocity_change"] > 0.75 and row["health/kl_base"] > 0
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
+
+
+def test_consistency_that_rises_while_images_become_the_same():
+    """w rises and κ falls: the generator collapses to one answer; both rising, or both falling, is no sign of it."""
+
+    def signs(within, kappa):
+        rows = [{"reward/within": w, "reward/kappa": k} for w, k in zip(np.linspace(*within, 12), np.linspace(*kappa, 12))]
+        return [finding.sign for finding in judge_epoch(rows, 1)]
+
+    assert signs((0.5, 0.9), (0.3, 0.0)) == ["reward/kappa"]
+    assert signs((0.5, 0.9), (0.3, 0.6)) == signs((0.9, 0.5), (0.3, 0.0)) == []
+    assert [f.sign for f in judge_epoch([{"reward/within": 0.9, "reward/kappa": -1.0}] * 9, 1)] == []
