@@ -132,7 +132,6 @@ CASES: dict[str, list[str]] = {
         BUILD + " --sets_only --output {out}/sets",
         BUILD + " --rankings {inputs}/ranked.jsonl --output {out}/people",
         BUILD + " --server {judge} --model judge --reasons --output {out}/scores",
-        BUILD + " --server {judge} --model judge --rank_by order --output {out}/orders",
         "paco-reward build-dataset --editing {inputs}/edits.jsonl --output {out}/edits --test_share 0.3",
     ],
     "judge": [

@@ -17,12 +17,14 @@ setup(
         "gradio",  # the range is LLaMA-Factory's
         "imagehash>=4.3",
         "jinja2>=3.1",
+        "networkx>=3",
         "numpy>=2.0",
         "omegaconf>=2.3",
+        "openai>=2",
         "peft>=0.18",
-        "httpx>=0.27",
         "huggingface_hub>=1.0",
         "pillow>=10",
+        "pydantic>=2",
         "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
         "scipy>=1.11",

@@ -14,7 +14,8 @@ from PIL import Image
 
 from paco_judge.images import load_image
 from paco_reward.datasets import Example, load_examples
-from paco_reward.pairing.options import add_options
+from paco_reward.pairing.build import build as _build
+from paco_reward.pairing.command import add_options, check
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
 
 GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
@@ -50,8 +51,8 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def options(world: Path | None, output: Path, **more: object) -> argparse.Namespace:
-    """Options of build-dataset by name, on the world's grids; None and False leave one out."""
+def build(world: Path | None, output: Path, **more: object) -> dict:
+    """build-dataset with options by name, on the world's grids; None and False leave one out."""
     given = {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
     given |= {"output": output, "test_share": 0.25, "sets_per_prompt": SETS} | more
     arguments = []
@@ -60,7 +61,9 @@ def options(world: Path | None, output: Path, **more: object) -> argparse.Namesp
             arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     parser = argparse.ArgumentParser()
     add_options(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    check(args)
+    return _build(args)
 
 
 def write_lines(file: Path, lines: list) -> Path:
@@ -85,15 +88,12 @@ def completion(text: str) -> dict:
 
 
 def colour_model(number: int, request: dict):
-    """Scores, orders and reasons by color alone."""
+    """Scores and reasons by color alone."""
     content = request["messages"][0]["content"]
     colours = [colour_of(part["image_url"]["url"]) for part in content if part["type"] == "image_url"]
-    text = content[-1]["text"]
     distances = [float(np.abs(c - colours[0]).max()) for c in colours[1:]]
     if request.get("logprobs"):
         return 200, fake_judge.answer(float(np.clip(1 - 2 * distances[0], 0.01, 0.99))), {}
-    if "Rank the candidates" in text:
-        return 200, completion(" > ".join(str(i + 1) for i in np.argsort(distances, kind="stable"))), {}
     same = distances[0] < 0.12
     word = "Yes" if same else "No"
     return 200, completion(f"**{word}**, the two shapes have {'one colour' if same else 'colours that differ'}."), {}

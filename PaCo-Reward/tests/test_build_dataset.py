@@ -17,12 +17,12 @@ from pairing_tools import (
     SETS,
     accepted,
     all_bytes,
+    build,
     colour_model,
     completion,
     fake_judge,
     grid,
     of_colour,
-    options,
     rank_like_people,
     read_lines,
     rows,
@@ -34,13 +34,12 @@ from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing.build import build
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
 
 
 def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
     with fake_judge.FakeJudge(colour_model) as server:
-        stats = build(options(world, tmp_path / "out", server=server.url))
+        stats = build(world, tmp_path / "out", server=server.url)
         assert 0 < len(server.requests) <= PROMPTS * SETS * 4
     assert stats["counts"]["sub_figures"] == PROMPTS * GENERATIONS * 4
     assert stats["counts"]["sets"] == PROMPTS * SETS
@@ -63,36 +62,28 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
 def test_a_users_question_is_asked_and_learned(world, tmp_path):
     """Training data, their accuracy and the server's answers share wording and labels; a change asks again."""
     (tmp_path / "mine.txt").write_text("Same {theme}?")
-    setting = {"question": str(tmp_path / "mine.txt"), "image_labels": "<img{n}>: "}
+    setting = {"question": tmp_path / "mine.txt", "image_labels": "<img{n}>: "}
     with fake_judge.FakeJudge(colour_model) as server:
-        build(options(world, tmp_path / "out", server=server.url))
+        build(world, tmp_path / "out", server=server.url)
         before = len(server.requests)
-        stats = build(options(world, tmp_path / "out", server=server.url, **setting))
+        stats = build(world, tmp_path / "out", server=server.url, **setting)
         asked = server.requests[before]["messages"][0]["content"]
         assert len(server.requests) == 2 * before
     assert [part.get("text", "")[:8] for part in asked] == ["<img1>: ", "", "<img2>: ", "", "Same 2x2"]
-    assert (
-        stats["asked"]["questions"][0]["template"] == "Same {theme}?" and stats["asked"]["image_labels"] == "<img{n}>: "
-    )
-    name = "consistency_reward_train"
+    assert stats["asked"]["questions"][0]["template"] == "Same {theme}?"
+    name, prefix = "consistency_reward_train", "<img1>: <image><img2>: <image>"
     prompts = {row["messages"][0]["content"] for row in rows(tmp_path / "out", name)}
-    assert all(prompt.startswith("<img1>: <image><img2>: <image>Same 2x2") for prompt in prompts)
     pairs, _ = labeled_pairs(tmp_path / "out", name, form=RequestForm("<img{n}>: "))
-    assert {pair.question for pair in pairs} == {
-        prompt.removeprefix("<img1>: <image><img2>: <image>") for prompt in prompts
-    }
+    assert {prefix + pair.question for pair in pairs} == prompts
     with pytest.raises(PacoRewardError, match="--image_labels"):
         labeled_pairs(tmp_path / "out", name)
-    with pytest.raises(PacoRewardError, match="--question.*{criterion_sentence}"):
-        build(options(world, tmp_path / "other", question="criteria", sets_only=True))
 
 
-def test_orders_and_reasons_are_determined_by_the_seed(world, tmp_path):
+def test_reasons_are_determined_by_the_seed(world, tmp_path):
     made = []
     with fake_judge.FakeJudge(colour_model) as server:
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-            setting = {"server": server.url, "model": "paco-reward-7b", "rank_by": "order", "reasons": True}
-            stats = build(options(world, tmp_path / name, seed=seed, **setting))
+            stats = build(world, tmp_path / name, seed=seed, server=server.url, model="paco-reward-7b", reasons=True)
             made.append(all_bytes(tmp_path / name))
     assert made[0] == made[1]
     assert made[0]["consistency_reward_cot_train.json"] != made[2]["consistency_reward_cot_train.json"]
@@ -105,16 +96,14 @@ def test_contradicting_and_empty_reasons_are_left_out_and_pairs_stay_balanced(wo
     def stubborn(number, request):
         if request.get("logprobs"):
             return colour_model(number, request)
-        assert request["model"] == "writer" and request["max_tokens"] == 40
         digest = hashlib.sha256(json.dumps(request).encode()).digest()[0] % 4
         given = "Yes" if "given is: Yes" in request["messages"][0]["content"][-1]["text"] else "No"
         other = "No" if given == "Yes" else "Yes"
         answers = [f"{given}. As one can see in both of them.", f"{other}, they are not at all so.", given, "Perhaps."]
         return 200, completion(answers[digest]), {}
 
-    with fake_judge.FakeJudge(stubborn, models=["PaCo-Reward-7B", "writer"]) as server:
-        setting = {"reasons": True, "reason_model": "Writer", "reason_tokens": 40, "test_share": 0.0}
-        stats = build(options(world, tmp_path, server=server.url, **setting))
+    with fake_judge.FakeJudge(stubborn) as server:
+        stats = build(world, tmp_path, server=server.url, reasons=True, test_share=0.0)
     counts, numbers = stats["counts"], stats["datasets"]["consistency_reward_cot_train"]
     assert counts["reasons_contradicting"] > 0 and counts["reasons_unreadable"] > 0
     assert numbers["yes"] == numbers["no"] > 0
@@ -136,26 +125,24 @@ def test_sets_for_people_then_their_rankings(world, tmp_path, capsys):
 
 
 def test_sub_figures_that_are_already_cut(world, tmp_path):
-    build(options(world, tmp_path / "first", sets_only=True))
+    build(world, tmp_path / "first", sets_only=True)
     ranked = rank_like_people(tmp_path / "first")
     cut = {"sub_figures": tmp_path / "first" / "images", "metadata": tmp_path / "first" / "prompt_data.jsonl"}
-    build(options(world, tmp_path / "second", rankings=ranked))
-    build(options(None, tmp_path / "third", rankings=ranked, **cut))
+    build(world, tmp_path / "second", rankings=ranked)
+    build(None, tmp_path / "third", rankings=ranked, **cut)
     assert all_bytes(tmp_path / "third") == all_bytes(tmp_path / "second")
 
 
 def test_rankings_in_the_benchmarks_form(tmp_path):
-    flat = tmp_path / "images" / "0007"
+    flat = tmp_path / "images" / "7"
     flat.mkdir(parents=True)
     for name, seed, character in (("ref", 1, 3), ("a", 2, 3), ("b", 3, 90)):
         grid([character] * 4, VIEWS[seed : seed + 4], seed).save(flat / f"{name}.png")
-    metadata = write_lines(tmp_path / "prompts.jsonl", [{"idx": "7", "prompt": "Two views of a star."}])
-    flat.rename(flat.with_name("7"))
+    metadata = write_lines(tmp_path / "prompts.jsonl", [{"idx": 7, "prompt": "Two views of a star."}])
     row = {"folder": "0007", "ref_image": "ref.png"}
     row |= {"comp_images": ["b.png", "a.png"], "rank_images": ["a.png", "b.png"]}
     rankings = write_lines(tmp_path / "ranks.jsonl", [row])
-    setting = {"sub_figures": tmp_path / "images", "metadata": metadata, "rankings": rankings}
-    stats = build(options(None, tmp_path / "out", **setting))
+    stats = build(None, tmp_path / "out", sub_figures=tmp_path / "images", metadata=metadata, rankings=rankings)
     assert stats["datasets"] == {"consistency_reward_train": {"pairs": 2, "yes": 1, "no": 1, "images": 3, "groups": 1}}
 
 
@@ -179,8 +166,7 @@ def edits(tmp_path_factory) -> Path:
 
 
 def test_labeled_edits(edits, tmp_path):
-    setting = {"editing": edits / "edits.jsonl", "test_share": 0.3, "duplicate_bits": 0}
-    stats = build(options(None, tmp_path, **setting))
+    stats = build(None, tmp_path, editing=edits / "edits.jsonl", test_share=0.3, duplicate_bits=0)
     assert sum(numbers["pairs"] for numbers in stats["datasets"].values()) > 12
     sides = {}
     for part in ("train", "test"):
@@ -203,8 +189,8 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
 
     with fake_judge.FakeJudge(by_number) as server:
         setting = {"editing": edits / "bare.jsonl", "server": server.url, "test_share": 0.0, "duplicate_bits": 0}
-        stats = build(options(None, tmp_path, **setting))
-        assert build(options(None, tmp_path, **setting)) == stats and len(server.requests) == 24
+        stats = build(None, tmp_path, **setting)
+        assert build(None, tmp_path, **setting) == stats and len(server.requests) == 24
     assert stats["counts"]["editing_unclear"] == 2
     assert stats["datasets"]["sharegpt_editing_train"]["yes"] == stats["datasets"]["sharegpt_editing_train"]["no"] == 10
 
@@ -214,49 +200,46 @@ _RUN = "import sys; from paco_reward.cli import main; sys.exit(main(sys.argv[1:]
 
 def test_a_killed_run_resumes_without_loss_or_repetition(world, tmp_path):
     with fake_judge.FakeJudge(colour_model) as server:
-        build(options(world, tmp_path / "whole", server=server.url, rank_by="order", reasons=True))
+        build(world, tmp_path / "whole", server=server.url, reasons=True)
         needed = len(server.requests)
-    with fake_judge.FakeJudge(colour_model, delay_s=0.03) as server:
+    with fake_judge.FakeJudge(colour_model, delay_s=0.1) as server:
         command = ["build-dataset", "--grids", str(world / "grids"), "--metadata", str(world / "metadata.jsonl")]
-        command += ["--server", server.url, "--rank_by", "order", "--reasons", "--test_share", "0.25"]
-        command += ["--output", str(tmp_path / "killed"), "--max_concurrency", "2", "--sets_per_prompt", str(SETS)]
+        command += ["--server", server.url, "--reasons", "--test_share", "0.25"]
+        command += ["--output", str(tmp_path / "killed"), "--sets_per_prompt", str(SETS)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        for enough in (8, 24):
-            process = subprocess.Popen([sys.executable, "-c", _RUN, *command], env=environment)
-            deadline = time.monotonic() + 120
-            while len(server.requests) < enough and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        journal = tmp_path / "killed" / "work" / "rankings.jsonl"
-        assert len(journal.read_bytes().splitlines()) >= 8
+        process = subprocess.Popen([sys.executable, "-c", _RUN, *command], env=environment)
+        journal = tmp_path / "killed" / "work" / "reasons.jsonl"
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if journal.exists() and journal.read_bytes().count(b"\n") >= 4:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
         with journal.open("ab") as file:
             file.write(b'{"key": "cut off by a ki')
         assert main(command) == 0
-        # Each kill costs at most the answers in flight.
-        assert needed <= len(server.requests) <= needed + 2 * 2 * 2
+        assert needed <= len(server.requests) <= needed + 2 * 16  # a kill costs at most the answers in flight
         assert all_bytes(tmp_path / "killed") == all_bytes(tmp_path / "whole")
         done = len(server.requests)
         assert main(command) == 0
         assert len(server.requests) == done
 
 
-def test_answers_before_a_server_failure_are_kept(world, tmp_path):
-    def fails(number, request):
-        return colour_model(number, request) if number <= 9 else (404, {"error": {"message": "model unloaded"}}, {})
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_server_that_refuses_the_reasons_is_reported(world, tmp_path, status):
+    def refuses(number, request):
+        return colour_model(number, request) if request.get("logprobs") else (status, {"error": {"message": "unloaded"}}, {})
 
-    with fake_judge.FakeJudge(fails) as server:
-        setting = options(world, tmp_path, server=server.url, max_concurrency=4, rank_by="order")
-        with pytest.raises(PacoRewardError, match="HTTP 404: model unloaded"):
-            build(setting)
-    assert len(read_lines(tmp_path / "work" / "rankings.jsonl")) >= 5
+    with fake_judge.FakeJudge(refuses) as server, pytest.raises(PacoRewardError, match="unloaded"):
+        build(world, tmp_path, server=server.url, reasons=True)
+    assert len(read_lines(tmp_path / "work" / "scores.jsonl")) >= 5
 
 
-@pytest.mark.parametrize("rank_by", ["scores", "order"])
-def test_a_server_that_refuses_everything_is_reported(world, tmp_path, rank_by):
+def test_a_server_without_scores_is_reported(world, tmp_path):
     refusal = (400, {"error": {"message": "one image only"}}, {})
     with (
         fake_judge.FakeJudge(lambda number, request: refusal) as server,
         pytest.raises(PacoRewardError, match="one image only"),
     ):
-        build(options(world, tmp_path, server=server.url, rank_by=rank_by))
+        build(world, tmp_path, server=server.url)

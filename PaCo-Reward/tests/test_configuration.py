@@ -28,31 +28,22 @@ def config(data):
     return {"dataset_dir": str(data), "dataset": "pairs"}
 
 
-def found(config) -> list[str]:
-    logged = []
-    check_data(config, logged.append)
-    return logged
-
-
 def problem(config) -> str:
     with pytest.raises(PacoRewardError) as caught:
-        found(config)
-    assert "\n" not in str(caught.value)
+        check_data(config)
     return str(caught.value)
 
 
-def test_data_sets_are_counted_and_others_left_to_llama_factory(config, data):
+def test_data_sets_are_counted_and_others_left_to_llama_factory(config, data, capsys):
     info = json.loads((data / "dataset_info.json").read_text())
     others = {"hub": {"hf_hub_url": "some/set"}, "alpaca": info["pairs"] | {"formatting": "alpaca"}}
     (data / "dataset_info.json").write_text(json.dumps(info | others))
-    logged = found(config | {"dataset": "pairs, hub, alpaca", "eval_dataset": ["held_out"]})
-    assert logged[0] == "dataset pairs: 16 examples" and "held_out: 10" in logged[-1]
-    assert sum("left to LLaMA-Factory" in line for line in logged) == 2
+    check_data(config | {"dataset": "pairs, hub, alpaca", "eval_dataset": ["held_out"]})
+    assert capsys.readouterr().out.splitlines() == ["dataset pairs: 16 examples", "dataset held_out: 10 examples"]
 
 
 def test_dataset_problems(config, data, tmp_path):
-    assert "did you mean pairs?" in problem(config | {"dataset": "pair"})
-    assert "names no dataset" in problem(config | {"dataset": None})
+    assert "known: held_out, pairs" in problem(config | {"dataset": "pair"})
     assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
     assert "hf download X-GenGroup/PaCo-Dataset" in problem(config | {"dataset_dir": "PaCo-Dataset"})
     rows = json.loads((data / "pairs.json").read_text())
@@ -61,7 +52,7 @@ def test_dataset_problems(config, data, tmp_path):
         (0, {"images": rows[0]["images"][:1]}, "1 images"),
         (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
         (3, {"images": None}, "'images'"),
-        (1, {"messages": turns[:1]}, "'assistant'"),
+        (1, {"messages": turns[:1]}, "assistant"),
         (1, {"messages": [{"role": "user"}]}, "'content'"),
         (4, {"messages": [turns[0], {"role": "assistant", "content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
         (5, {"messages": [turns[0], {"role": "assistant", "content": "No. <image>"}]}, "3 <image> tags"),
@@ -74,15 +65,17 @@ def test_dataset_problems(config, data, tmp_path):
         (data / "pairs.json").write_text(text)
         assert "pairs.json" in problem(config)
     (data / "pairs.json").unlink()
-    assert "pairs.json does not exist" in problem(config)
+    with pytest.raises(OSError, match="pairs.json"):
+        check_data(config)
 
 
-def test_other_labels_are_announced(config, data):
+def test_other_labels_are_announced(config, data, capsys):
     rows = json.loads((data / "pairs.json").read_text())
     rows[3]["messages"][1]["content"] = "Maybe."
     (data / "pairs.json").write_text(json.dumps(rows))
-    (warning,) = [line for line in found(config) if "WARNING" in line]
-    assert "1 of 16" in warning and "row 3" in warning and "Maybe" in warning
+    check_data(config)
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert "1 answers" in warning and "row 3" in warning and "Maybe" in warning
 
 
 def test_configuration_files(tmp_path):
@@ -93,14 +86,8 @@ def test_configuration_files(tmp_path):
         assert "released" in loss_name(config) and "null" in loss_name({})
     (tmp_path / "bad.yaml").write_text("a: [1")
     (tmp_path / "list.yaml").write_text("- a")
-    toy = CONFIGS / "toy_reward_lora.yaml"
-    for file, overrides, named in (
-        (CONFIGS / "toy.yaml", [], "toy_reward_lora.yaml"),
-        (toy, ["lr"], "'lr'"),
-        (tmp_path / "bad.yaml", [], "bad.yaml"),
-        (tmp_path / "list.yaml", [], "list.yaml"),
-    ):
-        with pytest.raises(PacoRewardError, match=named):
+    for file, overrides in ((CONFIGS / "toy_reward_lora.yaml", ["lr"]), (tmp_path / "bad.yaml", []), (tmp_path / "list.yaml", [])):
+        with pytest.raises(PacoRewardError):
             load_config(file, overrides)
 
 

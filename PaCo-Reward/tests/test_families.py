@@ -128,10 +128,7 @@ def test_configurations(name, tiny, tmp_path):
 
 def test_unknown_types_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(PacoRewardError, match="is of type llava, not qwen2_5_vl, qwen3_vl, qwen3_5; set template:"):
-        with_template({"model_name_or_path": str(tmp_path)})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(PacoRewardError, match=r"config\.json of model .* cannot be read"):
+    with pytest.raises(PacoRewardError, match="llava.*set template:"):
         with_template({"model_name_or_path": str(tmp_path)})
 
 

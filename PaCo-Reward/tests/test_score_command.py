@@ -139,11 +139,11 @@ def test_over_a_server(paths, capsys, monkeypatch):
     ("arguments", "named"),
     [
         (["score", "A", "B", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["score", "A", "B", "--server", "nowhere"], "--server"),
+        (["score", "A", "B", "--server", "nowhere"], "nowhere"),
         (["score", "A", "B", "--server", "http://127.0.0.1:9", "--adapter", "a"], "--adapter"),
         (["score", "A", "B", "--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
         (["score", "A", "B"], "--model"),
-        (["score", "A", "B", "--instruction", " ", "--server", "http://127.0.0.1:9"], "--instruction"),
+        (["score", "A", "B", "--instruction", " ", "--server", "http://127.0.0.1:9"], "instruction"),
         (["score", "A", "--model", "x/y"], "two"),
         (["score", "A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
         (["accuracy", "--dataset_dir", "nowhere", "--dataset", "pairs"], "nowhere/dataset_info.json"),

@@ -1,15 +1,26 @@
-"""What a judge says about some images: about all pairs of them, or about edits of the first."""
+"""The judge that a command names, and what it says about some images: all pairs of them, or edits of the first."""
 
+from __future__ import annotations
+
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from paco_judge.client import Pair
+from paco_judge.client import DEFAULT_MODEL, Pair
 from paco_judge.grid import pairs as index_pairs
-from paco_judge.questions import EDITING, editing_texts, load_editing_questions, load_question
+from paco_judge.questions import EDITING, editing_texts, form_of, load_editing_questions, load_question
 from paco_judge.verdict import Verdict, editing_score, mean_score
 from paco_reward.errors import PacoRewardError
+from paco_reward.server import Server
+
+if TYPE_CHECKING:
+    from paco_judge.scorer import JudgeScorer
+
+TOP_LOGPROBS = 20  # as requested from servers: the same pairs have a score either way
 
 
 @dataclass(frozen=True)
@@ -27,19 +38,53 @@ class Judge:
     explain: Callable[[Sequence[Pair]], list[str]]
 
 
+def load_judge(args: argparse.Namespace) -> JudgeScorer:
+    """The judge of ``add_judge_options``. Raises ValueError or OSError: It cannot be loaded."""
+    from paco_judge.scorer import JudgeScorer, silence_transformers
+
+    if not args.model:
+        raise PacoRewardError("name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL")
+    silence_transformers()
+    return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form_of(args))
+
+
+def judge_named(args: argparse.Namespace) -> Judge:
+    """The judge of ``add_asking_options``: loaded, or behind a server. Raises as ``load_judge``."""
+    if not args.server:
+        judge = load_judge(args)
+        name = f"{args.model} with {args.adapter}" if args.adapter else args.model
+        return Judge(name, partial(judge.score, top=TOP_LOGPROBS), partial(judge.reasons, max_new_tokens=args.reason_tokens))
+    if args.adapter:
+        raise PacoRewardError("--adapter needs a local model; serve the adapter and name it with --model")
+    server = Server.of(args, args.model or DEFAULT_MODEL, form_of(args))
+
+    def explain(pairs: Sequence[Pair]) -> list[str]:
+        answers: dict[str, str] = {}
+        opened = {str(number): partial(pairs.__getitem__, number) for number in range(len(pairs))}
+        refused = server.ask_all(opened, answers.__setitem__, "reasons", args.reason_tokens)
+        return [answers.get(key) or f"no answer: {refused.get(key)}" for key in opened]
+
+    return Judge(f"{server.model} at {server.url}", server.judge.score_blocking, explain)
+
+
 @dataclass(frozen=True)
-class Asked:
-    """Images and the questions about them.
+class Answers:
+    """Images, the questions about them, and the answers.
 
     Attributes:
+        judge: Its name.
         images: Two or more, RGB.
         names: One for each image.
         questions: One under ``""``, on every pair of images; or, about edits of the first image, each under its dimension.
+        verdicts, reasons: One for each of ``pairs``, if they were asked for.
     """
 
+    judge: str
     images: Sequence[Image.Image]
     names: Sequence[str]
     questions: Mapping[str, str]
+    verdicts: Sequence[Verdict] = ()
+    reasons: Sequence[str] = ()
 
     @property
     def about_edits(self) -> bool:
@@ -58,16 +103,6 @@ class Asked:
         """What the judge is asked."""
         return [Pair(self.images[i], self.images[j], self.questions[about]) for i, j, about in self.cells]
 
-
-@dataclass(frozen=True)
-class Answers:
-    """``verdicts`` and, if they were asked for, ``reasons``: one for each of ``asked.pairs``."""
-
-    judge: str
-    asked: Asked
-    verdicts: Sequence[Verdict]
-    reasons: Sequence[str] = field(default=())
-
     @property
     def missing(self) -> int:
         """How many questions have no score."""
@@ -78,13 +113,16 @@ class Answers:
         """Mean over all pairs; None if one has no score."""
         return mean_score(self.verdicts)
 
+    def scored(self, judge: Judge) -> Answers:
+        return replace(self, verdicts=judge.score(self.pairs))
+
+    def explained(self, judge: Judge) -> Answers:
+        return replace(self, reasons=judge.explain(self.pairs))
+
     def of_edit(self, number: int) -> dict[str, Verdict]:
         """The verdicts on image ``number`` by dimension; with both questions also ``overall``."""
-        own = {
-            about: verdict
-            for (_, j, about), verdict in zip(self.asked.cells, self.verdicts, strict=True)
-            if j == number
-        }
+        cells = zip(self.cells, self.verdicts, strict=True)
+        own = {about: verdict for (_, j, about), verdict in cells if j == number}
         if len(own) > 1:
             overall = editing_score(*own.values())
             own["overall"] = Verdict(overall, None if overall is not None else "an answer is missing")
@@ -94,21 +132,18 @@ class Answers:
 def questions_about(
     theme: str | None = None, instruction: str | None = None, templates: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """``Asked.questions``: on pairs with or without a theme, or, given an instruction, on edits.
+    """``Answers.questions``: on pairs with or without a theme, or, given an instruction, on edits.
 
     Args:
         templates: Shipped names or text files: one, or for edits up to two. Default: theme, pair, or the editing questions.
 
     Raises:
-        PacoRewardError: The instruction is empty, or a template cannot be used here.
+        ValueError: The instruction is empty, or a template cannot be used here.
     """
-    try:
-        if instruction is not None:
-            return editing_texts(load_editing_questions(templates or EDITING), instruction)
-        about, default = (("theme",), "theme") if theme else ((), "pair")
-        question, *others = templates or [default]
-        if others:
-            raise ValueError("--question: only edits (--instruction) are asked about with two questions")
-        return {"": load_question(question, about).text(theme=theme)}
-    except ValueError as error:
-        raise PacoRewardError(str(error)) from error
+    if instruction is not None:
+        return editing_texts(load_editing_questions(templates or EDITING), instruction)
+    about, default = (("theme",), "theme") if theme else ((), "pair")
+    question, *others = templates or [default]
+    if others:
+        raise PacoRewardError("--question: only edits (--instruction) are asked about with two questions")
+    return {"": load_question(question, about).text(theme=theme)}

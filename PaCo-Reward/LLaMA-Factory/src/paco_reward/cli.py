@@ -6,11 +6,13 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from paco_judge.client import JudgeError
 from paco_reward import __version__, demo, score_command
-from paco_reward.errors import PacoRewardError, writing
+from paco_reward.answers import load_judge
+from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import command as build_command
 
 
@@ -20,14 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_reward").setLevel(logging.INFO)
     try:
-        command: Callable[[argparse.Namespace], int] = args.command
-        return command(args)
-    except (PacoRewardError, OSError) as error:  # OSError: files of the user, and full disks
+        return args.command(args)
+    except (ValueError, OSError, JudgeError) as error:
+        if args.command is _train and not isinstance(error, (PacoRewardError, OSError)):
+            raise  # from inside LLaMA-Factory: the traceback helps
         print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--adapter", required=True, help="adapter folder that training wrote")
     export.add_argument("--output", required=True, help="folder for the merged model")
     export.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    export.add_argument("--dataset_dir", help="compare scores on pairs of this folder's --dataset")
-    export.add_argument("--dataset")
+    export.add_argument("--dataset_dir", default=".", help="compare scores on pairs of this folder's --dataset")
+    export.add_argument("--dataset", help="default: pairs of random images")
     export.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
     export.set_defaults(command=_export)
 
@@ -74,8 +77,6 @@ def _export(args: argparse.Namespace) -> int:
     from paco_reward.datasets import labeled_pairs
     from paco_reward.export import export, synthetic_pairs
 
-    if bool(args.dataset_dir) != bool(args.dataset):
-        raise PacoRewardError("--dataset_dir and --dataset go together")
     silence_transformers()
     pairs = labeled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
     largest = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force, pairs=pairs)
@@ -94,16 +95,15 @@ def _accuracy(args: argparse.Namespace) -> int:
         own = labeled_pairs(args.dataset_dir, name, args.max_samples, form_of(args))
         rows, labels, kinds = [*rows, *own[0].rows], [*labels, *own[1]], [*kinds, *[name] * len(own[1])]
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(score_command.load_judge(args), FilePairs(rows), labels, kinds)
+    report |= measure(load_judge(args), FilePairs(rows), labels, kinds)
     # JSON has no NaN: a number that could not be computed is null.
     for numbers in (report, *report.get("kinds", {}).values()):
         numbers |= {name: None for name, value in numbers.items() if isinstance(value, float) and math.isnan(value)}
     text = json.dumps(report, indent=2)
     print(text, flush=True)  # first: the file may not be writable
     if args.output:
-        with writing(Path(args.output)):
-            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
     return 0 if report["missing"] == 0 else 1
 
 

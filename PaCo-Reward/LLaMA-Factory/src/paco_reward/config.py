@@ -16,27 +16,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     """Read a YAML file of LLaMA-Factory arguments and apply "key=value" overrides, whose values are YAML.
 
     Raises:
-        PacoRewardError: A missing file, invalid YAML, or an override that is not key=value.
+        PacoRewardError: An override is not key=value, or the file is not readable as YAML.
     """
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    path = Path(path)
-    if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("config")
-        known = ", ".join(sorted(str(p) for p in folder.glob("*.yaml"))) or "none here"
-        raise PacoRewardError(f"configuration {path} does not exist; configurations: {known}")
-    wrong = [item for item in overrides if "=" not in item]
-    if wrong:
+    if wrong := [item for item in overrides if "=" not in item]:
         raise PacoRewardError(f"{wrong[0]!r} is not key=value; write for example learning_rate=1e-4")
     try:
-        config = OmegaConf.load(path)
-        if not isinstance(config, DictConfig):
-            raise PacoRewardError(f"configuration {path} must hold key: value lines, not a list")
-        return OmegaConf.to_container(OmegaConf.merge(config, OmegaConf.from_cli(list(overrides))), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise PacoRewardError(f"configuration {path} cannot be read: {' '.join(str(error).split())}") from error
+        config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides)))
+        return OmegaConf.to_container(config, resolve=True)
+    except (YAMLError, OmegaConfBaseException, TypeError) as error:
+        raise PacoRewardError(f"configuration {path} cannot be read: {error}") from error
 
 
 def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -74,12 +66,11 @@ def check_combinations(config: dict[str, Any]) -> None:
     if config.get("first_token_weight") is None:
         return
     packed = config.get("packing") and not config.get("neat_packing")
-    thinking = config.get("enable_thinking")
     # LLaMA-Factory separates the pairs of a row in Qwen3.5's linear attention under flash attention alone.
     mixed = config.get("packing") and config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2"
     for wrong, message in (
         (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
-        (thinking, "enable_thinking: false (our default), so that answers begin with Yes or No"),
+        (config.get("enable_thinking"), "enable_thinking: false (our default), so that answers begin with Yes or No"),
         (packed, "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row"),
         (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
         (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),

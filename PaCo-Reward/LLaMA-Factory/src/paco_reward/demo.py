@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,17 +10,16 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from paco_judge.client import JudgeError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
 from paco_reward import sheet
-from paco_reward.answers import Answers, Asked, Judge, questions_about
-from paco_reward.errors import PacoRewardError, user_errors
-from paco_reward.score_command import add_asking_options, judge_named
+from paco_reward.answers import Answers, Judge, judge_named, questions_about
+from paco_reward.errors import PacoRewardError
+from paco_reward.score_command import add_asking_options
 
 if TYPE_CHECKING:
     import gradio
-
-logger = logging.getLogger(__name__)
 
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"
@@ -45,21 +43,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    password = os.environ.get(PASSWORD) or None
-    if args.host not in LOOPBACK and password is None:
+    password = os.environ.get(PASSWORD)
+    if args.host not in LOOPBACK and not password:
         raise PacoRewardError(f"--host {args.host} opens the page to others: export {PASSWORD}, or use 127.0.0.1")
     page = build(judge_named(args))
-    try:
-        page.queue(max_size=32).launch(
-            server_name=args.host,
-            server_port=args.port,
-            auth=("paco", password) if password else None,
-            max_file_size=LARGEST_FILE,
-            quiet=True,
-            prevent_thread_lock=True,
-        )
-    except OSError as error:
-        raise PacoRewardError(f"port {args.port} of {args.host} is taken: choose another with --port ({error})") from error
+    page.queue(max_size=32).launch(
+        server_name=args.host,
+        server_port=args.port,
+        auth=("paco", password) if password else None,
+        max_file_size=LARGEST_FILE,
+        quiet=True,
+        prevent_thread_lock=True,
+    )
     login = f" (user paco, password from {PASSWORD})" if password else ""
     print(f"The judge's page: http://{args.host}:{args.port}{login}. Ctrl-C ends it.", flush=True)
     page.block_thread()
@@ -80,13 +75,12 @@ def build(judge: Judge) -> gradio.Blocks:
         with_reasons: bool,
     ) -> Iterator[str]:
         try:
-            with user_errors():
-                asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme, instruction)
-                answers = Answers(judge.name, asked, judge.score(asked.pairs))
-                yield sheet.fragment(answers)
-                if with_reasons:
-                    yield sheet.fragment(Answers(judge.name, asked, answers.verdicts, judge.explain(asked.pairs)))
-        except PacoRewardError as error:
+            answers = asked_about(judge.name, files or [], int(rows or 1), int(columns or 1), theme, instruction)
+            answers = answers.scored(judge)
+            yield sheet.fragment(answers)
+            if with_reasons:
+                yield sheet.fragment(answers.explained(judge))
+        except (ValueError, JudgeError) as error:
             raise gradio.Error(str(error), duration=None) from error
 
     system = ["system-ui", "sans-serif"]  # a font's name in quotes would be fetched from the network
@@ -113,25 +107,23 @@ def build(judge: Judge) -> gradio.Blocks:
 
 
 def asked_about(
-    files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
-) -> Asked:
+    judge: str, files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
+) -> Answers:
     """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and the questions.
 
     Raises:
-        PacoRewardError: There is nothing to compare, too much, or an image cannot be read or cut.
+        ValueError: There is nothing to compare, too much, or an image cannot be read or cut.
     """
     images: list[Image.Image] = []
     names: list[str] = []
     for path, _ in files:
-        with user_errors():
-            panels = split_image(load_image(path), rows, columns)
-        stem = Path(path).name
+        panels = split_image(load_image(path), rows, columns)
+        name = Path(path).name
         images += panels
-        names += [stem] if len(panels) == 1 else [f"{stem} {n + 1}" for n in range(len(panels))]
+        names += [name] if len(panels) == 1 else [f"{name} {n + 1}" for n in range(len(panels))]
     if not 2 <= len(images) <= MOST_IMAGES:
-        what = f"{len(images)} image{'s' * (len(images) != 1)}"
-        raise PacoRewardError(f"{what}: give 2 to {MOST_IMAGES}, or one grid with its rows and columns")
+        raise PacoRewardError(f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}")
     instruction, theme = instruction.strip(), theme.strip()
     if instruction and theme:
         raise PacoRewardError("give a theme or an editing instruction, not both")
-    return Asked(images, names, questions_about(theme or None, instruction or None))
+    return Answers(judge, images, names, questions_about(theme or None, instruction or None))

@@ -13,10 +13,9 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer, load_adapter, local_folder, trained_limits
 from paco_judge.weights import from_pretrained_strict
-from paco_reward.errors import PacoRewardError, user_errors
+from paco_reward.errors import PacoRewardError
 from paco_reward.families import write_limits
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
 PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
@@ -32,8 +31,9 @@ def export(
     ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs.
 
     Raises:
-        PacoRewardError: Base or adapter is missing or incomplete; ``output`` overlaps with one of them, or is not empty
-            without ``force``; or the merged model scores differently.
+        ValueError, OSError: Base or adapter is missing or incomplete.
+        PacoRewardError: ``output`` overlaps with one of them, or is not empty without ``force``; or the merged model
+            scores differently.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -41,15 +41,12 @@ def export(
     for given in (Path(base).resolve(), Path(adapter).resolve()):
         if given.exists() and (output == given or output in given.parents or given in output.parents):
             raise PacoRewardError(f"the output folder {output} overlaps with the input {given}; name another output")
-    if output.exists() and not output.is_dir():
-        raise PacoRewardError(f"{output} is a file; name a folder for the merged model")
     if output.exists() and any(output.iterdir()) and not force:
         raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
     config = AutoConfig.from_pretrained(base)
-    saved = DTYPES[dtype] if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
-    with user_errors():
-        model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
-        model = load_adapter(model, base, adapter).merge_and_unload().to(saved)
+    saved = getattr(torch, dtype) if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
+    model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
+    model = load_adapter(model, base, adapter).merge_and_unload().to(saved)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Renamed at the end: an interrupted or wrong export never looks complete.
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:

@@ -22,7 +22,8 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
     """The training configuration without thinking, and with the template of its model unless it names one.
 
     Raises:
-        PacoRewardError: The model has no readable config.json, or is of an unknown type.
+        OSError: The model has no config.json.
+        PacoRewardError: It is of an unknown type.
     """
     config = CHAT_OPTIONS | config
     if config.get("template"):
@@ -30,15 +31,10 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     model = config.get("model_name_or_path")
-    try:
-        model_type = PretrainedConfig.get_config_dict(model)[0].get("model_type")
-    except (OSError, ValueError) as error:
-        raise PacoRewardError(f"the config.json of model {model} cannot be read: {error}") from error
+    model_type = PretrainedConfig.get_config_dict(model)[0].get("model_type")
     if model_type not in TEMPLATES:
-        raise PacoRewardError(
-            f"model {model} is of type {model_type}, not {', '.join(TEMPLATES)}; set template: to its template in "
-            "LLaMA-Factory, or choose another model"
-        )
+        known = ", ".join(TEMPLATES)
+        raise PacoRewardError(f"model {model} is of type {model_type}, not {known}; set template: (LLaMA-Factory's)")
     return config | {"template": TEMPLATES[model_type]}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import check_data
 from paco_reward.families import with_template
@@ -23,8 +22,7 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
     """
     config = load_config(config_path, overrides)
     check_combinations(config)
-    overlay.check_version()
-    check_data(config, lambda line: print(line, flush=True))
+    check_data(config)
     print(f"template: {with_template(config)['template']}\nloss: {loss_name(config)}", flush=True)
     command = torchrun_command(config, config_path, overrides, environment)
     if command is None:
@@ -59,9 +57,6 @@ def torchrun_command(
     if nodes == 1 and "MASTER_PORT" not in environment:
         command.append("--standalone")  # on a free port: concurrent trainings
     else:
-        command += [
-            f"--node_rank={environment.get('NODE_RANK', '0')}",
-            f"--master_addr={environment.get('MASTER_ADDR', '127.0.0.1')}",
-            f"--master_port={environment.get('MASTER_PORT', '29500')}",
-        ]
+        names = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        command += [f"--{name.lower()}={environment.get(name, default)}" for name, default in names.items()]
     return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]

@@ -3,13 +3,12 @@
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
 
 from paco_judge.client import Pair
-from paco_judge.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -17,21 +16,10 @@ logger = logging.getLogger(__name__)
 TOKEN_ACCURACY, FIRST_CORRECT, P_YES, LABEL = range(4)
 
 
-class Scorer(Protocol):
-    """Scores pairs of images."""
-
-    def score(self, pairs: Sequence[Pair]) -> list[Verdict]: ...
-
-
 def auc(p_yes: Any, label: Any) -> float:
     """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
 
-    Args:
-        p_yes: (n,) float in [0, 1].
-        label: (n,) bool, True = Yes.
-
-    Returns:
-        NaN when one of the two classes is absent.
+    Of P(Yes), (n,), and labels, (n,), True = Yes. NaN when one of the two classes is absent.
     """
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     positives, negatives = int(label.sum()), int((~label).sum())
@@ -55,14 +43,8 @@ def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
 
 
 def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
-    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN).
-
-    Raises:
-        ValueError: The two do not have the same length.
-    """
+    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN)."""
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
-    if p_yes.shape != label.shape or p_yes.ndim != 1:
-        raise ValueError(f"scores and labels must have one length, not {p_yes.shape} and {label.shape}")
     scored = ~np.isnan(p_yes)
     p_yes, label = p_yes[scored], label[scored]
     accuracy = float(np.mean((p_yes > 0.5) == label)) if len(p_yes) else float("nan")
@@ -70,8 +52,8 @@ def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
     return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": int(scored.sum())}
 
 
-def measure(scorer: Scorer, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """``judge_report`` of a judge on labeled pairs; missing (pairs without score), mean_p_yes, seconds.
+def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """``judge_report`` of a ``JudgeScorer`` on labeled pairs; missing (pairs without score), mean_p_yes, seconds.
 
     ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
     """

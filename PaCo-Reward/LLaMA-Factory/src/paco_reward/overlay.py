@@ -24,27 +24,9 @@ from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import SCHEMES, answer_positions_only, count_answers, find_answers, first_token_loss
 from paco_reward.metrics import JudgeMetrics
 
-TESTED_VERSIONS = ("0.9.5",)
+TESTED_VERSION = "0.9.5"
 
 logger = logging.getLogger(__name__)
-
-
-def check_version() -> str:
-    """The installed LLaMA-Factory version.
-
-    Raises:
-        PacoRewardError: It is not installed, or not a tested version.
-    """
-    try:
-        version = importlib.metadata.version("llamafactory")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    if version not in TESTED_VERSIONS:
-        raise PacoRewardError(
-            f"LLaMA-Factory {version} was not tested with PaCo-Reward; tested: {', '.join(TESTED_VERSIONS)}. "
-            f"Run: pip install llamafactory=={TESTED_VERSIONS[-1]}"
-        )
-    return version
 
 
 def install() -> None:
@@ -53,19 +35,18 @@ def install() -> None:
     Raises:
         PacoRewardError: An untested LLaMA-Factory, or one without the expected seams.
     """
-    version = check_version()
+    version = importlib.metadata.version("llamafactory")
+    if version != TESTED_VERSION:
+        raise PacoRewardError(f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}")
     from llamafactory.data.mm_plugin import MMPluginMixin
     from llamafactory.hparams import parser
     from llamafactory.train.sft import workflow
 
     if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
         return
-    base = next((cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments"), None)
-    if base is None or not hasattr(workflow.CustomSeq2SeqTrainer, "_get_num_items_in_batch"):
-        raise PacoRewardError(
-            f"LLaMA-Factory {version} with transformers {importlib.metadata.version('transformers')} lacks the seams of "
-            "PaCo-Reward; install the versions of its setup.py"
-        )
+    base = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
+    if not hasattr(workflow.CustomSeq2SeqTrainer, "_get_num_items_in_batch"):
+        raise PacoRewardError("this transformers lacks the seams of PaCo-Reward; install the versions of its setup.py")
     arguments = _arguments_class(base)
     for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
         group[group.index(base)] = arguments
@@ -185,6 +166,7 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
 
 def _trainer_class(base: type, upstream_metric: type) -> type:
     """LLaMA-Factory's SFT trainer with our metric, and our loss in the hook of its own dft loss."""
+
     class FirstTokenTrainer(base):
         paco_reward = True
 
@@ -198,16 +180,10 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
-            self.compute_loss_func = partial(
-                _outputs_loss, weight=finetuning_args.first_token_weight, scheme=finetuning_args.first_token_scheme
-            )
-            logger.warning(
-                "first-token-weighted loss in process %d of %d: weight %g, scheme %s",
-                self.args.process_index + 1,
-                self.args.world_size,
-                finetuning_args.first_token_weight,
-                finetuning_args.first_token_scheme,
-            )
+            chosen = {"weight": finetuning_args.first_token_weight, "scheme": finetuning_args.first_token_scheme}
+            self.compute_loss_func = partial(_outputs_loss, **chosen)
+            place = f"{self.args.process_index + 1} of {self.args.world_size}"
+            logger.warning(f"first-token-weighted loss in process {place}: weight %(weight)g, scheme %(scheme)s", chosen)
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             """As in LLaMA-Factory, without logits that the weighted loss does not need."""

@@ -1,159 +1,98 @@
-"""A vision-language model behind an OpenAI-compatible server: many questions at a time, retried by paco_judge."""
+"""A vision-language model behind an OpenAI-compatible server: P(Yes) by paco_judge, free text by the openai package."""
 
-import asyncio
-import json
+import argparse
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 
 from tqdm import tqdm
 
-from paco_judge import transport
-from paco_judge.client import JudgeClient, JudgeError, Pair
-from paco_judge.json_io import parse
-from paco_judge.questions import RequestForm
-from paco_judge.transport import Refused, Unreachable
-from paco_judge.verdict import Verdict
+from paco_judge.client import JudgeClient, Pair
+from paco_judge.images import data_url
+from paco_judge.questions import RequestForm, build_messages
 from paco_reward.errors import PacoRewardError
 
-_REFUSES_ALL = (401, 403, 404)  # an error that every other request would get too
-_FORM = RequestForm(answer_tokens="variants")
-
-
-def api_key(variable: str | None) -> str | None:
-    """The key in an environment variable (other users can see command lines); None if no variable is named.
-
-    Raises:
-        PacoRewardError: The variable is not set, or a header cannot hold its value.
-    """
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise PacoRewardError(f"--api_key_env {variable}: this environment variable is not set; export it")
-    try:
-        transport.json_headers(os.environ[variable])
-    except ValueError as error:
-        raise PacoRewardError(f"--api_key_env {variable}: {error}") from error
-    return os.environ[variable]
+CONCURRENCY = 16
+_OF_ONE_QUESTION = (400, 413, 422, 500)  # HTTP errors that the next question need not get
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a model is served, and how it is asked for P(Yes).
-
-    ``timeout_s``: for one answer, retries included; ``api_key``: sent as a bearer token.
-    """
+    """Where a model is served, and how it is asked. ``api_key``: sent as a bearer token."""
 
     url: str
     model: str
-    api_key: str | None = None
-    max_concurrency: int = 16
-    timeout_s: float = 120.0
-    form: RequestForm = _FORM
+    api_key: str | None
+    form: RequestForm
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, model: str, form: RequestForm) -> "Server":
+        """The server of --server and --api_key_env (other users can see command lines, hence a variable)."""
+        key = os.environ.get(args.api_key_env) if args.api_key_env else None
+        if args.api_key_env and not key:
+            raise PacoRewardError(f"--api_key_env {args.api_key_env}: this environment variable is not set; export it")
+        return cls(args.server, model, key, form)
 
     @cached_property
     def judge(self) -> JudgeClient:
-        """A client that asks this model for P(Yes). Raises PacoRewardError for a malformed URL."""
-        settings = {"api_key": self.api_key, "max_concurrency": self.max_concurrency, "deadline_s": self.timeout_s}
-        try:
-            return JudgeClient(self.url, self.model, form=self.form, **settings)
-        except ValueError as error:
-            raise PacoRewardError(f"--server: {error}; for example http://127.0.0.1:8000") from error
+        """Asks for P(Yes). Raises ValueError: the URL or the key is malformed."""
+        return JudgeClient(self.url, self.model, api_key=self.api_key, max_concurrency=CONCURRENCY, form=self.form)
 
-    def check(self) -> str:
-        """The served name of the model. Raises PacoRewardError if the server does not answer or does not serve it."""
-        try:
-            return self.judge.check()
-        except JudgeError as error:
-            raise PacoRewardError(f"--server {self.url}, model {self.model}: {error}") from error
+    def ask_all(
+        self,
+        pairs: Mapping[str, Callable[[], Pair]],
+        on_answer: Callable[[str, str], None],
+        what: str,
+        max_tokens: int,
+    ) -> dict[str, str]:
+        """Ask for the whole answer to every pair's question, several at a time.
 
-    def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """P(Yes) or an error for each pair. Raises PacoRewardError as ``check``."""
-        try:
-            return self.judge.score_blocking(pairs)
-        except JudgeError as error:
-            raise PacoRewardError(f"--server {self.url}, model {self.model}: {error}") from error
+        Args:
+            pairs: By key, openers of pairs (images are large).
+            on_answer: Called with key and answer as answers arrive, one at a time.
+            what: Named in messages.
 
+        Returns:
+            The refused questions, with the server's reason.
 
-def progress(what: str, total: int) -> tqdm:
-    """A bar with the time left, in a log a line every ten seconds."""
-    return tqdm(total=total, desc=what, mininterval=0.5 if sys.stderr.isatty() else 10)
+        Raises:
+            JudgeError: The server does not answer, or does not serve the model.
+            PacoRewardError: The server stopped answering, or refuses all; earlier answers were handed over.
+        """
+        if not pairs:
+            return {}
+        import openai
 
+        served, base_url, refused = self.judge.check(), self.judge.base_url + "/v1", {}
+        http = openai.DefaultHttpxClient(trust_env=False)  # servers are near: no proxy
+        client = openai.OpenAI(base_url=base_url, api_key=self.api_key or "none", http_client=http)
 
-def ask_all(
-    server: Server,
-    questions: Mapping[str, Callable[[], list[dict]]],
-    on_answer: Callable[[str, str], None],
-    what: str,
-    max_tokens: int,
-) -> dict[str, str]:
-    """Ask every question once.
+        def answer(key: str) -> str:
+            pair = pairs[key]()
+            urls = [data_url(image, self.form.image_format) for image in pair.images]
+            messages = build_messages(*urls, pair.question, self.form)
+            done = client.chat.completions.create(
+                model=served, messages=messages, max_tokens=max_tokens, temperature=0
+            )
+            return done.choices[0].message.content or ""
 
-    Args:
-        questions: By key, builders of OpenAI messages (images are large as text).
-        on_answer: Called with key and answer as answers arrive, one at a time.
-        what: Named in messages.
-
-    Returns:
-        The refused questions, with the server's reason.
-
-    Raises:
-        PacoRewardError: The server stopped answering, or refuses all; earlier answers were handed over.
-    """
-    if not questions:
-        return {}
-    url = server.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
-    model = server.check()
-    headers = transport.json_headers(server.api_key)
-    refused: dict[str, str] = {}
-    waiting = list(reversed(questions))
-
-    async def worker() -> None:
-        runtime = transport.runtime()
-        while waiting:
-            key = waiting.pop()
-            messages = await runtime.loop.run_in_executor(None, questions[key])
-            request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
-            deadline = runtime.loop.time() + server.timeout_s
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            futures = {pool.submit(answer, key): key for key in pairs}
             try:
-                on_answer(key, _text(await runtime.post(url, headers, json.dumps(request).encode("ascii"), deadline)))
-            except Refused as error:
-                if error.status in _REFUSES_ALL:
-                    raise
-                refused[key] = str(error)
-            bar.update()
-
-    async def work() -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(server.max_concurrency, len(questions))):
-                group.create_task(worker())
-
-    try:
-        with progress(what, len(questions)) as bar:
-            transport.runtime().submit(work()).result()
-    except ExceptionGroup as group:
-        expected, others = group.split((Refused, Unreachable))
-        if others is not None:
-            if own := others.subgroup(PacoRewardError):  # the answer could not be journaled
-                raise own.exceptions[0] from group
-            raise
-        raise PacoRewardError(
-            f"the server at {server.url} stopped answering ({expected.exceptions[0]}); {bar.n} of "
-            f"{len(questions)} answers ({what}) are saved: run the same command again to continue"
-        ) from group
-    if len(refused) == len(questions):
-        raise PacoRewardError(
-            f"the server at {server.url} refused all {len(questions)} questions ({what}), first: "
-            f"{next(iter(refused.values()))}; does {server.model} accept several images?"
-        )
-    return refused
-
-
-def _text(body: bytes) -> str:
-    try:
-        content = parse(body)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Refused(200, f"not the answer of an OpenAI-compatible server: {body[:200]!r}") from error
-    return content if isinstance(content, str) else ""
+                for future in tqdm(as_completed(futures), what, len(futures)):
+                    try:
+                        on_answer(futures[future], future.result())
+                    except openai.APIStatusError as error:
+                        if error.status_code not in _OF_ONE_QUESTION:
+                            raise
+                        refused[futures[future]] = error.message
+            except openai.OpenAIError as error:
+                message = f"the server at {self.url} stopped answering ({error}); run the same command again to continue"
+                raise PacoRewardError(message) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+        if refused and len(refused) == len(pairs):
+            raise PacoRewardError(f"the server at {self.url} refused all {what}, first: {next(iter(refused.values()))}")
+        return refused

@@ -14,16 +14,14 @@ _NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enoug
 
 def fragment(answers: Answers) -> str:
     """HTML to put into a page; every text in it is escaped."""
-    asked = answers.asked
-    cells = zip(asked.cells, answers.verdicts, strict=True)
+    cells = zip(answers.cells, answers.verdicts, strict=True)
     return _template().render(
         answers=answers,
-        asked=asked,
-        pictures=[_picture(image) for image in asked.images],
-        small=[max(image.size) < _SIDE for image in asked.images],
+        pictures=[_picture(image) for image in answers.images],
+        small=[max(image.size) < _SIDE for image in answers.images],
         scores={(i, j): verdict for (i, j, _), verdict in cells},
-        edits=[(n, answers.of_edit(n)) for n in range(1, len(asked.images))] if asked.about_edits else [],
-        reasons=list(zip(asked.cells, answers.reasons)),
+        edits=[(n, answers.of_edit(n)) for n in range(1, len(answers.images))] if answers.about_edits else [],
+        reasons=list(zip(answers.cells, answers.reasons)),
         color=_color,
     )
 

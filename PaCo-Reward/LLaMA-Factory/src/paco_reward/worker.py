@@ -10,7 +10,6 @@ from typing import Any
 
 from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config, with_accumulation
-from paco_reward.errors import PacoRewardError
 from paco_reward.families import with_template
 
 
@@ -24,18 +23,6 @@ def train(config: dict[str, Any]) -> None:
     run_exp(with_accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point of each torchrun process."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        train(load_config(arguments[0], arguments[1:]))
-    except PacoRewardError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    train(load_config(sys.argv[1], sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""All steps of building a data set: check, cut, rank, label, clean, split, add reasons, write.
+"""All steps of building a data set: cut, rank, label, clean, split, add reasons, write.
 
 OUTPUT/
   images/<idx>/…, editing_images/…        sub-figures and edits
@@ -9,23 +9,29 @@ OUTPUT/
 """
 
 import hashlib
+import io
 import json
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
-from paco_judge.json_io import parse
-from paco_judge.questions import Question, load_editing_questions, load_question, record
+from paco_judge.grid import split_image
+from paco_judge.images import load_image
+from paco_judge.questions import EDITING, Question, form_of, load_editing_questions, load_question, record
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing import answers, inputs, outputs, select
-from paco_reward.pairing.options import asked_form, check, server_of
-from paco_reward.pairing.records import TEST, TRAIN, LabeledPair, PromptItem, Ranking
+from paco_reward.pairing import answers, inputs, select
+from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking
+from paco_reward.pairing.select import LabeledPair
 from paco_reward.server import Server
+
+EDITING_NAME = "sharegpt_editing"
+TRAIN, TEST = "train", "test"
+_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +43,13 @@ def build(options: Namespace) -> dict[str, Any]:
         The content of stats.json: ``counts`` and, for each data set, its numbers.
 
     Raises:
-        PacoRewardError: A problem of options, inputs or server, before anything is cut or asked; or a server that
-            stopped answering.
+        ValueError: A problem of options, inputs or server, before anything is cut or asked; or a server that stopped
+            answering.
     """
-    check(options)
-    try:
-        questions = tuple(load_question(name, ("theme",)) for name in options.question)
-        editing = load_editing_questions(options.editing_question)
-    except ValueError as error:
-        raise PacoRewardError(f"--question, --editing_question: {error}") from error
-    images = options.grids or options.sub_figures
-    items = inputs.read_prompts(options.metadata, images, bool(options.grids)) if images else []
+    output, folder = options.output, options.grids or options.sub_figures
+    question = load_question(options.question, ("theme",))
+    editing = load_editing_questions(options.editing_question)
+    items = inputs.read_prompts(options.metadata, folder, bool(options.grids)) if folder else []
     by_folder = {item.folder: item for item in items}
     edits = inputs.read_edits(options.editing, bool(options.server)) if options.editing else []
     ranked = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
@@ -57,99 +59,83 @@ def build(options: Namespace) -> dict[str, Any]:
             f"no prompt can be paired: it takes two generations and two panels, but {items[0].place} has "
             f"{len(items[0].generations)} of {items[0].panels}; generate more, or give --rankings"
         )
-    server, reason_server = server_of(options), None
+    form = form_of(options, answer_tokens="variants")
+    server = Server.of(options, options.model, form) if options.server else None
     if server is not None:
-        server = replace(server, model=server.check())
-        logger.info("server: %s serves %s", server.url, server.model)
-    if server is not None and options.reasons:
-        reason_server = replace(server, model=options.reason_model or server.model)
-        reason_server = replace(reason_server, model=reason_server.check())
-    _claim_output(options, items)
+        server = replace(server, model=server.judge.check())
+    _claim(output, items)
 
-    asked = record(tuple(dict.fromkeys(questions)) * bool(items) + editing * bool(edits), asked_form(options))
-    counts: Counter[str] = Counter(prompts=len(items), edits=len(edits))
-    counts["sub_figures"] = outputs.write_sub_figures(items, options.output)
+    counts: Counter[str] = Counter(prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output))
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
-        rankings = _rankings(options, by_folder, server, ranked, counts, questions[0])
-        if options.sets_only:
-            return _finish(options, counts, datasets, asked)
-        labeled = select.pairs_of_rankings(
-            rankings,
-            by_folder,
-            yes_ranks=options.yes_ranks,
-            no_ranks=options.no_ranks,
-            min_gap=options.min_gap,
-            seed=options.seed,
-            counts=counts,
-            questions=questions,
-        )
-        decided = {item.group: item.split for item in items if item.split}
-        datasets |= _datasets(options, options.name, labeled, counts, reason_server, decided, written)
-    if edits:
-        journal = answers.Journal(options.output / "work" / "editing.jsonl")
-        labeled = answers.editing_pairs(edits, options.output, server, journal, options.min_gap, counts, editing)
-        datasets |= _datasets(options, options.editing_name, labeled, counts, reason_server)
-    return _finish(options, counts, datasets, asked)
+        _write_lines(output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items))
+        rankings = ranked if ranked is not None else _form_rankings(options, by_folder, server, counts, question)
+        if not options.sets_only:
+            counts["rankings"] = len(rankings)
+            names = ("folder", "ref_image", "comp_images", "rank_images")
+            rows = ((r.folder, r.ref_image, sorted(r.rank_images), r.rank_images) for r in rankings)
+            _write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row)) for row in rows))
+            ranks = options.yes_ranks, options.no_ranks, options.min_gap
+            labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
+            pairs = select.pairs_of_rankings(labeled, by_folder, question, options.seed, counts)
+            decided = {item.group: item.split for item in items if item.split}
+            datasets |= _datasets(options, options.name, pairs, counts, server, decided, written)
+    if edits and not options.sets_only:
+        pairs, unlabeled = _editing_pairs(edits, output, editing)
+        if server is not None and unlabeled:
+            pairs += answers.label_edits(unlabeled, output, server, options.min_gap, counts)
+        datasets |= _datasets(options, EDITING_NAME, pairs, counts, server, {}, None)
+
+    asked = record((question,) * bool(items) + editing * bool(edits), form)
+    counts = Counter({name: value for name, value in counts.items() if value})
+    stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": _numbers(datasets)}
+    if datasets:
+        _write_datasets(output, datasets, pair_prefix(form))
+    elif not options.sets_only:
+        lost = ", ".join(f"{name} {value}" for name, value in counts.items())
+        raise PacoRewardError(f"no balanced pairs are left ({lost}); add images or rankings, or loosen the options")
+    _write(output / "stats.json", json.dumps(stats, indent=2, ensure_ascii=False) + "\n")
+    return stats
 
 
-def _claim_output(options: Namespace, items: Sequence[PromptItem]) -> None:
-    """Record the inputs of the output folder, so that sub-figures of other inputs are never reused.
-
-    Raises:
-        PacoRewardError: The folder cannot be created, or belongs to other inputs.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for item in items:
-        digest.update(json.dumps([item.folder, item.prompt, item.rows, item.cols, list(item.sources)]).encode())
-        for file in item.files():
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-    record = {"prompts": len(items), "inputs": digest.hexdigest()}
-    note = options.output / "work" / "inputs.json"
-    try:
-        if note.is_file() and parse(note.read_bytes()) != record:
-            raise PacoRewardError(
-                f"{options.output} was built from other prompts or images; choose another --output, or delete it"
-            )
-        outputs.write_json(note, record)
-    except (OSError, ValueError) as error:
-        raise PacoRewardError(f"--output {options.output} cannot be used: {error}; choose another folder") from error
-
-
-def _rankings(
-    options: Namespace,
-    items: Mapping[str, PromptItem],
-    server: Server | None,
-    ranked: list[Ranking] | None,
-    counts: Counter,
-    question: Question,
+def _form_rankings(
+    options: Namespace, items: Mapping[str, PromptItem], server: Server | None, counts: Counter, question: Question
 ) -> list[Ranking]:
-    """Rankings from the file, else of sets formed here (none yet with --sets_only); written to OUTPUT."""
-    output = options.output
-    outputs.write_lines(
-        output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items.values())
-    )
-    if ranked is None:
-        sets = []
-        for item in items.values():
-            own = select.candidate_sets(item, options.candidates, options.sets_per_prompt, options.seed)
-            counts["prompts_without_sets"] += not own
-            sets += own
-        counts["sets"] = len(sets)
-        logger.info("sets: %d of %d prompts", len(sets), len(items))
-        outputs.write_lines(output / "sets.jsonl", map(asdict, sets))
-        if options.sets_only or server is None:
-            return []
-        journal = answers.Journal(output / "work" / "rankings.jsonl")
-        asking = (sets, items, output, server, journal, counts)
-        by_scores = options.rank_by == "scores"
-        ranked = answers.rank_by_scores(*asking, question) if by_scores else answers.rank_by_order(*asking)
-    counts["rankings"] = len(ranked)
-    names = ("folder", "ref_image", "comp_images", "rank_images")
-    rows = [dict(zip(names, (r.folder, r.ref_image, sorted(r.rank_images), r.rank_images))) for r in ranked]
-    outputs.write_lines(output / "consistency_full_rank.jsonl", rows)
-    return ranked
+    """Candidate sets in OUTPUT/sets.jsonl, and the server's rankings of them (none with --sets_only)."""
+    sets = []
+    for item in items.values():
+        own = select.candidate_sets(item, options.candidates, options.sets_per_prompt, options.seed)
+        counts["prompts_without_sets"] += not own
+        sets += own
+    counts["sets"] = len(sets)
+    _write_lines(options.output / "sets.jsonl", map(asdict, sets))
+    if options.sets_only or server is None:
+        return []
+    return answers.rank_by_scores(sets, items, options.output, server, counts, question)
+
+
+def _editing_pairs(
+    edits: Sequence[EditRow], output: Path, questions: Sequence[Question]
+) -> tuple[list[LabeledPair], list[LabeledPair]]:
+    """A pair for each question on each edit (is the rest kept; is the instruction followed): labeled and other ones.
+
+    Images are copied to OUTPUT/editing_images by content hash.
+    """
+    labeled, others = [], []
+    for edit in edits:
+        first, second = (_stored(Path(file), output) for file in (edit.source, edit.edited))
+        for label, kind, question in zip((edit.consistency, edit.follows), EDITING, questions, strict=False):
+            text = question.text(instruction=edit.instruction.strip())
+            pair = LabeledPair(first, second, text, bool(label), kind, first)
+            (others if label is None else labeled).append(pair)
+    return labeled, others
+
+
+def _stored(file: Path, output: Path) -> str:
+    content = file.read_bytes()
+    name = f"editing_images/{hashlib.blake2b(content, digest_size=8).hexdigest()}{file.suffix.lower()}"
+    _write(output / name, content)
+    return name
 
 
 def _datasets(
@@ -157,76 +143,111 @@ def _datasets(
     name: str,
     labeled: Sequence[LabeledPair],
     counts: Counter,
-    reason_server: Server | None,
-    decided: Mapping[str, str] = MappingProxyType({}),
-    written: Mapping[inputs.PairKey, inputs.Written] | None = None,
+    server: Server | None,
+    decided: Mapping[str, str],
+    written: Mapping[frozenset[str], inputs.ReasonRow] | None,
 ) -> dict[str, list[LabeledPair]]:
-    """Clean, split, balance and shuffle labeled pairs, and add reasons; by data set name.
-
-    Args:
-        reason_server: Writes reasons.
-        decided: The split of the groups whose metadata states it.
-        written: Reasons from a file.
-    """
+    """Clean, split (some groups are ``decided``), balance and shuffle labeled pairs, and add reasons; by data set name."""
     counts["pairs_labelled"] += len(labeled)
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
     kept = select.without_duplicates(select.shuffled(labeled, options.seed), leader, counts)
-    if name == options.editing_name:
+    if name == EDITING_NAME:
         kept = select.grouped_by_image(kept, leader)
     undecided = {pair.group for pair in kept} - set(decided)
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     testing |= {group for group, part in decided.items() if part == TEST}
-    parts = _split(options, kept, testing, counts)
-    everything = [*parts[TRAIN], *parts[TEST]]
-    if written is not None:
-        everything = answers.given_reasons(everything, written, counts)
-    elif reason_server is not None:
-        journal = answers.Journal(options.output / "work" / "reasons.jsonl")
-        everything = answers.write_reasons(
-            everything, options.output, reason_server, journal, counts, options.reason_tokens
-        )
-    if written is not None or reason_server is not None:
-        parts, name = _split(options, everything, testing, counts), f"{name}_cot"
+
+    def split(pairs: Sequence[LabeledPair]) -> dict[str, list[LabeledPair]]:
+        parts = {}
+        for part in (TRAIN, TEST):
+            own = [pair for pair in pairs if (pair.group in testing) == (part == TEST)]
+            parts[part] = select.balanced(own, options.seed)
+            counts["unbalanced"] += len(own) - len(parts[part])
+        return parts
+
+    parts = split(kept)
+    if options.reasons or written is not None:
+        pairs, name = [*parts[TRAIN], *parts[TEST]], f"{name}_cot"
+        if written is not None:
+            parts = split(answers.given_reasons(pairs, written, counts))
+        else:
+            parts = split(answers.write_reasons(pairs, options.output, server, counts))
     return {f"{name}_{part}": own for part, own in parts.items() if own}
 
 
-def _split(
-    options: Namespace, pairs: Sequence[LabeledPair], testing: set[str], counts: Counter
-) -> dict[str, list[LabeledPair]]:
-    """The pairs of both splits, balanced."""
-    parts = {}
-    for part in (TRAIN, TEST):
-        own = [pair for pair in pairs if (pair.group in testing) == (part == TEST)]
-        parts[part] = select.balanced(own, options.seed)
-        counts["unbalanced"] += len(own) - len(parts[part])
-    return parts
+def _claim(output: Path, items: Sequence[PromptItem]) -> None:
+    """Record the inputs of the output folder: sub-figures and answers of other ones are never reused."""
+    files = sorted({file for item in items for file, _ in item.sources.values()})
+    stated = [[item.folder, item.prompt, list(item.sources)] for item in items]
+    stated += [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
+    note = output / "work" / "inputs.txt"
+    if note.is_file() and note.read_text() != digest:
+        raise PacoRewardError(f"{output} was built from other prompts or images; choose another --output, or delete it")
+    _write(note, digest)
 
 
-def _finish(
-    options: Namespace, counts: Counter, datasets: dict[str, list[LabeledPair]], asked: dict[str, Any]
-) -> dict[str, Any]:
-    stats = {
-        "seed": options.seed,
-        "asked": asked,
-        "counts": {name: value for name, value in counts.items() if value},
-        "datasets": {},
-    }
+def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
+    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet; the number of all sub-figures."""
+    for item in items:
+        grid: tuple[Path | None, list] = (None, [])  # the last one that was cut
+        for name, (file, panel) in item.sources.items():
+            target = output / "images" / item.folder / name
+            if target.exists():
+                continue
+            if panel is None:
+                _write(target, file.read_bytes())
+                continue
+            if grid[0] != file:
+                try:
+                    grid = file, split_image(load_image(file), item.rows, item.cols)
+                except ValueError as error:
+                    raise PacoRewardError(f"{item.place}: {file}: {error}") from error
+            content = io.BytesIO()
+            grid[1][panel].save(content, format="PNG", compress_level=3)
+            _write(target, content.getvalue())
+    logger.info("sub-figures of %d prompts: %s", len(items), output / "images")
+    return sum(len(item.sources) for item in items)
+
+
+def _numbers(datasets: Mapping[str, Sequence[LabeledPair]]) -> dict[str, dict[str, int]]:
+    """``groups``: themes, or edits' sources."""
+    numbers = {}
     for name, pairs in datasets.items():
-        yes, groups = (
-            sum(pair.label for pair in pairs),
-            {pair.group for pair in pairs},
-        )  # groups: themes, edits' sources
-        numbers = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes}
+        yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
         images = {name for pair in pairs for name in (pair.first, pair.second)}
-        stats["datasets"][name] = numbers | {"images": len(images), "groups": len(groups)}
-    if not options.sets_only:
-        if not datasets:
-            lost = ", ".join(f"{name} {value}" for name, value in stats["counts"].items())
-            raise PacoRewardError(
-                f"no balanced pairs are left ({lost}); add images or rankings, or loosen --min_gap, --duplicate_bits or "
-                "--yes_ranks and --no_ranks"
-            )
-        outputs.write_datasets(options.output, datasets, pair_prefix(asked_form(options)))
-    outputs.write_json(options.output / "stats.json", stats)
-    return stats
+        sizes = {"images": len(images), "groups": len(groups)}
+        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, **sizes}
+    return numbers
+
+
+def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str) -> None:
+    """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json.
+
+    ``images``: what stands for the two images before each question.
+    """
+    info = {}
+    for name, pairs in datasets.items():
+        rows = []
+        for pair in pairs:
+            question = {"role": "user", "content": f"{images}{pair.question}"}
+            answer = {"role": "assistant", "content": pair.reason or pair.verdict}
+            rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
+        text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        _write(output / f"{name}.json", f"[\n{text}\n]\n")
+        columns = {"messages": "messages", "images": "images"}
+        info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
+    _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(file: Path, content: str | bytes) -> None:
+    """Write a file that is complete or absent, however the process ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    partial.replace(file)
+
+
+def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    _write(file, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,65 +1,139 @@
 """Reading the inputs: prompts with their images, rankings, edits, written reasons. Every problem names its line.
 
-A metadata line is a JSON object with ``prompt`` and optionally ``idx`` (the name of the prompt's folder; default: a
-number). Several lines may be generations of one prompt. ``split`` (``train`` or ``test``) decides where its theme goes.
-Its images, the first of these that applies:
+Images of a prompt, the first of these that exists (``idx``: of its line in the metadata, default a number):
 
-  grids         named in the line (``image``, ``file`` or ``images``), else FOLDER/<idx>/*, else FOLDER/<idx>.png and
-                FOLDER/<idx>_*.png, FOLDER/<idx>-*.png
-  sub-figures   named in the line (``sub_figures``: the rows x cols files of one generation, row-major), else
-                FOLDER/<idx>/<generation>/* (in the order of their names) and FOLDER/<idx>/* (of unknown generation)
+  grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png and <idx>_*.png
+  sub-figures   FOLDER/<idx>/<generation>/* (in the order of their names), and FOLDER/<idx>/* of unknown generation
 """
 
+import codecs
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
+
+import networkx
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from paco_judge.grid import PromptLayoutError, split_prompt
-from paco_judge.json_io import DamagedJson, lines, parse_object
+from paco_judge.images import FORMATS
 from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing.records import TEST, TRAIN, EditRow, PromptItem, Ranking
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_EDIT_LABELS = {"yes": True, "no": False, "true": True, "false": False}
-
-PairKey = tuple[str, str, str]  # folder and the two images' names, sorted
-Written = tuple[list[str], str]  # the two names in the order in which the reason mentions them, and the reason
+_SUFFIXES = (".jpg", *(f".{name.lower()}" for name in FORMATS))
 
 
-def read_json_lines(file: Path, what: str) -> list[tuple[str, dict[str, Any]]]:
-    """(place, object) of every line that is not empty; place is ``FILE line N``.
-
-    Raises:
-        PacoRewardError: Missing file, a line that is not a JSON object, or none at all.
-    """
-    try:
-        found = list(lines(file))
-    except OSError as error:
-        raise PacoRewardError(f"{what} {file} cannot be read: {error}; check the path") from error
-    rows = []
-    for number, line in found:
-        try:
-            rows.append((f"{file} line {number}", parse_object(line)))
-        except DamagedJson as error:
-            shown = line[:80].decode("utf-8", "replace")
-            raise PacoRewardError(f"{file} line {number} is {error}; correct or remove it: {shown}") from error
-    if not rows:
-        raise PacoRewardError(f"{what} {file} holds no lines")
-    return rows
-
-
-def _text(place: str, row: Mapping[str, Any], key: str) -> str:
-    text = row.get(key)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise PacoRewardError(f"{place} has no {key}; every line needs a text under {key!r}")
-    if held := [token for token in (TAG, *RESERVED) if token in text]:
-        raise PacoRewardError(f"{place}: the {key} contains {held[0]}, which stands for an image; remove it")
+def _plain(text: str) -> str:
+    if not text.strip() or any(token in text for token in (TAG, *RESERVED)):
+        raise ValueError(f"is empty or contains {TAG}, {' or '.join(RESERVED)}")
     return text
+
+
+Text = Annotated[str, AfterValidator(_plain)]
+Files = Annotated[list[str], BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files))]
+
+
+class Row(BaseModel):
+    """A line of an input file. ``place``: ``FILE line N``. Other keys are ignored."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    place: str = ""
+
+
+class PromptRow(Row):
+    """A prompt; several lines may be generations of one. ``split`` decides where its theme goes."""
+
+    prompt: Text
+    idx: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    theme: str | None = None
+    split: Literal["train", "test", ""] | None = None
+    image: Files = []
+    file: Files = []
+    images: Files = []
+
+
+class Ranking(Row):
+    """``rank_images``: the candidates, best first. ``scores``: P(Yes) in the same order, where a judge gave them."""
+
+    folder: str
+    ref_image: str
+    comp_images: list[str] | None = None
+    rank_images: list[str] = Field(min_length=2)
+    scores: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _each_once(self) -> "Ranking":
+        names = {self.ref_image, *self.rank_images}
+        if len(names) <= len(self.rank_images) or set(self.comp_images or self.rank_images) != set(self.rank_images):
+            raise ValueError("rank_images must be the comp_images, best first, each once and without the ref_image")
+        return self
+
+
+class ReasonRow(Row):
+    """A reason for a pair, and its images in the order in which the reason mentions them ("the first shows …")."""
+
+    folder: str
+    images: tuple[str, str]
+    reason: str
+
+
+class EditRow(Row):
+    """An edit (paths relative to the file). Labels: all else stayed consistent; the edit follows the instruction."""
+
+    source: str
+    edited: str
+    instruction: Text
+    consistency: bool | None = None
+    follows: bool | None = None
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One prompt with its sub-figures, which are named inside the prompt's folder.
+
+    ``folder``: its name in every file written (the metadata's ``idx``). ``place``: the line it was read from. ``group``:
+    equal for prompts that share a theme; train and test are split by it. ``split``: ``train`` or ``test`` where the
+    metadata decides, else empty. ``sources``: by name, the file and the panel of it to be cut out (None: all of it).
+    ``generations``: names of the rows x cols sub-figures of each, row-major; a name in none of them is of unknown
+    generation, and only a file of rankings can pair it.
+    """
+
+    folder: str
+    prompt: str
+    theme: str
+    rows: int
+    cols: int
+    place: str
+    group: str = ""
+    split: str = ""
+    sources: dict[str, tuple[Path, int | None]] = field(default_factory=dict)
+    generations: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def panels(self) -> int:
+        return self.rows * self.cols
+
+
+def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
+    """Every line that is not empty. Raises PacoRewardError: a line is not such a row, or there is none."""
+    rows = []
+    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(kind.model_validate_json(line))
+            except ValidationError as error:
+                found = error.errors()[0]
+                where = ".".join(map(str, found["loc"]))
+                raise PacoRewardError(f"{file} line {number}: {where} {found['msg']}") from error
+            rows[-1].place = f"{file} line {number}"
+    if not rows:
+        raise PacoRewardError(f"{file} holds no lines")
+    return rows
 
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
@@ -71,115 +145,75 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
             splits.
     """
     if not folder.is_dir():
-        option = "--grids" if grids else "--sub_figures"
-        raise PacoRewardError(f"folder {folder} does not exist; point {option} at images")
+        raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
     items: dict[str, PromptItem] = {}
-    named: dict[str, list[list[Any]]] = {}  # files that lines name, by folder and generation
+    named: dict[str, list[Path]] = {}
     themes: dict[str, list[str]] = {}
-    for place, line in read_json_lines(metadata, "metadata"):
-        item = _prompt(place, line, items)
-        known = items.setdefault(item.folder, item)
+    for row in read_rows(metadata, PromptRow):
+        name = row.idx or next((i.folder for i in items.values() if i.prompt == row.prompt), f"{len(items):04d}")
+        place = f"{row.place} (idx {name})"
+        try:
+            grid = split_prompt(row.prompt)
+        except PromptLayoutError as error:
+            raise PacoRewardError(f"{place}: {error}") from error
+        item = PromptItem(name, row.prompt, grid.theme, grid.rows, grid.cols, place, split=row.split or "")
+        known = items.setdefault(name, item)
         if (known.prompt, known.split) != (item.prompt, item.split):
-            raise PacoRewardError(
-                f"{place}: idx {item.folder} has another prompt or split ({known.place}); make it unique"
-            )
-        stated = [line["theme"]] if isinstance(line.get("theme"), str) and line["theme"].strip() else []
-        texts = (" ".join(text.casefold().split()) for text in (item.prompt, item.theme, *stated))
-        themes.setdefault(item.folder, []).extend(texts)
-        fields = ("image", "file", "images") if grids else ("sub_figures",)
-        files = next((line[key] for key in fields if line.get(key)), None)
-        named.setdefault(item.folder, []).extend([files if isinstance(files, list) else [files]] if files else [])
-    firsts: dict[Hashable, PromptItem] = {}
-    found = []
-    for item, group in zip(items.values(), connected(list(themes.values())), strict=True):
-        first = firsts.setdefault(group, item)
+            raise PacoRewardError(f"{place}: idx {name} has another prompt or split ({known.place}); make it unique")
+        texts = (row.prompt, grid.theme, row.theme or row.prompt)
+        themes.setdefault(name, []).extend(" ".join(text.casefold().split()) for text in texts)
+        files = (row.image or row.file or row.images) if grids else ()
+        named.setdefault(name, []).extend(_existing(folder, file, place) for file in files)
+    every, found = list(items.values()), []
+    for item, number in zip(every, connected(list(themes.values())), strict=True):
+        first = every[number]
         if item.split != first.split:
-            raise PacoRewardError(
-                f"{item.place} has split {item.split or '(none)'}, but {first.place}, which shares its theme, "
-                f"{first.split or '(none)'}; give both the same"
-            )
-        images = _find_grids if grids else _find_sub_figures
-        found.append(replace(images(item, named[item.folder], folder), group=first.folder))
+            raise PacoRewardError(f"{item.place}: split {item.split!r}, but {first.split!r} for its theme ({first.place})")
+        found_images = _grids(item, named[item.folder], folder) if grids else _sub_figures(item, folder / item.folder)
+        found.append(replace(found_images, group=first.folder))
     return found
 
 
-def connected(keys: Sequence[Sequence[Hashable]]) -> list[Hashable]:
-    """A key that names each entry's group; entries with a common key share a group, directly or through others."""
-    parent: dict[Hashable, Hashable] = {}
-
-    def root(key: Hashable) -> Hashable:
-        while parent.setdefault(key, key) != key:
-            key = parent[key]
-        return key
-
+def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
+    """For each entry the first of its group; entries with a common key share a group, directly or through others."""
+    graph = networkx.Graph()
     for own in keys:
-        for key in own[1:]:
-            parent[root(key)] = root(own[0])
-    return [root(own[0]) for own in keys]
+        networkx.add_path(graph, own)
+    parts = {key: n for n, part in enumerate(networkx.connected_components(graph)) for key in part}
+    first: dict[int, int] = {}
+    return [first.setdefault(parts[own[0]], index) for index, own in enumerate(keys)]
 
 
-def _prompt(place: str, line: dict[str, Any], known: Mapping[str, PromptItem]) -> PromptItem:
-    """One metadata line, without its images."""
-    text, split, name = _text(place, line, "prompt"), line.get("split") or "", line.get("idx")
-    if name is None:
-        name = next((item.folder for item in known.values() if item.prompt == text), f"{len(known):04d}")
-    if not _SAFE_NAME.fullmatch(str(name)):
-        raise PacoRewardError(f"{place}: idx {name!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
-    if split not in ("", TRAIN, TEST):
-        raise PacoRewardError(f"{place}: split is {TRAIN} or {TEST}, not {split!r}")
-    place = f"{place} (idx {name})"
-    try:
-        grid = split_prompt(text)
-    except PromptLayoutError as error:
-        raise PacoRewardError(f"{place}: {error}; correct or remove the line") from error
-    return PromptItem(str(name), text, grid.theme, grid.rows, grid.cols, place, split=split)
-
-
-def _find_grids(item: PromptItem, named: Sequence[Sequence[Any]], folder: Path) -> PromptItem:
-    files = [_existing(folder, name, item.place) for names in named for name in names] or _images(folder / item.folder)
+def _grids(item: PromptItem, named: Sequence[Path], folder: Path) -> PromptItem:
+    name = re.escape(item.folder) + r"([_-].*)?"
+    files = named or _images(folder / item.folder) or [f for f in _images(folder) if re.fullmatch(name, f.stem)]
     if not files:
-        files = [f for f in _images(folder) if re.fullmatch(re.escape(item.folder) + r"([_-].*)?", f.stem)]
-    if not files:
-        raise PacoRewardError(
-            f"{item.place} has no image in {folder}: name it in the line (image), or put it at "
-            f"{item.folder}/*.png, {item.folder}.png or {item.folder}_*.png"
-        )
-    files = dict.fromkeys(files)
-    generations = [tuple(f"{number:02d}/{panel}.png" for panel in range(item.panels)) for number in range(len(files))]
-    sources = {name: (f, panel) for f, names in zip(files, generations) for panel, name in enumerate(names)}
-    return replace(item, sources=sources, generations=tuple(generations))
+        raise PacoRewardError(f"{item.place}: no image in {folder} is named in the line, {item.folder}/* or {item.folder}_*")
+    sources = {}
+    for number, file in enumerate(dict.fromkeys(files)):
+        sources |= {f"{number:02d}/{panel}.png": (file, panel) for panel in range(item.panels)}
+    names = list(sources)
+    generations = tuple(tuple(names[i : i + item.panels]) for i in range(0, len(names), item.panels))
+    return replace(item, sources=sources, generations=generations)
 
 
-def _find_sub_figures(item: PromptItem, named: Sequence[Sequence[Any]], folder: Path) -> PromptItem:
-    own, loose = folder / item.folder, {}
-    found: dict[str, dict[str, Path]] = {}  # of each generation, files by name
-    for number, names in enumerate(named):
-        files = [_existing(folder, name, item.place) for name in names]
-        found[f"{number:02d}"] = {f"{number:02d}/{i}{file.suffix.lower()}": file for i, file in enumerate(files)}
-    if not named and own.is_dir():
-        for part in sorted(path for path in own.iterdir() if path.is_dir()):
-            found[part.name] = {f"{part.name}/{file.name}": file for file in _images(part)}
-        loose = {file.name: file for file in _images(own)}
-    if not found and not loose:
-        raise PacoRewardError(
-            f"{item.place} has no sub-figures in {folder}: name them in the line (sub_figures), or put them at "
-            f"{item.folder}/<generation>/*.png"
-        )
-    for name, files in found.items():
-        if len(files) != item.panels:
-            raise PacoRewardError(
-                f"{item.place}: its prompt has {item.rows}x{item.cols} = {item.panels} panels, but generation {name} "
-                f"has {len(files)} sub-figures; add the missing ones or remove the generation"
-            )
-    sources = {name: (file, None) for files in (*found.values(), loose) for name, file in files.items()}
-    return replace(item, sources=sources, generations=tuple(map(tuple, found.values())))
+def _sub_figures(item: PromptItem, own: Path) -> PromptItem:
+    parts = sorted(path for path in own.iterdir() if path.is_dir()) if own.is_dir() else []
+    generations = tuple(tuple(f"{part.name}/{file.name}" for file in _images(part)) for part in parts)
+    for part, names in zip(parts, generations, strict=True):
+        if len(names) != item.panels:
+            raise PacoRewardError(f"{item.place}: {part} has {len(names)} images for {item.rows}x{item.cols} panels")
+    names = [name for generation in generations for name in generation] + [file.name for file in _images(own)]
+    if not names:
+        raise PacoRewardError(f"{item.place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
+    return replace(item, sources={name: (own / name, None) for name in names}, generations=generations)
 
 
-def _existing(folder: Path, name: Any, place: str) -> Path:
-    for file in (folder / str(name), Path(str(name))):
-        if os.path.isfile(file):  # unlike Path.is_file also of names that are too long for a file
+def _existing(folder: Path, name: str, place: str) -> Path:
+    for file in (folder / name, Path(name)):
+        if os.path.isfile(file):
             return file
-    raise PacoRewardError(f"{place}: image {folder / str(name)} does not exist; correct the line or the folder")
+    raise PacoRewardError(f"{place}: image {folder / name} does not exist; correct the line or the folder")
 
 
 def _images(folder: Path) -> list[Path]:
@@ -188,61 +222,28 @@ def _images(folder: Path) -> list[Path]:
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
-    """All rankings of a file in ConsistencyRank's form, checked against the prompts' sub-figures.
-
-    A line has ``folder`` (the prompt's idx), ``ref_image``, ``comp_images`` and ``rank_images`` (the same names, best
-    first). ``sets.jsonl`` of an earlier run lists the names.
-
-    Raises:
-        PacoRewardError: A line is not a ranking, or names an unknown folder or image.
-    """
-    rankings = []
-    for place, row in read_json_lines(file, "rankings"):
-        folder, reference, ranked = str(row.get("folder")), row.get("ref_image"), row.get("rank_images")
-        compared = row.get("comp_images", ranked)
-        lists = isinstance(ranked, list) and isinstance(compared, list)
-        named = lists and all(isinstance(name, str) for name in (reference, *ranked, *compared))
-        if not named or len({reference, *map(str, ranked)}) != len(ranked) + 1 or set(ranked) != set(compared):
-            raise PacoRewardError(
-                f"{place}: rank_images {ranked} must be the comp_images {compared}, best first, each once and without "
-                f"the ref_image {reference!r}"
-            )
-        if len(ranked) < 2:
-            raise PacoRewardError(f"{place}: a ranking needs at least two candidates, not {len(ranked)}")
-        if folder not in items and folder.isdecimal():
-            folder = folder.lstrip("0") or "0"  # the benchmark writes 0007 and 7
-        _check_names(place, folder, (reference, *ranked), items)
-        rankings.append(Ranking(folder, reference, tuple(ranked)))
+    """All rankings of a file in ConsistencyRank's form. Raises PacoRewardError, naming the line."""
+    rankings = read_rows(file, Ranking)
+    for row in rankings:
+        if row.folder not in items and row.folder.isdecimal():
+            row.folder = row.folder.lstrip("0") or "0"  # the benchmark writes 0007 and 7
+        _check_names(row.place, row.folder, (row.ref_image, *row.rank_images), items)
     return rankings
 
 
-def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[PairKey, Written]:
-    """Human-written reasons: lines with ``folder`` (the prompt's idx), ``images`` and ``reason``.
-
-    ``images`` are two of its names, in the order in which the reason mentions them ("the first shows …").
-
-    Raises:
-        PacoRewardError: A line lacks a field, names an unknown folder or image, or repeats a pair.
-    """
-    found: dict[PairKey, Written] = {}
-    for place, row in read_json_lines(file, "reasons"):
-        folder, images, reason = str(row.get("folder")), row.get("images"), row.get("reason")
-        named = isinstance(images, list) and all(isinstance(name, str) for name in images)
-        if not (named and len(images) == 2 and isinstance(reason, str)):
-            raise PacoRewardError(f"{place}: a line has folder, images (two names) and reason (a text)")
-        _check_names(place, folder, images, items)
-        key = (folder, *sorted(images))
-        if key in found:
-            raise PacoRewardError(f"{place}: the pair {images} of {folder} already has a reason; keep one of the two")
-        found[key] = images, reason
+def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[str], ReasonRow]:
+    """Reasons by the two images' paths in the data set. Raises PacoRewardError, naming the line."""
+    found: dict[frozenset[str], ReasonRow] = {}
+    for row in read_rows(file, ReasonRow):
+        _check_names(row.place, row.folder, row.images, items)
+        if found.setdefault(frozenset(f"images/{row.folder}/{name}" for name in row.images), row) is not row:
+            raise PacoRewardError(f"{row.place}: the pair {row.images} of {row.folder} already has a reason")
     return found
 
 
-def _check_names(place: str, folder: str, images: Iterable[Any], items: Mapping[str, PromptItem]) -> None:
+def _check_names(place: str, folder: str, images: Iterable[str], items: Mapping[str, PromptItem]) -> None:
     if folder not in items:
-        raise PacoRewardError(
-            f"{place}: no prompt in the metadata has idx {folder}; known: {', '.join([*items][:5])} …"
-        )
+        raise PacoRewardError(f"{place}: no prompt in the metadata has idx {folder}")
     for name in images:
         if name not in items[folder].sources:
             known = ", ".join([*items[folder].sources][:5])
@@ -250,28 +251,10 @@ def _check_names(place: str, folder: str, images: Iterable[Any], items: Mapping[
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:
-    """Edits: lines with ``source``, ``edited`` (paths relative to the file) and ``instruction``.
-
-    Known labels, each Yes or No or true or false: ``consistency`` (everything not mentioned stayed consistent) and
-    ``follows`` (the edit follows the instruction).
-
-    Raises:
-        PacoRewardError: A line lacks a field, its image is missing, or it has no label and there is no server.
-    """
-    edits = []
-    for place, row in read_json_lines(file, "editing rows"):
-        source, edited, instruction = (_text(place, row, key) for key in ("source", "edited", "instruction"))
-        images = [_existing(file.parent, name, place) for name in (source, edited)]
-        labels = {}
-        for key in ("consistency", "follows"):
-            label = _EDIT_LABELS.get(str(row.get(key)).strip().casefold())
-            if label is None and row.get(key) is not None:
-                raise PacoRewardError(f"{place}: {key} must be Yes or No, not {row[key]!r}")
-            if label is not None:
-                labels[key] = label
-        if not labels and not has_server:
-            raise PacoRewardError(
-                f"{place} has no label; add consistency or follows (Yes or No), or name a judge with --server"
-            )
-        edits.append(EditRow(place, *images, instruction.strip(), labels))
+    """Edits with the paths of their images. Raises PacoRewardError, naming the line."""
+    edits = read_rows(file, EditRow)
+    for row in edits:
+        row.source, row.edited = (str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited))
+        if row.consistency is None and row.follows is None and not has_server:
+            raise PacoRewardError(f"{row.place} has no label (consistency or follows); add one, or name a --server")
     return edits

@@ -6,20 +6,51 @@ Random choices depend on the seed and on the chosen thing only, not on other inp
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import imagehash
 import numpy as np
+from PIL import Image
 
 from paco_judge.images import load_image
 from paco_judge.questions import Question
-from paco_reward.pairing.inputs import connected
-from paco_reward.pairing.records import CandidateSet, LabeledPair, PromptItem, Ranking
+from paco_reward.pairing.inputs import PromptItem, Ranking, connected
 
 THUMBNAIL = 16
 LARGEST_RMS = 6.0
+
+
+@dataclass(frozen=True)
+class CandidateSet:
+    """A reference and the candidates to be ranked against it; names are relative to the prompt's folder."""
+
+    folder: str
+    ref_image: str
+    comp_images: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LabeledPair:
+    """Two images (paths relative to the data set's folder), the question about them and its answer.
+
+    ``kind``: ``theme``, ``editing_consistency`` or ``editing_instruction``. ``group``: the unit of the train/test
+    split. ``reason``: the whole answer, beginning with Yes or No, once it is written.
+    """
+
+    first: str
+    second: str
+    question: str
+    label: bool
+    kind: str
+    group: str
+    reason: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "Yes" if self.label else "No"
 
 
 def order_key(seed: int, *parts: object) -> bytes:
@@ -29,16 +60,10 @@ def order_key(seed: int, *parts: object) -> bytes:
 
 
 def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> list[CandidateSet]:
-    """Up to ``sets`` sets of one prompt: a reference and candidates from different generations.
+    """Up to ``sets`` sets of one prompt, each of up to ``candidates``; none with fewer than two generations or panels.
 
     The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. All
     candidates answer one panel text, so they differ in how consistent they are with the reference, not in content.
-
-    Args:
-        candidates: Candidates of a set, at most (at least 2); fewer where the prompt has fewer generations.
-
-    Returns:
-        An empty list for a prompt with fewer than two generations or two panels.
     """
     generations = len(item.generations)
     if generations < 2 or item.panels < 2:
@@ -54,43 +79,32 @@ def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> l
     return formed
 
 
-def labels_of_ranking(
-    ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float = 0.0
-) -> list[tuple[str, bool]] | None:
+def labels_of_ranking(ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float) -> list[tuple[str, bool]] | None:
     """(candidate, label): Yes for the best ``yes_ranks`` of a ranking, No for the worst ``no_ranks``.
 
-    Those between are left out: people disagree on them most.
-
-    Returns:
-        None if the ranking is too short, or if its scores for Yes and No differ by less than ``min_gap``.
+    Those between are left out: people disagree on them most. None if the ranking is too short, or if its scores for Yes
+    and No differ by less than ``min_gap``.
     """
-    names = ranking.rank_images
-    if len(names) < yes_ranks + no_ranks:
-        return None
-    if ranking.scores is not None and ranking.scores[yes_ranks - 1] - ranking.scores[-no_ranks] < min_gap:
+    names, scores = ranking.rank_images, ranking.scores
+    if len(names) < yes_ranks + no_ranks or scores and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap:
         return None
     return [(name, True) for name in names[:yes_ranks]] + [(name, False) for name in names[-no_ranks:]]
 
 
 def pairs_of_rankings(
-    rankings: Sequence[Ranking],
+    rankings: Iterable[tuple[Ranking, list[tuple[str, bool]] | None]],
     items: Mapping[str, PromptItem],
-    *,
-    yes_ranks: int,
-    no_ranks: int,
-    min_gap: float,
+    question: Question,
     seed: int,
     counts: Counter,
-    questions: Sequence[Question],
 ) -> list[LabeledPair]:
-    """The labeled pairs of all rankings, each pair of images once; the seed chooses the order of the two and the question.
+    """The labeled pairs of rankings with their ``labels_of_ranking``; the seed chooses the order of the two images.
 
-    Where rankings disagree on a pair the majority decides; a tie leaves it out. ``counts`` receives
+    Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out. ``counts`` receives
     ``rankings_unclear`` (no labels), ``rankings_used``, ``pairs_merged`` (further votes) and ``pairs_disputed`` (ties).
     """
     votes: dict[tuple[str, str, str], list[bool]] = {}
-    for ranking in rankings:
-        labeled = labels_of_ranking(ranking, yes_ranks, no_ranks, min_gap)
+    for ranking, labeled in rankings:
         counts["rankings_unclear" if labeled is None else "rankings_used"] += 1
         for name, label in labeled or []:
             first, second = sorted((ranking.ref_image, name))
@@ -106,50 +120,30 @@ def pairs_of_rankings(
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
         item = items[folder]
-        question = questions[int.from_bytes(order_key(seed, "question", *sorted(shown))) % len(questions)]
         pairs.append(LabeledPair(*shown, question.text(theme=item.theme), yes > no, "theme", item.group))
     return pairs
 
 
-def fingerprint(file: Path) -> tuple[int, np.ndarray]:
-    """The perceptual hash as a 64-bit number, and a thumbnail as float32 (768,) in [0, 255].
-
-    The hash holds the signs of low DCT frequencies of the gray image (library ``imagehash``).
-
-    Raises:
-        PacoRewardError: The image cannot be read.
-    """
-    import imagehash
-    from PIL import Image
-
-    image = load_image(file)
-    bits = np.packbits(imagehash.phash(image).hash.ravel())
-    small = image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-    return int.from_bytes(bits.tobytes(), "big"), np.asarray(small, dtype=np.float32).ravel()
-
-
 def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
-    """For each image the first one (by name) that it is a near-duplicate of; itself if there is none.
+    """For each image (path in ``root``) the first one by name that it is a near-duplicate of; itself if there is none.
 
-    Near-duplicates have hashes that differ in at most ``bits`` of 64 bits and 16 x 16 thumbnails within 6/255
+    Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits and 16 x 16 thumbnails within 6/255
     root-mean-square: the hash ignores color.
-
-    Args:
-        names: Paths relative to ``root``.
-        bits: 0 to 64.
     """
     ordered = sorted(set(names))
-    hashes = np.empty(len(ordered), dtype=np.uint64)
+    hashes = np.empty((len(ordered), 64), dtype=bool)
     firsts: list[tuple[str, np.ndarray]] = []
     found: dict[str, str] = {}
     for name in ordered:
-        number, thumbnail = fingerprint(root / name)
-        near = np.flatnonzero(np.bitwise_count(hashes[: len(firsts)] ^ np.uint64(number)) <= bits)
-        alike = (firsts[i][0] for i in near if np.sqrt(np.mean((firsts[i][1] - thumbnail) ** 2)) <= LARGEST_RMS)
+        image = load_image(root / name)
+        own = imagehash.phash(image).hash.ravel()
+        small = np.asarray(image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float32)
+        near = np.flatnonzero((hashes[: len(firsts)] != own).sum(1) <= bits)
+        alike = (firsts[i][0] for i in near if np.sqrt(np.mean((firsts[i][1] - small) ** 2)) <= LARGEST_RMS)
         found[name] = next(alike, name)
         if found[name] == name:
-            hashes[len(firsts)] = number
-            firsts.append((name, thumbnail))
+            hashes[len(firsts)] = own
+            firsts.append((name, small))
     return found
 
 
@@ -181,15 +175,11 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
 def grouped_by_image(pairs: Sequence[LabeledPair], leader: dict[str, str]) -> list[LabeledPair]:
     """The pairs with new groups: those that share an image, or near-duplicates of one, directly or through others."""
     groups = connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
-    firsts: dict[Hashable, str] = {}
-    return [replace(p, group=firsts.setdefault(group, p.first)) for p, group in zip(pairs, groups, strict=True)]
+    return [replace(pair, group=pairs[first].first) for pair, first in zip(pairs, groups, strict=True)]
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """The groups of the test split: ``share`` in [0, 1) of them, rounded.
-
-    Of two or more groups at least one is for testing and one for training, unless ``share`` is 0.
-    """
+    """``share`` of the groups, rounded; of two or more, one at least is for testing and one for training, unless it is 0."""
     known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
     if share <= 0 or len(known) < 2:
         return set()
@@ -198,24 +188,15 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
 
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
-    kept: set[int] = set()
-    for kind in {pair.kind for pair in pairs}:
-        sides = [
-            sorted(
-                (index for index, pair in enumerate(pairs) if pair.kind == kind and pair.label == label),
-                key=lambda index: _pair_key(pairs[index], seed),
-            )
-            for label in (True, False)
-        ]
-        count = min(len(side) for side in sides)
-        kept.update(index for side in sides for index in side[:count])
-    return [pair for index, pair in enumerate(pairs) if index in kept]
+    sides: dict[tuple[str, bool], list[LabeledPair]] = {}
+    for pair in shuffled(pairs, seed):
+        sides.setdefault((pair.kind, pair.label), []).append(pair)
+    kept = set()
+    for (kind, label), side in sides.items():
+        kept.update(side[: len(sides.get((kind, not label), []))])
+    return [pair for pair in pairs if pair in kept]
 
 
 def shuffled(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """The pairs in an order chosen by the seed."""
-    return sorted(pairs, key=lambda pair: _pair_key(pair, seed))
-
-
-def _pair_key(pair: LabeledPair, seed: int) -> bytes:
-    return order_key(seed, pair.kind, pair.first, pair.second, pair.question)
+    return sorted(pairs, key=lambda pair: order_key(seed, pair.kind, pair.first, pair.second, pair.question))
