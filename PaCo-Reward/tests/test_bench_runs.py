@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge, outcome, start_script
@@ -13,7 +14,7 @@ from PIL import Image
 
 from paco_eval.engines import ask_once, make_engine, server_engine
 from paco_eval.results import BenchError, ItemError, ResultsFile
-from paco_eval.runner import GIVE_UP_AFTER, score_items
+from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
 from paco_judge.verdict import Verdict
@@ -82,40 +83,17 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(name, changed, 
     assert command(BrightnessJudge(), "--model", model) == 2 and command.file.read_bytes() == before
     reported = capsys.readouterr().err
     assert reported.startswith("error: ") and reported.count("\n") == 1
-    assert f"{command.file} holds results of other weights (sha256:" in reported and str(model) in reported
+    assert f"{command.file} line 1 is a result of weights sha256:" in reported
     (model / changed).write_bytes((model / changed).read_bytes()[:-1] + {"m": b"a", "c": b"}"}[changed[0]])
     model = model.parent.rename(tmp_path / "moved") / "judge"
     assert command(BrightnessJudge(), "--model", model) == 0 and command.file.read_bytes().startswith(before)
     assert {row["weights"] for row in command.rows} == {json.loads(before.splitlines()[0])["weights"]}
 
 
-def test_weights_of_a_hub_model_are_those_in_the_cache(rank, tmp_path, monkeypatch, capsys):
-    """Known once the engine has loaded them; other ones under the same name are refused then."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789" * 4
-
-    class Downloading(BrightnessJudge):
-        def __call__(self, pairs):
-            folder = tmp_path / "models--some--judge"
-            (folder / "refs").mkdir(parents=True, exist_ok=True)
-            (folder / "refs" / "main").write_text(commit)
-            (folder / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
-            (folder / "snapshots" / commit / "config.json").write_text("{}")
-            return super().__call__(pairs)
-
-    assert rank(Downloading(stop_after=1)) == 130
-    assert all(row["weights"].startswith("sha256:") for row in rank.rows) and rank.rows
-    (tmp_path / "models--some--judge" / "snapshots" / commit / "config.json").write_text('{"layers": 2}')
-    assert rank(BrightnessJudge()) == 2
-    assert "other weights" in capsys.readouterr().err
-
-
 def test_two_runs_do_not_write_one_file(rank, capsys):
     assert rank(BrightnessJudge(stop_after=1)) == 130
-    keys = {(row["index"], row["folder"]) for row in rank.rows}
-    with ResultsFile(rank.file, "some/judge", keys, lambda row: (row["index"], row["folder"])):
+    items = [{"index": row["index"], "folder": row["folder"]} for row in rank.rows]
+    with ResultsFile(rank.file, items, {"model": "some/judge"}):
         assert rank(BrightnessJudge()) == 2
     assert str(rank.file) in capsys.readouterr().err
     assert rank(BrightnessJudge(), "--results_dir", rank.file / "below") == 2
@@ -165,6 +143,8 @@ def test_items_are_batched_and_keep_their_own_verdicts():
             raise ItemError("broken")
         return [Pair(IMAGE, IMAGE, f"{item}.{i}") for i in range(sizes[item])], lambda values: {"values": values}
 
+    items = [Item({"index": index}, str(index), partial(prepare, index)) for index in range(8)]
+
     def engine(pairs):
         asked.append(len(pairs))
         texts = [pair.question for pair in pairs]
@@ -172,7 +152,7 @@ def test_items_are_batched_and_keep_their_own_verdicts():
 
     for batch_size in range(1, 9):
         asked = []
-        found = dict(score_items(range(8), prepare, engine, batch_size))
+        found = {item.fields["index"]: row for item, row in score_items(items, engine, batch_size)}
         assert sorted(found) == list(range(8))
         assert str(found[5]) == str(found[7]) == "broken" and str(found[3]) == "no score"
         for item in (0, 1, 2, 4, 6):
@@ -202,11 +182,10 @@ def test_an_engine_that_always_fails_ends_the_run():
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
     calls, found = 0, []
+    items = [Item({"index": index}, "", lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {})) for index in range(99)]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
-        found.extend(score_items(range(99), lambda item: ([Pair(IMAGE, IMAGE, "?")], lambda v: {}), engine, 1))
+        found.extend(score_items(items, engine, 1))
     assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
-    with pytest.raises(ValueError, match="row"):  # an error in our own code is not an engine failure
-        list(score_items([1], lambda item: ([Pair(IMAGE, IMAGE, "")], lambda v: int("row")), lambda p: [Verdict(1)], 4))
 
 
 def test_ask_once_repeats_only_pairs_without_a_score():

@@ -191,7 +191,7 @@ def hugging_face(rows):
 
 def contents(bench):
     """(question, pixels, pixels) of every pair."""
-    pairs = [pair for row in bench.items for pair in bench.prepare(row)[0]]
+    pairs = [pair for item in bench for pair in item.prepare()[0]]
     return [(pair.question, *(np.array(image).tobytes() for image in pair.images)) for pair in pairs]
 
 
@@ -222,12 +222,12 @@ def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache)
             file = place / "data" / f"train-0000{part}-of-00002.parquet"
             hugging_face(examples[10 * part : 10 * part + 10]).to_parquet(file)
         if kind == "parquet file":
-            place, expected.items = file, expected.items[10:]
+            place, expected = file, expected[10:]
     bench = load_bench(str(place), QUESTIONS)
-    assert not bench.broken and [row.edits for row in bench.items] == [row.edits for row in expected.items]
+    assert [item.fields["key"] for item in bench] == [item.fields["key"] for item in expected]
     assert contents(bench) == contents(expected)
     if kind == "splits":
-        assert len(load_bench(str(place), QUESTIONS, "other").items) == 2
+        assert len(load_bench(str(place), QUESTIONS, "other")) == 2
         with pytest.raises(BenchError, match="--split"):
             load_bench(str(place), QUESTIONS, "test")
         datasets.DatasetDict({"a": hugging_face(examples), "b": hugging_face(examples)}).save_to_disk(tmp_path / "two")
@@ -242,10 +242,10 @@ def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
     rows[1]["output_images"] = [{"bytes": b"no picture", "path": None}, {"bytes": buffer.getvalue(), "path": None}]
     hugging_face(rows).save_to_disk(tmp_path / "saved")
     bench = load_bench(str(tmp_path / "saved"), QUESTIONS)
-    assert len(bench.items) == 3
-    bench.prepare(bench.items[0])
+    assert len(bench) == 3
+    bench[0].prepare()
     with pytest.raises(ItemError, match=r"output_images\[0\]"):
-        bench.prepare(bench.items[1])
+        bench[1].prepare()
 
 
 def test_line_separators_inside_a_text_do_not_end_a_json_line(examples, tmp_path):
@@ -253,7 +253,7 @@ def test_line_separators_inside_a_text_do_not_end_a_json_line(examples, tmp_path
     bench = load_bench(
         str(save_jsonl([{**examples[0], "instruction": text}, examples[1]], tmp_path / "odd")), QUESTIONS
     )
-    assert not bench.broken and text in bench.items[0].questions["prompt_following"]
+    assert text in contents(bench)[0][0]
 
 
 def test_the_default_data_set(edits, tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_the_default_data_set(edits, tmp_path, monkeypatch):
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     edits.data.parent.rename(tmp_path / "EditReward-Bench")
-    assert len(load_bench(None, QUESTIONS).items) == 20
+    assert len(load_bench(None, QUESTIONS)) == 20
 
 
 def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
@@ -272,6 +272,7 @@ def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
     (tmp_path / "cut.jsonl").write_text('{}\n\n{"key": ["edit40a"')
     (tmp_path / "bad.parquet").write_bytes(b"PAR0")
     (tmp_path / "text.csv").write_text("a,b")
+    capsys.readouterr()
     for dataset, named in (
         (tmp_path / "nowhere", "hf download"),
         ("./nowhere/here", "hf download"),

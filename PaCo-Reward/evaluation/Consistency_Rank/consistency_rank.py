@@ -2,12 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import paco_eval  # noqa: F401 - first: it names the packages that are missing
@@ -16,9 +14,9 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.engines import ScorePairs, add_engine_arguments, make_engine, model_names, weights_of
-from paco_eval.results import BenchError, ItemError, read_jsonl
-from paco_eval.runner import Benchmark, Prepared, open_image, run_benchmark
+from paco_eval.engines import add_engine_arguments, make_engine, results_of
+from paco_eval.results import BenchError, ItemError, Row, read_jsonl
+from paco_eval.runner import Item, Prepared, broken, open_image, question_of, run_benchmark
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
 from paco_judge.questions import Question, form_of, load_question, record
@@ -43,27 +41,6 @@ METRICS = {  # name in results files -> heading in tables
 }
 
 
-@dataclass(frozen=True)
-class RankItem:
-    """One reference and its candidates; ``true_order`` holds candidate indices, best first."""
-
-    index: int
-    folder: str
-    ref_image: str
-    comp_images: tuple[str, ...]
-    true_order: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[int, str, str]:
-        """Identifies the item in a results file."""
-        return self.index, self.folder, self.ref_image
-
-    @property
-    def name(self) -> str:
-        """In messages."""
-        return f"item {self.folder}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options about the benchmark, the question and the engine."""
     parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
@@ -75,35 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
 
 
-def run(
-    args: argparse.Namespace,
-    exact: str,
-    short: str,
-    engine: Callable[[], tuple[str, ScorePairs]],
-    weights: Callable[[], str | None],
-    question: Question | None = None,
-) -> int:
-    """``run_benchmark`` with the results file ``<results_dir>/<short>.jsonl`` and the scorer's name ``exact`` in it.
-
-    ``question``: None for scorers that are not asked anything.
-    """
-    root = find_bench(args.dataset_dir)
-    unpack_images(root)
-    bench = load_bench(root, question or load_question("pair"))
-    bench.asked = record((question,), form_of(args)) if question else None
-    return run_benchmark(bench, Path(args.results_dir) / f"{short}.jsonl", exact, engine, args.batch_size, weights)
-
-
 def run_judge(args: argparse.Namespace) -> int:
-    """``run`` with the judge ``args.model``."""
-    template = args.prompt_template or DEFAULT_TEMPLATE
-    try:
-        question = load_question(args.question or TEMPLATES[template], ("theme", "criterion"))
-    except ValueError as error:
-        raise BenchError(f"--question: {error}") from error
-    exact, short = model_names(args.model, args.adapter)
-    version = question.name if args.question else template
-    return run(args, exact, f"{short}-v{version}", lambda: make_engine(args), weights_of(args), question)
+    """Rank with the judge ``args.model``; returns the number of items without a result. Raises BenchError."""
+    version = args.prompt_template or DEFAULT_TEMPLATE
+    if args.question:
+        version = (question := question_of(args, ("theme", "criterion"))).name
+    else:
+        question = load_question(TEMPLATES[version])
+    items = load_bench(args.dataset_dir, question)
+    file, stamp = results_of(args, f"-v{version}", record((question,), form_of(args)))
+    return run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
 
 
 def find_bench(dataset_dir: str | None) -> Path:
@@ -134,83 +92,82 @@ def unpack_images(root: Path) -> None:
             packed.extractall(unpacked)
             inner = unpacked / "images"  # the archive may hold the folder or what is in it
             (inner if inner.is_dir() else unpacked).rename(images)
-    except (OSError, BadZipFile, NotImplementedError, RuntimeError) as error:
-        if not images.is_dir():  # else another run was faster
-            raise BenchError(f"{archive} cannot be unpacked ({error}); unpack it yourself to {images}") from error
+    except (OSError, BadZipFile) as error:
+        raise BenchError(f"{archive} cannot be unpacked ({error}); download it again") from error
 
 
-def load_bench(root: Path, question: Question) -> Benchmark:
-    """Read the rankings, and the prompts if ``question`` is about them. Broken rows are listed, not raised.
+def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
+    """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``.
 
     Raises:
         BenchError: A file is missing or not JSON lines.
     """
+    root = find_bench(dataset_dir)
+    unpack_images(root)
     prompts = {str(row.get("idx")): row for row in read_jsonl(root / PROMPTS)} if question.fields else {}
-    bench = Benchmark(
-        prepare=partial(prepare, root, prompts, question),
-        row_key=lambda row: (row["index"], row["folder"], row["ref_image"]),
-    )
+    items = []
     for index, row in enumerate(read_jsonl(root / RANKS)):
+        fields = {"index": index, "folder": str(row.get("folder")), "ref_image": str(row.get("ref_image"))}
         try:
-            bench.items.append(_item(index, row))
+            order = _true_order(row)
+            make = partial(prepare, root, prompts, question, fields, row["comp_images"], order)
         except (KeyError, TypeError, ValueError) as error:
-            bench.broken.append((f"item {row.get('folder', f'line {index + 1}')}", f"broken row: {error}"))
-    return bench
+            make = partial(broken, error)
+        items.append(Item(fields, f"item {row.get('folder', f'line {index + 1}')}", make))
+    return items
 
 
-def _item(index: int, row: dict[str, Any]) -> RankItem:
+def _true_order(row: Row) -> list[int]:
+    """The candidates' indices, best first. Raises KeyError, TypeError, ValueError: The row is broken."""
     listed, ranked = list(row["comp_images"]), list(row["rank_images"])
-    if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed):
-        raise ValueError(f"rank_images {ranked} are not a permutation of comp_images {listed}")
-    if not all(isinstance(name, str) and name and "\0" not in name for name in (row["ref_image"], *listed)):
-        raise ValueError("ref_image and comp_images must be names of images")
-    if len(listed) < 2:
-        raise ValueError(f"a ranking needs at least two candidates, not {len(listed)}")
-    order = tuple(listed.index(name) for name in ranked)
-    return RankItem(index, str(row["folder"]), str(row["ref_image"]), tuple(listed), order)
+    if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed) or len(listed) < 2:
+        raise ValueError(f"rank_images {ranked} are not a permutation of two or more comp_images {listed}")
+    if not all(isinstance(name, str) and name for name in (row["folder"], row["ref_image"], *listed)):
+        raise ValueError("folder, ref_image and comp_images must be names")
+    return [listed.index(name) for name in ranked]
 
 
-def prepare(root: Path, prompts: dict[str, dict], question: Question, item: RankItem) -> Prepared:
+def prepare(
+    root: Path, prompts: dict[str, Row], question: Question, fields: Row, listed: list[str], order: list[int]
+) -> Prepared:
     """An item's pairs, candidate after candidate, and the function that makes its row from their scores.
 
     Args:
         root: The benchmark folder.
         prompts: Rows with ``prompt`` and ``criteria`` by ``idx``; folder ``0012`` may be idx 12.
         question: Asked about the reference and each candidate.
-        item: What to rank.
+        fields: Folder and reference image of the item.
+        listed, order: Its candidates, and their true order.
 
     Raises:
         ItemError: An unreadable image, or a prompt or criterion that ``question`` needs is missing.
     """
-    row = prompts.get(item.folder) or prompts.get(item.folder.lstrip("0") or "0", {})
+    row = prompts.get(fields["folder"]) or prompts.get(fields["folder"].lstrip("0") or "0", {})
     if question.fields and not row:
-        raise ItemError(f"{PROMPTS} has no row with idx {item.folder}")
+        raise ItemError(f"{PROMPTS} has no row with idx {fields['folder']}")
     try:
         theme = split_prompt(row["prompt"]).theme if "theme" in question.fields else ""
         asked = question.texts(row.get("criteria") or {}, theme=theme)
     except (KeyError, ValueError, TypeError, AttributeError) as error:  # the last two: a value of another type
         raise ItemError(f"{PROMPTS}: {error}") from error
     texts = [text for dimension in asked.values() for text in dimension]
-    folder = root / "images" / item.folder
-    names = (item.ref_image, *item.comp_images)
+    folder = root / "images" / fields["folder"]
+    names = (fields["ref_image"], *listed)
     reference, *candidates = (open_image(n, root if (root / n).is_file() else folder, "") for n in names)
     pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
-    def to_row(values: list[float]) -> dict[str, Any]:
+    def to_row(values: list[float]) -> Row:
         answers = iter(values)
         scores = [
             mean_over_dimensions({dimension: [next(answers) for _ in named] for dimension, named in asked.items()})
             for _ in candidates
         ]
         return {
-            "index": item.index,
-            "folder": item.folder,
-            "ref_image": item.ref_image,
-            "comp_images": list(item.comp_images),
-            "rank_images": [item.comp_images[i] for i in item.true_order],
+            "comp_images": listed,
+            "rank_images": [listed[i] for i in order],
             "scores": scores,
-            "predicted_images": [item.comp_images[i] for i in predicted_order(scores)],
-            "metrics": rank_metrics(scores, item.true_order),
+            "predicted_images": [listed[i] for i in predicted_order(scores)],
+            "metrics": rank_metrics(scores, order),
         }
 
     return pairs, to_row
@@ -234,15 +191,8 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         position|. top1, bottom1: whether the best and the worst are found (0/1), and top_bottom_mean.
         kendalltau_published, spearmanr_published: between the lists of candidate indices in predicted and in true
         order, as the paper's script computes them. ties: pairs of candidates with equal scores.
-
-    Raises:
-        ValueError: Fewer than two candidates, or ``true_order`` is not a permutation.
     """
     n = len(scores)
-    if n < 2:
-        raise ValueError(f"a ranking needs at least two candidates, not {n}")
-    if sorted(true_order) != list(range(n)):
-        raise ValueError(f"the true order {list(true_order)} is not a permutation of {n} candidates")
     order = predicted_order(scores)
     true_rank, predicted_rank = np.argsort(true_order), np.argsort(order)
     top1, bottom1 = float(order[0] == true_order[0]), float(order[-1] == true_order[-1])

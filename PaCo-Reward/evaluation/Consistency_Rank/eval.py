@@ -22,17 +22,17 @@ items and the exit status are as in eval_vllm.py. The file is <results_dir>/<sco
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from consistency_rank import add_arguments, run, run_judge
+from consistency_rank import add_arguments, load_bench, run_judge
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
 from paco_eval.engines import check_engine_arguments
 from paco_eval.results import BenchError, fingerprint
-from paco_eval.runner import exit_status
+from paco_eval.runner import exit_status, run_benchmark
+from paco_judge.questions import load_question
 
 BASELINE_OPTIONS = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
 FORM_OPTIONS = ("image_labels", "image_format", "answer_tokens")
@@ -43,16 +43,19 @@ def evaluate(args: argparse.Namespace) -> int:
     """Run the scorer; returns the number of items without a result. Raises BenchError."""
     unused = [name for name, scorers in BASELINE_OPTIONS.items() if args.scorer not in scorers]
     unused += VLM_OPTIONS if args.scorer in BASELINES else ()
-    for name in unused:
-        if getattr(args, name) is not None:
-            scorers = ", ".join(BASELINE_OPTIONS.get(name, ("a VLM",)))
-            raise BenchError(f"--{name} is an option of {scorers}; --scorer {args.scorer} does not use it")
+    if given := [f"--{name}" for name in unused if getattr(args, name) is not None]:
+        raise BenchError(f"--scorer {args.scorer} does not use {', '.join(given)}")
     if args.scorer not in BASELINES:
         return run_judge(args)
+    items = load_bench(args.dataset_dir, load_question("pair"))  # a baseline ignores the question
     options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
-    folders = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
-    engine, weights = partial(make_baseline, *options, args.batch_size), partial(fingerprint, folders)
-    return run(args, *baseline_names(*options), lambda: (args.scorer, engine()), weights)
+    exact, short = baseline_names(*options)
+    folders = sorted(Path(args.weights).glob("*/")) if args.weights else []  # DreamSim has subfolders
+    stamp = {"model": exact, "weights": fingerprint(args.weights, *folders)}
+    file = Path(args.results_dir) / f"{short}.jsonl"
+    return run_benchmark(
+        items, file, stamp, lambda: (args.scorer, make_baseline(*options, args.batch_size)), args.batch_size
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,8 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import pandas as pd
 from consistency_rank import METRICS
 
-from paco_eval.results import BenchError, Row, as_latex, as_text, read_results
+from paco_eval.results import Row, as_latex, as_text, read_results
+from paco_eval.runner import print_table
 
 
 def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
@@ -36,9 +37,9 @@ def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
 def parse_row(row: Row) -> Row:
     """The metrics of a row of a results file. Raises ValueError, KeyError or TypeError."""
     metrics = {name: row["metrics"][name] for name in (*METRICS, "ties")}
-    if odd := [name for name, value in metrics.items() if type(value) not in (int, float) or not abs(value) < 1e300]:
-        raise ValueError(f"{odd[0]} is not a number")
-    return {name: float(value) for name, value in metrics.items()}
+    if not all(type(value) in (int, float) and abs(value) < 1e300 for value in metrics.values()):
+        raise ValueError(f"metrics that are not numbers: {metrics}")
+    return metrics
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,15 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output_format", choices=("txt", "latex"), default="txt")
     parser.add_argument("--print_std", action="store_true", help="mean and standard deviation over items")
     args = parser.parse_args(arguments)
-    try:
+
+    def text() -> str:
         table = make_table(read_results(Path(args.results_dir), parse_row, "eval_vllm.py"), args.print_std)
-        text = as_latex(table) if args.output_format == "latex" else as_text(table)
-        Path(args.output_file).write_text(text, encoding="utf-8")
-    except (OSError, BenchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(text, end="")
-    return 0
+        written = as_latex(table) if args.output_format == "latex" else as_text(table)
+        Path(args.output_file).write_text(written, encoding="utf-8")
+        return written
+
+    return print_table(text)
 
 
 if __name__ == "__main__":

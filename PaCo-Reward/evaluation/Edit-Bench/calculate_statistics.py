@@ -17,7 +17,8 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 # isort: split
 import pandas as pd
 
-from paco_eval.results import BenchError, Row, as_latex, as_text, read_results
+from paco_eval.results import BenchError, Row, read_results, write_tables
+from paco_eval.runner import print_table
 from paco_judge.questions import EDIT_DIMENSIONS
 
 GROUPS = {
@@ -84,12 +85,7 @@ def save_tables(results_dir: Path, output: Path, model: str | None = None) -> st
         results = results[results["model"].str.startswith(Path(model).name)]
         if results.empty:
             raise BenchError(f"no results of {model} in {results_dir}")
-    tables = [group_table(results), task_table(results)]
-    text = "\n".join(map(as_text, tables))
-    # Suffixes are appended because with_suffix would cut a name like v1.5.
-    Path(f"{output}.txt").write_text(text, encoding="utf-8")
-    Path(f"{output}.tex").write_text("\n".join(as_latex(table, names=3) for table in tables), encoding="utf-8")
-    return text
+    return write_tables(output, group_table(results), task_table(results), names=3)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,12 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")
     parser.add_argument("--backbone", help="only the results of this model")
     args = parser.parse_args(arguments)
-    try:
-        print(save_tables(Path(args.results_dir), Path(args.output), args.backbone), end="")
-    except (OSError, BenchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return print_table(lambda: save_tables(Path(args.results_dir), Path(args.output), args.backbone))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,7 @@ from paco_eval.engines import (
     ask_once,
     check_engine_arguments,
     make_engine,
-    model_names,
-    weights_of,
+    results_of,
 )
 from paco_eval.results import BenchError
 from paco_eval.runner import exit_status, run_benchmark
@@ -76,12 +75,11 @@ def evaluate(args: argparse.Namespace) -> int:
         questions = load_editing_questions(args.question or EDITING)
     except ValueError as error:
         raise BenchError(f"--question: {error}") from error
-    exact, short = model_names(args.model, args.adapter)
     version = "-v" + "+".join(question.name for question in questions) if args.question else ""
-    file = Path(args.results_dir) / f"{short}{version}.jsonl"
-    bench = load_bench(args.dataset, questions, args.split, args.resize_edits)
-    bench.asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
-    failed = run_benchmark(bench, file, exact, make, args.batch_size, weights_of(args))
+    asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
+    items = load_bench(args.dataset, questions, args.split, args.resize_edits)
+    file, stamp = results_of(args, version, asked)
+    failed = run_benchmark(items, file, stamp, make, args.batch_size)
     if file.exists():
         print(save_tables(Path(args.results_dir), Path(args.output)))
         print(f"tables: {args.output}.txt, {args.output}.tex")

@@ -17,24 +17,18 @@ end. Ties are wrong. Exit status: 0 all rows have a result, 1 some have none, 2 
 
 import argparse
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-import paco_eval  # noqa: F401 - first: it names the packages that are missing
-
-# isort: split
-import pandas as pd
-
 from paco_eval.data import Source, open_source
-from paco_eval.engines import add_engine_arguments, check_engine_arguments, make_engine, model_names, weights_of
-from paco_eval.results import BenchError, ItemError, Row, as_latex, as_text, read_results
-from paco_eval.runner import Benchmark, Prepared, exit_status, open_image, run_benchmark
+from paco_eval.engines import add_engine_arguments, check_engine_arguments, make_engine, results_of
+from paco_eval.results import ItemError, Row, read_results, write_tables
+from paco_eval.runner import Item, Prepared, broken, exit_status, open_image, question_of, run_benchmark
 from paco_judge.client import Pair
-from paco_judge.questions import Question, form_of, load_question, record
+from paco_judge.questions import Question, form_of, record
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"
 QUESTION = "editing_consistency"
@@ -42,41 +36,21 @@ TEXT_COLUMNS = ("key", "instruction", "winner", "task")
 IMAGE_COLUMNS = ("source_image", "edited_images")
 
 
-@dataclass(frozen=True)
-class VCRow:
-    """Two edits of one image; ``winner`` is the index of the one that the expert chose."""
-
-    index: int  # position in the data set
-    id: str
-    task: str
-    question: str
-    winner: int
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Identifies the row in a results file."""
-        return self.index, self.id
-
-    @property
-    def name(self) -> str:
-        """In messages."""
-        return f"row {self.index} [{self.id}]"
-
-
-def load_bench(dataset: str | None, question: Question, compares: bool, split: str | None = None) -> Benchmark:
-    """Read all rows but not their images; broken rows are listed. Raises BenchError, as ``open_source``."""
+def load_bench(dataset: str | None, question: Question, compares: bool, split: str | None = None) -> list[Item]:
+    """Read all rows but not their images. Raises BenchError, as ``open_source``."""
     source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
     from_one = any(str(row["winner"]) == "2" for row in source.rows)
-    bench = Benchmark(partial(prepare, source, compares), lambda row: (row["index"], row["key"]))
-    for index, raw in enumerate(source.rows):
+    items = []
+    for index, row in enumerate(source.rows):
+        instruction = str(row["instruction"]).strip()
+        text = question.text(instruction=instruction, prompt=instruction)
         try:
-            instruction = str(raw["instruction"]).strip()
-            text = question.text(instruction=instruction, prompt=instruction)
-            winner = winner_index(raw["winner"], from_one)
-            bench.items.append(VCRow(index, str(raw["key"]), str(raw["task"]), text, winner))
+            told = {"task": str(row["task"]), "winner": winner_index(row["winner"], from_one)}
+            make = partial(prepare, source, index, text, told, compares)
         except ValueError as error:
-            bench.broken.append((f"row {index} [{raw['key']}]", f"broken row: {error}"))
-    return bench
+            make = partial(broken, error)
+        items.append(Item({"index": index, "key": str(row["key"])}, f"row {index} [{row['key']}]", make))
+    return items
 
 
 def winner_index(winner: Any, from_one: bool) -> int:
@@ -88,24 +62,16 @@ def winner_index(winner: Any, from_one: bool) -> int:
     raise ValueError(f"winner must be {' or '.join(names)}, or A or B, not {winner!r}")
 
 
-def prepare(source: Source, compares: bool, row: VCRow) -> Prepared:
+def prepare(source: Source, index: int, question: str, told: Row, compares: bool) -> Prepared:
     """A row's two questions and the function that makes its result. Raises ItemError: An image cannot be read."""
-    stored = source.images(row.index)
+    stored = source.images(index)
     edits = stored.get("edited_images")
     if not isinstance(edits, list) or len(edits) != 2:
         raise ItemError("edited_images must hold 2 images")
     before = open_image(stored.get("source_image"), source.root, "source_image")
     a, b = (open_image(image, source.root, f"edited_images[{i}]") for i, image in enumerate(edits))
-    if compares:
-        pairs = [Pair(before, a, row.question, (b,)), Pair(before, b, row.question, (a,))]
-    else:
-        pairs = [Pair(before, edit, row.question) for edit in (a, b)]
-
-    def to_row(values: list[float]) -> Row:
-        result = {"index": row.index, "key": row.id, "task": row.task, "winner": row.winner}
-        return result | {"scores": values}
-
-    return pairs, to_row
+    pairs = [Pair(before, one, question, (other,) if compares else ()) for one, other in ((a, b), (b, a))]
+    return pairs, lambda scores: told | {"scores": scores}
 
 
 def parse_row(row: Row) -> Row:
@@ -124,24 +90,16 @@ def save_tables(results_dir: Path, output: Path) -> str:
     table = results.pivot_table(index="model", columns="task", values="right", aggfunc="mean")
     table.insert(0, "pairs", by_model.size())
     table = table.assign(average=by_model["right"].mean(), ties=by_model["ties"].sum().astype(int)).reset_index()
-    text = as_text(pd.DataFrame(table))
-    Path(f"{output}.txt").write_text(text, encoding="utf-8")
-    Path(f"{output}.tex").write_text(as_latex(table), encoding="utf-8")
-    return text
+    return write_tables(output, table)
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Score the rows without a result and print the table; returns the number of rows left without."""
-    try:
-        question = load_question(args.compare or args.question, ("instruction", "prompt"))
-    except ValueError as error:
-        raise BenchError(f"--{'compare' if args.compare else 'question'}: {error}") from error
-    bench = load_bench(args.dataset, question, bool(args.compare), args.split)
-    bench.asked = record((question,), form_of(args)) | {"compares": bool(args.compare)}
-    exact, short = model_names(args.model, args.adapter)
-    version = "" if question.name == QUESTION else f"-v{question.name}"
-    file = Path(args.results_dir) / f"{short}{version}.jsonl"
-    failed = run_benchmark(bench, file, exact, lambda: make_engine(args), args.batch_size, weights_of(args))
+    question = question_of(args, ("instruction", "prompt"), "compare" if args.compare else "question")
+    items = load_bench(args.dataset, question, bool(args.compare), args.split)
+    asked = record((question,), form_of(args)) | {"compares": bool(args.compare)}
+    file, stamp = results_of(args, "" if question.name == QUESTION else f"-v{question.name}", asked)
+    failed = run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
     if file.exists():
         print(save_tables(Path(args.results_dir), Path(args.output)))
     return failed

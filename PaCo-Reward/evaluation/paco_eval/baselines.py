@@ -1,6 +1,5 @@
 """Image similarities in [0, 1] that need no judge, as engines that ignore the question."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +44,20 @@ def make_baseline(name: str, weights: str | None = None, kind: str | None = None
         kind: OpenCLIP architecture or ``hf-hub:NAME``; or the type of DreamSim.
         batch_size: Images encoded at once.
     """
-    if name == "clip_i":
-        return Similarity(_clip_features(weights, kind, batch_size), half_cosine)
-    if name == "dreamsim":
-        return Similarity(_dreamsim_features(weights, kind, batch_size), half_cosine)
-    return Similarity(histograms, lambda a, b: min(np.minimum(a, b).sum(), 1.0))
+    if name == "histogram":
+        return Similarity(histograms, lambda a, b: min(np.minimum(a, b).sum(), 1.0))
+    if weights and not Path(weights).exists():
+        raise BenchError(f"--weights {weights} does not exist")
+    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}[name]
+    try:
+        return Similarity(_features(*load(weights, kind), batch_size), half_cosine)
+    except ImportError as error:
+        raise BenchError(f"--scorer {name} needs the package {package} ({error}); pip install {package}") from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise BenchError(
+            f"{name} {kind or ''} could not be loaded: {first_line(error)}; correct its type, set HF_ENDPOINT to a mirror "
+            "that you can reach, or download the weights yourself and pass --weights"
+        ) from error
 
 
 def baseline_names(name: str, weights: str | None = None, kind: str | None = None) -> tuple[str, str]:
@@ -75,58 +83,32 @@ def half_cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.clip((1.0 + a @ b) / 2, 0.0, 1.0))
 
 
-def _clip_features(weights: str | None, model: str | None, batch_size: int) -> Describe:
-    """Image features of an OpenCLIP model; by default ViT-H-14 with the weights laion2b_s32b_b79k from the hub."""
-    try:
-        import open_clip
-    except ImportError as error:
-        raise _missing_package("clip_i", "open_clip_torch", error) from error
-    device = _device()
-    name = model or CLIP_MODEL
-    pretrained = None if name.startswith("hf-hub:") else CLIP_PRETRAINED
+def _clip(weights: str | None, model: str | None) -> tuple[Callable, Callable]:
+    """Preprocessing and encoder of an OpenCLIP model; default: ViT-H-14 with the weights laion2b_s32b_b79k."""
+    import open_clip
+
+    device, name = _device(), model or CLIP_MODEL
+    pretrained = weights or (None if name.startswith("hf-hub:") else CLIP_PRETRAINED)
     if weights and Path(weights).is_dir():
         name, pretrained = f"local-dir:{weights}", None
-    elif weights and Path(weights).suffix == ".safetensors":
-        pretrained = weights
-    elif weights:
-        raise BenchError(f"--weights {weights} is neither a folder with open_clip_config.json nor a .safetensors file")
-    try:
-        clip, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained, device=device)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BenchError(
-            f"OpenCLIP {name} {pretrained or ''} could not be loaded: {first_line(error)}; set HF_ENDPOINT to a "
-            "mirror that you can reach, or pass --weights"
-        ) from error
+    clip, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained, device=device)
     clip.eval()
-    return _features(preprocess, lambda x: clip.encode_image(x.to(device), normalize=True), batch_size)
+    return preprocess, lambda x: clip.encode_image(x.to(device), normalize=True)
 
 
-def _dreamsim_features(weights: str | None, kind: str | None, batch_size: int) -> Describe:
-    """DreamSim's embeddings (arXiv 2306.09344), whose cosine is 1 − its distance.
+def _dreamsim(weights: str | None, kind: str | None) -> tuple[Callable, Callable]:
+    """Preprocessing and embedding of DreamSim (arXiv 2306.09344); a cosine is 1 − its distance.
 
     Without ``weights``, a folder with the unpacked release, its authors' release is downloaded to the cache.
     """
-    try:
-        import torch
-        from dreamsim import dreamsim
-    except ImportError as error:
-        raise _missing_package("dreamsim", "dreamsim", error) from error
-    device = _device()
-    kind = kind or DREAMSIM_TYPE
-    folder = Path(weights) if weights else Path(torch.hub.get_dir()) / "dreamsim" / kind
-    if weights and not folder.is_dir():
-        raise BenchError(f"--weights {weights} is not a folder")
+    import torch
+    from dreamsim import dreamsim
+
+    device, kind = _device(), kind or DREAMSIM_TYPE
+    folder = Path(weights or Path(torch.hub.get_dir()) / "dreamsim" / kind)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        model, preprocess = dreamsim(device=device, cache_dir=str(folder), dreamsim_type=kind)
-    except KeyError as error:
-        raise BenchError(f"--dreamsim_type {kind} does not exist; see the README of DreamSim for its types") from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BenchError(
-            f"DreamSim {kind} could not be loaded from {folder}: {first_line(error)}; unpack the archive of its "
-            "release page there, or pass --weights"
-        ) from error
-    return _features(lambda image: preprocess(image)[0], lambda x: model.embed(x.to(device)), batch_size)
+    model, preprocess = dreamsim(device=device, cache_dir=str(folder), dreamsim_type=kind)
+    return lambda image: preprocess(image)[0], lambda x: model.embed(x.to(device))
 
 
 def _features(preprocess: Callable, encode: Callable, batch_size: int) -> Describe:
@@ -149,9 +131,3 @@ def _device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _missing_package(scorer: str, package: str, error: ImportError) -> BenchError:
-    return BenchError(
-        f"--scorer {scorer} needs the package {package}, which {sys.executable} lacks ({error}); pip install {package}"
-    )

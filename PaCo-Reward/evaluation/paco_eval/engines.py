@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paco_eval.results import BenchError, fingerprint, first_line
+from paco_eval.results import BenchError, Row, fingerprint, first_line
 from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError, Pair
 from paco_judge.images import as_received, content_digest
 from paco_judge.questions import CHAT_OPTIONS, RequestForm, add_form_arguments, build_messages, form_of
@@ -67,22 +67,18 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
-def weights_of(args: argparse.Namespace) -> Callable[[], str | None]:
-    """Returns the hash of the judge's configuration and weights; None behind a server, which does not reveal them."""
-    return lambda: None if args.server else fingerprint((args.model, args.adapter))
+def results_of(args: argparse.Namespace, version: str, asked: Row) -> tuple[Path, Row]:
+    """The judge's results file, and what stands in its rows.
 
-
-def model_names(model: str, adapter: str | None) -> tuple[str, str]:
-    """The judge's exact name, for the rows of a results file, and its short name, for the file's name.
-
-    Two checkpoints may share a folder name, so the exact name holds absolute paths of local folders.
+    Two checkpoints may share a folder name, which names the file, so the rows hold absolute paths of local folders. A
+    server does not reveal its weights.
     """
-    exact = str(Path(model).resolve()) if Path(model).is_dir() else model
-    short = Path(os.path.abspath(model)).name
-    if adapter:
-        exact += f" + {Path(adapter).resolve()}"
-        short += f"+{Path(os.path.abspath(adapter)).name}"
-    return exact, short
+    places = [args.model, *filter(None, [args.adapter])]
+    short = "+".join(Path(os.path.abspath(place)).name for place in places)
+    exact = " + ".join(str(Path(place).resolve()) if Path(place).is_dir() else place for place in places)
+    weights = None if args.server else fingerprint(*places)
+    stamp = {"model": exact, "asked": asked, "weights": weights}
+    return Path(args.results_dir) / f"{short}{version}.jsonl", stamp
 
 
 def transformers_engine(model: str, adapter: str | None, batch_size: int, form: RequestForm) -> ScorePairs:
@@ -92,12 +88,9 @@ def transformers_engine(model: str, adapter: str | None, batch_size: int, form: 
 
         judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
     except ImportError as error:
-        raise BenchError(
-            f"--engine transformers needs packages that {sys.executable} lacks ({error}); run bash setup.sh and use the "
-            "repository's .venv/bin/python"
-        ) from error
+        raise BenchError(f"--engine transformers needs packages that {sys.executable} lacks ({error})") from error
     except (OSError, ValueError) as error:
-        raise BenchError(str(error).strip().splitlines()[0]) from error
+        raise BenchError(first_line(error)) from error
     # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
     return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
 
@@ -168,16 +161,15 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         ) from error
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
+    def verdict(output: Any) -> Verdict:
+        top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
+        p_yes = p_yes_from_top_logprobs(top, form.answer_tokens)
+        missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens"
+        return Verdict(p_yes, missing if p_yes is None else None)
+
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         messages = [_vllm_messages(pair, form) for pair in pairs]
-        outputs = llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS)
-        verdicts = []
-        for output in outputs:
-            top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
-            p_yes = p_yes_from_top_logprobs(top, form.answer_tokens)
-            missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens" if p_yes is None else None
-            verdicts.append(Verdict(p_yes, missing))
-        return verdicts
+        return [*map(verdict, llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS))]
 
     return score
 
@@ -198,8 +190,7 @@ def ask_once(engine: ScorePairs) -> ScorePairs:
     known: dict[tuple, Verdict] = {}
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        digests = {id(image): content_digest(image) for pair in pairs for image in pair.images}
-        keys = [(pair.question, *(digests[id(image)] for image in pair.images)) for pair in pairs]
+        keys = [(pair.question, *map(content_digest, pair.images)) for pair in pairs]
         new = {key: pair for key, pair in zip(keys, pairs) if key not in known}
         answers = dict(zip(new, engine(list(new.values())), strict=True)) if new else {}
         known.update({key: verdict for key, verdict in answers.items() if verdict.ok})

@@ -1,11 +1,11 @@
 """Results files (JSON lines, one item each), what they record of the weights, and tables made from them."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +32,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def key_of(row: Row) -> str:
+    """The key of an item, or of a row that holds its fields."""
+    return json.dumps(row, sort_keys=True)
+
+
 class ResultsFile:
     """The results of one model on one benchmark; ``done`` holds the keys of its rows.
 
@@ -40,42 +45,28 @@ class ResultsFile:
 
     Args:
         file: The file.
-        model: The model's name. Of rows that record weights, the weights count instead.
-        known: Keys of the benchmark's items.
-        key_of: Key of a row.
-        asked: Questions and their form.
-        weights: Returns a hash of the model's configuration and weights; None where they are not known (yet).
+        items: The fields that identify each of the benchmark's items.
+        stamp: In every row: ``model``; ``asked``, the questions and their form; ``weights``, a hash of the model's
+            files. Rows with other values are refused; where weights are recorded, the model's name does not count.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        model: str,
-        known: Collection[tuple],
-        key_of: Callable[[Row], tuple],
-        asked: Row | None = None,
-        weights: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        self.file, self.known, self.key_of = file, frozenset(known), key_of
-        self.stamp = {"model": model} | ({"asked": asked} if asked else {})
-        self.done: set[tuple] = set()
-        self._hash, self._weights, self._recorded = weights, None, None
+    def __init__(self, file: Path, items: list[Row], stamp: Row) -> None:
+        self.file, self.stamp = file, {name: value for name, value in stamp.items() if value is not None}
+        self.known = {key_of(fields) for fields in items}
+        self.fields = items[0].keys()
+        self.done: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Raises BenchError if the file is not writable, in use, or holds rows of another model or benchmark."""
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._out = open(self.file, "a+b", buffering=0)
-        except OSError as error:
-            raise BenchError(f"{self.file} cannot be written ({error}); pass another --results_dir") from error
+        """Raises BenchError if the file is in use, or holds rows of another model or benchmark; OSError."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._out = open(self.file, "a+b", buffering=0)
         try:
             fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
-        except BlockingIOError as error:
+        except BaseException as error:
             self._out.close()
-            raise BenchError(f"another run is writing {self.file}; wait or pass another --results_dir") from error
-        except BaseException:
-            self._out.close()
+            if isinstance(error, BlockingIOError):
+                raise BenchError(f"another run is writing {self.file}; wait or pass another --results_dir") from error
             raise
         return self
 
@@ -85,87 +76,65 @@ class ResultsFile:
         self._out.close()
 
     def append(self, row: Row) -> None:
-        """Add a row in one write. Raises BenchError: The weights are not those of earlier rows, or the disk is full."""
-        self._check_weights(self._recorded)  # a model of the hub is there only now
-        weights = {"weights": self._weights} if self._weights else {}
-        line = json.dumps({**self.stamp, **weights, **row}).encode("ascii") + b"\n"
-        try:
-            written = self._out.write(line)
-        except OSError as error:
-            raise BenchError(f"{self.file} cannot be written: {error}; its {len(self.done)} results are kept") from error
-        if written < len(line):  # the cut line is removed when the file is opened again
-            raise BenchError(f"the disk is full: {self.file} keeps its {len(self.done)} results; free some space")
-        self.done.add(self.key_of(row))
-
-    def _check_weights(self, recorded: object) -> bool:
-        """Whether the weights are known to be the ``recorded`` ones. Raises BenchError if they are others."""
-        self._weights = self._weights or self._hash()
-        known = None not in (recorded, self._weights)
-        if known and recorded != self._weights:
-            raise BenchError(
-                f"{self.file} holds results of other weights ({recorded}) than {self.stamp['model']} has now "
-                f"({self._weights}); {REMEDY} to score it"
-            )
-        return known
+        """Add a row. Raises OSError: The disk is full; a line that is cut then is removed by the next run."""
+        line = json.dumps(self.stamp | row).encode("ascii") + b"\n"
+        if self._out.write(line) < len(line):
+            raise OSError(errno.ENOSPC, "the disk is full", str(self.file))
+        self.done.add(key_of({name: row[name] for name in self.fields}))
 
     def _read(self) -> None:
         self._out.seek(0)
         raw = self._out.read()
         whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) != len(raw):
-            self._out.truncate(len(whole))
+        self._out.truncate(len(whole))
         for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             place = f"{self.file} line {number}"
             try:
                 row = parse_object(line)
-                key, stamp = self.key_of(row), self.stamp | {"model": row["model"]} | row
-                hash(key)
-            except (ValueError, KeyError, TypeError) as error:
+                key = key_of({name: row[name] for name in self.fields})
+                recorded = self.stamp | {"model": row["model"]} | row
+            except (ValueError, KeyError) as error:
                 raise BenchError(f"{place} is not a result of this benchmark ({error!r}); {REMEDY}") from error
-            self._recorded = row.get("weights")
-            same = self._check_weights(self._recorded)
-            for name, value in self.stamp.items():
-                if stamp[name] != value and not (same and name == "model"):
-                    raise BenchError(f"{place} is a result of {name} {stamp[name]}, not {value}; {REMEDY}")
+            weighed = "weights" in row and "weights" in self.stamp
+            for name in sorted(self.stamp.keys() - {"model" if weighed else "weights"}):
+                if recorded[name] != self.stamp[name]:
+                    raise BenchError(
+                        f"{place} is a result of {name} {recorded[name]}, not {self.stamp[name]}; {REMEDY}"
+                    )
             if key not in self.known:
-                raise BenchError(f"{place} is about item {' '.join(map(str, key))} of another benchmark; {REMEDY}")
+                raise BenchError(f"{place} is about item {key} of another benchmark; {REMEDY}")
             self.done.add(key)
 
 
-def fingerprint(folders: Iterable[str | Path | None]) -> str | None:
-    """``sha256:…`` of the content of all files of models and adapters, wherever they lie; None if none is found.
+def fingerprint(*places: str | Path | None) -> str | None:
+    """``sha256:…`` of the content of models and adapters, wherever they lie; None if no file is found.
 
     Args:
-        folders: Folders (without their subfolders), single files, or hub names, of which the files in the local cache
+        places: Folders (without their subfolders), single files, or hub names, of which the files in the local cache
             count.
     """
-    files = [file for folder in folders if folder is not None for file in _weight_files(folder)]
+    files = [file for place in places if place is not None for file in _weight_files(place)]
     if sum(file.stat().st_size for file in files) > 10**9:
         print("hashing the model's weights", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
-        digests = list(pool.map(_digest, files))
-    total = hashlib.sha256("".join(f"{f.name}\0{d}\n" for f, d in zip(files, digests, strict=True)).encode())
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            total.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return f"sha256:{total.hexdigest()[:32]}" if files else None
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _weight_files(name: str | Path) -> list[Path]:
-    path = Path(name)
+def _weight_files(place: str | Path) -> list[Path]:
+    path = Path(place)
     if path.is_file():
         return [path]
     if not path.is_dir():
         try:
-            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub import snapshot_download
 
-            cached = (try_to_load_from_cache(str(name), f"{kind}config.json") for kind in ("", "adapter_"))
-            path = next((Path(file).parent for file in cached if isinstance(file, str)), None)
-        except (ImportError, ValueError):  # ValueError: it cannot be a hub name
-            path = None
-    return sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file()) if path else []
+            path = Path(snapshot_download(str(place), local_files_only=True))
+        except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
+            return []
+    return sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file())
 
 
 def read_jsonl(file: Path) -> list[Row]:
@@ -212,3 +181,11 @@ def as_latex(table: pd.DataFrame, names: int = 1) -> str:
     columns = "l" * names + "r" * (len(table.columns) - names)
     text = table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True, column_format=columns)
     return text.replace("±", r"$\pm$")
+
+
+def write_tables(output: Path | str, *tables: pd.DataFrame, names: int = 1) -> str:
+    """Write ``<output>.txt`` and ``<output>.tex`` (not by with_suffix: a name may be v1.5); returns the text."""
+    text = "\n".join(map(as_text, tables))
+    Path(f"{output}.txt").write_text(text, encoding="utf-8")
+    Path(f"{output}.tex").write_text("\n".join(as_latex(table, names) for table in tables), encoding="utf-8")
+    return text

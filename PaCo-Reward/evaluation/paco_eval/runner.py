@@ -1,8 +1,9 @@
 """One benchmark run: items become pairs, pairs become scores, scores become rows of a results file."""
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs
-from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line
+from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line, key_of
 from paco_judge.client import Pair
 from paco_judge.images import UnreadableImage, read_image
+from paco_judge.questions import Question, load_question
 from paco_judge.verdict import Verdict
 
 # The pairs of an item, and the function that makes its row from their scores (in the same order).
@@ -20,64 +22,50 @@ Prepared = tuple[list[Pair], Callable[[list[float]], Row]]
 GIVE_UP_AFTER = 16  # items in a row on which the engine fails: then it is the engine, not the items
 
 
-@dataclass
-class Benchmark:
-    """What a run needs to know.
+@dataclass(frozen=True)
+class Item:
+    """``fields`` identify it in a results file, ``name`` in messages. ``prepare`` raises ItemError."""
 
-    Attributes:
-        prepare: Makes the pairs of an item; raises ItemError.
-        row_key: The key of the item that a row is about.
-        items: Each has a ``key`` (identifies it in a results file) and a ``name`` (for messages).
-        broken: (name, reason) of items that could not be read.
-        asked: What is asked and in which form (``paco_judge.questions.record``), recorded in every row.
-    """
+    fields: Row
+    name: str
+    prepare: Callable[[], Prepared]
 
-    prepare: Callable[[Any], Prepared]
-    row_key: Callable[[Row], tuple]
-    items: list[Any] = field(default_factory=list)
-    broken: list[tuple[str, str]] = field(default_factory=list)
-    asked: Row | None = None
+
+def broken(reason: object) -> Prepared:
+    """The ``prepare`` of an item that cannot be read."""
+    raise ItemError(f"broken row: {reason}")
 
 
 def run_benchmark(
-    bench: Benchmark,
-    file: Path,
-    model: str,
-    make_engine: Callable[[], tuple[str, ScorePairs]],
-    batch_size: int,
-    weights: Callable[[], str | None],
+    items: Sequence[Item], file: Path, stamp: Row, make_engine: Callable[[], tuple[str, ScorePairs]], batch_size: int
 ) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
     Args:
-        bench: The benchmark.
+        items: The benchmark.
         file: Results file; one of another model, question or benchmark is refused.
-        model: What gives the scores, recorded in every row.
+        stamp: As in ``ResultsFile``.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
-        weights: As in ``ResultsFile``: results of other weights under the same name are refused.
 
     Raises:
         BenchError: The run cannot continue, or the benchmark has no items.
     """
-    if not bench.items and not bench.broken:
+    if not items:
         raise BenchError("the benchmark has no items")
-    with ResultsFile(file, model, {item.key for item in bench.items}, bench.row_key, bench.asked, weights) as results:
-        print(f"{len(bench.items)} items, {len(results.done)} already in {file}", flush=True)
-        for name, reason in bench.broken:
-            print(f"{name}: {reason}", file=sys.stderr)
-        failed = [name for name, _ in bench.broken]
-        todo = [item for item in bench.items if item.key not in results.done]
-        if todo:
+    failed = []
+    with ResultsFile(file, [item.fields for item in items], stamp) as results:
+        print(f"{len(items)} items, {len(results.done)} already in {file}", flush=True)
+        if todo := [item for item in items if key_of(item.fields) not in results.done]:
             engine_name, engine = make_engine()
             pace = {} if sys.stderr.isatty() else {"mininterval": 10.0}  # seconds between lines of a log
-            with tqdm(total=len(bench.items), initial=len(results.done), unit="item", **pace) as progress:
-                for item, row in score_items(todo, bench.prepare, engine, batch_size):
+            with tqdm(total=len(items), initial=len(results.done), unit="item", **pace) as progress:
+                for item, row in score_items(todo, engine, batch_size):
                     if isinstance(row, ItemError):
                         failed.append(item.name)
                         tqdm.write(f"{item.name}: {row}", file=sys.stderr)
                     else:
-                        results.append({"engine": engine_name, **row})
+                        results.append({"engine": engine_name, **item.fields, **row})
                         progress.update()
     if failed:
         names = ", ".join(failed[:10]) + (" …" if len(failed) > 10 else "")
@@ -85,9 +73,7 @@ def run_benchmark(
     return len(failed)
 
 
-def score_items(
-    items: Sequence[Any], prepare: Callable[[Any], Prepared], engine: ScorePairs, batch_size: int
-) -> Iterator[tuple[Any, Row | ItemError]]:
+def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | ItemError]]:
     """Every item with its row, or with the reason why it has none.
 
     Items are collected until they hold ``batch_size`` pairs, which the engine gets at once. If the engine fails on a
@@ -96,15 +82,14 @@ def score_items(
     Raises:
         BenchError: From the engine, or when it failed on ``GIVE_UP_AFTER`` items in a row.
     """
-    batch: list[tuple[Any, Prepared]] = []
+    batch: list[tuple[Item, Prepared]] = []
     failures = 0
-    for position, item in enumerate(items):
+    for position, item in enumerate(items, start=1):
         try:
-            batch.append((item, prepare(item)))
+            batch.append((item, item.prepare()))
         except ItemError as error:
             yield item, error
-        full = sum(len(pairs) for _, (pairs, _) in batch) >= batch_size or position == len(items) - 1
-        if not full or not batch:
+        if sum(len(pairs) for _, (pairs, _) in batch) < batch_size and position < len(items):
             continue
         for (one, (_, to_row)), verdicts in zip(batch, _score([pairs for _, (pairs, _) in batch], engine)):
             if isinstance(verdicts, Exception):
@@ -123,15 +108,15 @@ def score_items(
 def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict] | Exception]:
     """The verdicts of each item's pairs, or the exception that they cause."""
     try:
-        verdicts = iter(engine([pair for pairs in batch for pair in pairs]))
+        verdicts = iter(engine([pair for pairs in batch for pair in pairs]) if batch else ())
     except BenchError:
         raise
     except Exception as error:  # noqa: BLE001 - a model or processor may refuse one image in any way
         if len(batch) == 1:
             yield error
-        else:
-            for pairs in batch:
-                yield from _score([pairs], engine)
+            return
+        for pairs in batch:
+            yield from _score([pairs], engine)
         return
     for pairs in batch:
         yield [next(verdicts) for _ in pairs]
@@ -150,6 +135,24 @@ def exit_status(run: Callable[[], int]) -> int:
     except (BenchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def print_table(make: Callable[[], str]) -> int:
+    """Print the text of a table; the exit status of the command."""
+    try:
+        print(make(), end="")
+    except (OSError, BenchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def question_of(args: argparse.Namespace, about: Sequence[str], option: str = "question") -> Question:
+    """The template that an option names. Raises BenchError."""
+    try:
+        return load_question(getattr(args, option), about)
+    except ValueError as error:
+        raise BenchError(f"--{option}: {error}") from error
 
 
 def open_image(stored: Any, root: Path, column: str) -> Image.Image:
