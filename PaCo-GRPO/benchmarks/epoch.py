@@ -140,13 +140,13 @@ def random_model(options: Any, folder: Path) -> tuple[Any, Any]:
     """``options`` with a folder of the same architecture, and the context that fills it with random weights."""
     import dataclasses
 
-    from paco_grpo.rehearsal import models
+    from paco_grpo.architectures import KNOWN, random_weights, write
 
-    architecture = models.architecture_of(options.pretrained.model)
-    if architecture is None:
+    model = options.pretrained.model
+    if model not in KNOWN:
         return options, contextlib.nullcontext()
-    pretrained = dataclasses.replace(options.pretrained, model=str(models.write(architecture, folder / "model")))
-    return dataclasses.replace(options, pretrained=pretrained), models.random_weights(architecture)
+    pretrained = dataclasses.replace(options.pretrained, model=str(write(model, folder / "model")))
+    return dataclasses.replace(options, pretrained=pretrained), random_weights(model)
 
 
 def count_calls(pipeline: Any, calls: Counter[str]) -> list[Any]:

@@ -1,18 +1,35 @@
-"""Shapes of generators: the real ones from their published configurations, and smaller ones of the same kind.
+"""Shapes of the published generators, from their configurations: pipelines without weights, or with random ones.
 
-To add a generator, add one ``Architecture`` to ``PRESETS``: the pipeline, its modules with the arguments of their
-published ``config.json`` (without those that are defaults), its scheduler and its tokenizers. rehearsal/models.py builds
-any such row; ``python scripts/rehearse.py`` and the benchmarks then know the model by its preset and its hub names. Check
-the row by its number of parameters (tests/benchmarks/test_flops.py).
+To add a generator, add one ``Architecture`` to ``KNOWN``: the pipeline, its modules with the arguments of their published
+``config.json`` (without defaults), its scheduler and its tokenizers. Check the row by its number of parameters
+(tests/test_estimate.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-_BLOCKS = ("num_layers", "num_single_layers", "num_hidden_layers", "n_layers", "depth")
+import diffusers
+import torch
+import transformers
+from accelerate import PartialState
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+
+class UnknownModelError(ValueError):
+    """The architecture of a model is not known; the message lists those that are."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,7 @@ class Tokens:
         template: Special tokens around the text ``$A``.
         length: ``model_max_length``.
         chat_template: Jinja, for pipelines that call ``apply_chat_template``.
-        processor: Empty for the tokenizer itself, else what is built around it: a key of ``models.PROCESSORS``.
+        processor: Empty for the tokenizer itself, else what is built around it: ``qwen2_vl`` or ``pixtral``.
     """
 
     special: tuple[str, ...]
@@ -67,7 +84,6 @@ class Architecture:
         tokenizers: By the pipeline's argument.
         others: Further arguments of the pipeline.
         hub: Names of models with this architecture on the hub.
-        seed: Seed of random weights.
     """
 
     pipeline: str
@@ -76,59 +92,11 @@ class Architecture:
     tokenizers: dict[str, Tokens]
     others: dict[str, Any] = field(default_factory=dict)
     hub: tuple[str, ...] = ()
-    seed: int = 0
-
-    @property
-    def transformer(self) -> dict[str, Any]:
-        """Arguments of the transformer."""
-        return self.modules["transformer"].config
-
-    @property
-    def editing(self) -> bool:
-        """Whether the transformer also sees a reference image."""
-        return "Kontext" in self.pipeline or "Edit" in self.pipeline
 
     def with_modules(self, **modules: dict[str, Any]) -> Architecture:
         """The same architecture with other values in the configurations of ``modules``."""
         changed = {name: self.modules[name].changed(**config) for name, config in modules.items()}
         return dataclasses.replace(self, modules=self.modules | changed)
-
-    def scaled(self, blocks: float = 1.0, width: float = 1.0) -> Architecture:
-        """The same architecture with a fraction of the blocks and of the attention heads, at least one of each."""
-        if blocks == width == 1.0:
-            return self
-        networks = {name: module.config for name, module in self.modules.items() if name != "vae"}
-        made = self.with_modules(**{name: _shallower(config, blocks) for name, config in networks.items()})
-        if width == 1.0:
-            return made
-        if self.modules["transformer"].kind != "FluxTransformer2DModel":
-            raise ValueError("--width works for FLUX.1 only; the others take --blocks")
-        text = self.modules["text_encoder_2"].config
-        heads = _share(text["num_heads"], width)
-        return made.with_modules(
-            transformer={
-                "num_attention_heads": _share(self.transformer["num_attention_heads"], width),
-                "joint_attention_dim": heads * text["d_kv"],
-            },
-            text_encoder_2={"num_heads": heads, "d_model": heads * text["d_kv"], "d_ff": _share(text["d_ff"], width)},
-        )
-
-    def with_blocks(self, double: int, single: int) -> Architecture:
-        """The same architecture with other numbers of transformer blocks (most have no single blocks)."""
-        names = {"num_layers": double, "n_layers": double, "num_single_layers": single}
-        return self.with_modules(transformer={k: v for k, v in names.items() if k in self.transformer})
-
-
-def _shallower(config: dict[str, Any], blocks: float) -> dict[str, Any]:
-    made = {name: _share(value, blocks) if name in _BLOCKS else value for name, value in config.items()}
-    made |= {name: _shallower(part, blocks) for name, part in config.items() if isinstance(part, dict)}
-    if "fullatt_block_indexes" in made:
-        made["fullatt_block_indexes"] = [i for i in made["fullatt_block_indexes"] if i < made["depth"]] or [0]
-    return made
-
-
-def _share(count: int, fraction: float) -> int:
-    return max(1, round(count * fraction))
 
 
 _SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -191,7 +159,9 @@ QWEN2_5_VL_7B = Module("Qwen2_5_VLForConditionalGeneration", {  # ids of the spe
 })  # fmt: skip
 
 
-def _qwen3_vl(hidden: int, intermediate: int, depth: int, width: int, mlp: int, deepstack: list[int], tied: bool) -> Module:
+def _qwen3_vl(
+    hidden: int, intermediate: int, depth: int, width: int, mlp: int, deepstack: list[int], tied: bool
+) -> Module:
     """A Qwen3-VL. ``width`` and ``mlp``: of the vision tower, whose layers ``deepstack`` reach the text's first ones."""
     ids = {key: value for key, value in QWEN2_5_VL_7B.config.items() if key.endswith("_token_id")}
     return Module("Qwen3VLForConditionalGeneration", ids | {
@@ -241,7 +211,9 @@ QWEN_IMAGE = dataclasses.replace(
     QWEN_EDIT, pipeline="QwenImagePipeline", tokenizers={"tokenizer": QWEN_TOKENS},
     hub=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
 )  # fmt: skip
-QWEN_EDIT_2509 = dataclasses.replace(QWEN_EDIT, pipeline="QwenImageEditPlusPipeline", hub=("Qwen/Qwen-Image-Edit-2509",))
+QWEN_EDIT_2509 = dataclasses.replace(
+    QWEN_EDIT, pipeline="QwenImageEditPlusPipeline", hub=("Qwen/Qwen-Image-Edit-2509",)
+)
 QWEN_EDIT_2511 = dataclasses.replace(
     QWEN_EDIT_2509.with_modules(transformer={"zero_cond_t": True}), hub=("Qwen/Qwen-Image-Edit-2511",)
 )
@@ -357,44 +329,146 @@ Z_IMAGE = Architecture(
 )  # fmt: skip
 
 
-def _narrow(heads: int, head_dim: int, double: int, single: int, channels: list[int]) -> Architecture:
-    """FLUX small enough for a CPU: heads·head_dim wide, 4 latent channels."""
-    width = heads * head_dim
-    made = FLUX_DEV.with_modules(
-        transformer={
-            "in_channels": 16, "num_layers": double, "num_single_layers": single, "attention_head_dim": head_dim,
-            "num_attention_heads": heads, "joint_attention_dim": width, "pooled_projection_dim": width,
-            "axes_dims_rope": [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8],
-        },
-        text_encoder={"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1,
-                      "num_attention_heads": heads},
-        text_encoder_2={"d_model": width, "d_kv": head_dim, "d_ff": 2 * width, "num_layers": 2, "num_heads": heads},
-        vae={
-            "down_block_types": ["DownEncoderBlock2D"] * len(channels), "block_out_channels": channels,
-            "up_block_types": ["UpDecoderBlock2D"] * len(channels), "layers_per_block": 1, "latent_channels": 4,
-            "norm_num_groups": 4, "mid_block_add_attention": False,
-        },
+# Hub name -> architecture.
+KNOWN: dict[str, Architecture] = {
+    hub: architecture
+    for architecture in (
+        FLUX_DEV, KONTEXT_DEV, QWEN_EDIT, QWEN_IMAGE, QWEN_EDIT_2509, QWEN_EDIT_2511, SD35_MEDIUM, SD35_LARGE, Z_IMAGE,
+        FLUX2_DEV, KLEIN_4B, KLEIN_9B,
+    )
+    for hub in architecture.hub
+}  # fmt: skip
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "meta") -> DiffusionPipeline:
+    """The pipeline of ``pretrained.model`` without its weights: as each class initializes them, on ``meta`` only shapes.
+
+    Args:
+        model: A hub name of ``KNOWN``, or a local pipeline folder.
+        dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
+        device: Where the parameters are created.
+
+    Raises:
+        UnknownModelError: Neither.
+    """
+    if (known := KNOWN.get(model)) is not None:
+        return _known_pipeline(known, dtype, device)
+    folder = Path(model).expanduser()
+    if not (folder / "model_index.json").is_file():
+        raise UnknownModelError(
+            f"the architecture of {model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
+        )
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    parts = {
+        part: _component(folder / part, *entry, torch.float32 if part == "vae" else dtype, device)
+        for part, entry in index.items()
+        if isinstance(entry, list) and entry[0] is not None
+    }
+    return getattr(diffusers, index["_class_name"])(**parts)
+
+
+def _component(folder: Path, module: str, class_name: str, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """One part of a pipeline folder from its configuration; weights are not read."""
+    kind = getattr(importlib.import_module(module), class_name)
+    if not issubclass(kind, nn.Module):
+        return kind.from_pretrained(folder)  # scheduler, tokenizer, processor
+    from_diffusers = hasattr(kind, "load_config")
+    config = kind.load_config(folder) if from_diffusers else kind.config_class.from_pretrained(folder)
+    with default_dtype(dtype), torch.device(device):
+        return kind.from_config(config) if from_diffusers else kind(config)
+
+
+def _known_pipeline(architecture: Architecture, dtype: torch.dtype, device: torch.device | str) -> DiffusionPipeline:
+    with torch.device(device):
+        modules = {name: _built(module, dtype) for name, module in architecture.modules.items()}
+    tokenizers = {name: _tokenizer(tokens, modules) for name, tokens in architecture.tokenizers.items()}
+    scheduler = FlowMatchEulerDiscreteScheduler(**architecture.scheduler)
+    kind = getattr(diffusers, architecture.pipeline)
+    return kind(scheduler=scheduler, **modules, **tokenizers, **architecture.others)
+
+
+def _built(module: Module, dtype: torch.dtype) -> nn.Module:
+    if kind := getattr(diffusers, module.kind, None):
+        with default_dtype(torch.float32 if module.kind.startswith("Autoencoder") else dtype):
+            return kind(**module.config)
+    kind = getattr(transformers, module.kind)
+    with default_dtype(dtype):
+        return kind(kind.config_class(**module.config))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters that are created inside have this data type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _tokenizer(tokens: Tokens, modules: dict[str, nn.Module]) -> Any:
+    """Gives about as many tokens as the real one; every piece of text is ``<unk>``."""
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>"))
+    # about 1.5 pieces per word with punctuation, close to what real tokenizers need for English
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w{1,8}|[^\w\s]"), behavior="removed", invert=True)
+    around = [(token, i) for i, token in enumerate(tokens.special) if token in tokens.template]
+    tokenizer.post_processor = processors.TemplateProcessing(single=tokens.template, special_tokens=around)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=tokens.special[0], unk_token="<unk>", model_max_length=tokens.length,
+        additional_special_tokens=list(tokens.special), chat_template=tokens.chat_template or None,
     )  # fmt: skip
-    return dataclasses.replace(made, hub=())
+    if tokens.processor == "pixtral":
+        return transformers.PixtralProcessor(
+            transformers.PixtralImageProcessor(), made, chat_template=tokens.chat_template
+        )
+    if tokens.processor == "qwen2_vl":
+        vision = modules["text_encoder"].config.vision_config
+        sizes = {
+            "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2,
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "min_pixels": 56 * 56,
+            "max_pixels": 28 * 28 * 1280,
+        }  # fmt: skip
+        return transformers.Qwen2VLProcessor(
+            transformers.Qwen2VLImageProcessor(**sizes), made, transformers.Qwen2VLVideoProcessor(**sizes),
+            chat_template="",
+        )  # fmt: skip
+    return made
 
 
-# A token is 16 pixels wide, as in FLUX.1-dev; 8 in ``tiny``, whose VAE has one level less.
-PRESETS: dict[str, Architecture] = {
-    "tiny": _narrow(2, 16, 2, 2, [4, 8, 8]),
-    "narrow": _narrow(4, 32, 2, 3, [8, 8, 16, 16]),  # the toy's width with FLUX.1-dev's token counts
-    "flux-small": dataclasses.replace(FLUX_DEV.scaled(blocks=0.1, width=0.125), hub=()),
-    "flux-dev": FLUX_DEV,
-    "kontext-dev": KONTEXT_DEV,
-    "qwen-edit": QWEN_EDIT,
-    "qwen-image": QWEN_IMAGE,
-    "qwen-edit-2509": QWEN_EDIT_2509,
-    "qwen-edit-2511": QWEN_EDIT_2511,
-    "sd3.5-medium": SD35_MEDIUM,
-    "sd3.5-large": SD35_LARGE,
-    "z-image": Z_IMAGE,
-    "flux2-dev": FLUX2_DEV,
-    "flux2-klein-4b": KLEIN_4B,
-    "flux2-klein-9b": KLEIN_9B,
-}
-# Hub name -> preset.
-KNOWN_MODELS = {hub: name for name, architecture in PRESETS.items() for hub in architecture.hub}
+# --- random weights, for benchmarks -----------------------------------------------------------------------------------
+
+
+def write(model: str, folder: Path) -> Path:
+    """Write a folder of the known ``model`` with everything but weights; ``random_weights`` makes them at loading."""
+    pipeline = pipeline_of(model, torch.float32)
+    for name, part in pipeline.components.items():
+        if hasattr(part, "save_config"):  # diffusers' modules and schedulers
+            part.save_config(folder / name)
+        elif isinstance(part, nn.Module):
+            part.config.save_pretrained(folder / name)
+        elif part is not None:
+            part.save_pretrained(folder / name)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": type(pipeline).__name__}))
+    return folder
+
+
+@contextmanager
+def random_weights(model: str) -> Iterator[None]:
+    """Inside the block, diffusers builds ``model`` with random weights instead of loading a pipeline."""
+
+    def from_pretrained(path: Path, *, dtype: torch.dtype, **_: Any) -> DiffusionPipeline:
+        pipeline = pipeline_of(model, dtype, PartialState().device)
+        for module in pipeline.components.values():
+            for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+                if parameter.ndim > 1:
+                    parameter.data.normal_(0.0, 0.02)  # activations neither vanish nor overflow in bfloat16
+                else:
+                    parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        return pipeline
+
+    with mock.patch.object(getattr(diffusers, KNOWN[model].pipeline), "from_pretrained", from_pretrained):
+        yield

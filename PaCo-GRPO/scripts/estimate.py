@@ -1,0 +1,722 @@
+"""Does a configuration fit on a GPU, what fills the memory, and roughly how long is an epoch? No weights, no GPU, a minute.
+
+    python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
+    python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
+    python scripts/estimate.py --config config/grpo.py:t2is --gpus 8      # how many of the 8 should serve the judge?
+    python scripts/estimate.py --judge ../PaCo-Reward/config/paco_reward_lora.yaml --processes 2     # judge training
+
+The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device, which has no
+values (PyTorch's FakeTensorMode). Tensors on two devices, wrong shapes and data types are errors here as on a GPU. The
+backward pass runs on a fake CPU. Live tensors and FLOPs are counted; weights, optimizer and reward models are computed. The
+seconds assume that every GPU reaches EFFICIENCY of its stated peak; nothing is measured.
+
+Models: those of paco_grpo/architectures.py and local pipeline folders. Exit status: 0 = fits; 1 = does not fit, or the code
+failed; 2 = a wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries read it
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from paco_grpo.architectures import UnknownModelError, pipeline_of
+from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.objectives import Step, get_objective
+from paco_grpo.options import ConfigError, RunOptions, read_options
+from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
+from paco_grpo.policies.lora import START, add_lora, add_snapshot
+from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.training.plan import Plan, make_plan, on_cuda
+from paco_grpo.types import Item
+
+aten = torch.ops.aten
+GIB = 2**30
+RESERVE = 1.5 * GIB  # CUDA context and libraries, workspaces of cuBLAS and cuDNN, fragmentation
+EFFICIENCY = 0.35  # assumed share of a GPU's stated bfloat16 peak
+# Usable GiB of the smallest card sold as such (ECC on), and stated dense bfloat16 TFLOP a second.
+GPUS = {
+    "B200 180GB": (178.0, 2250), "H200 141GB": (139.8, 989), "H100 80GB": (79.2, 989), "H800 80GB": (79.2, 989),
+    "A100 80GB": (79.2, 312), "L40S 48GB": (44.4, 362), "A6000 48GB": (47.4, 155), "A100 40GB": (39.4, 312),
+    "RTX 5090 32GB": (31.3, 210), "RTX 4090 24GB": (23.5, 165), "RTX 3090 24GB": (23.5, 71),
+}  # fmt: skip
+# Parameters of rewards that load a model on the device of the process.
+REWARD_PARAMETERS = {
+    "subfig_clipT": ("OpenCLIP ViT-H-14", 986_109_441),
+    "subfig_clipI": ("OpenCLIP ViT-H-14", 986_109_441),
+    "pickscore": ("PickScore", 986_109_441),
+    "clipscore": ("CLIP ViT-L/14", 427_616_513),
+}
+# Tokens of a pair's prompt; parameters of Qwen2.5-VL-7B.
+JUDGE_TOKENS, JUDGE_PARAMETERS = 300, 8.3e9
+DATASET = Path(__file__).resolve().parents[1] / "dataset" / "T2IS"
+PROMPT = "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. " * 4
+
+
+# --- a device without values ------------------------------------------------------------------------------------------
+
+_FLOPS = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
+}  # fmt: skip
+_SMALL = 1 << 25  # elements of an integer tensor whose values are kept
+
+
+class FakeDevice(TorchDispatchMode):
+    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all others run for real.
+
+    Args:
+        kind: Of the device whose tensors are counted.
+
+    Attributes:
+        live: Bytes of the fake tensors that exist.
+        peak: Their maximum.
+        flops: Of matrix products, convolutions and attention.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = self.peak = self.flops = 0
+        self.storages: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # those that exist -> bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        fake = [t for t in tensors if isinstance(t, FakeTensor)]
+        if not fake and torch.device(kwargs.get("device") or "cpu").type != "cuda":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        values = _values(func, tensors, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return values.item() if values is not None else 1e-6 if args[0].is_floating_point() else 1
+        if (
+            func is aten._to_copy.default
+            and fake
+            and kwargs.get("device") == torch.device("cpu") != fake[0].fake_device
+        ):
+            with unset_fake_temporarily():  # what comes back to the CPU is real
+                return (
+                    values
+                    if values is not None
+                    else torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
+                )
+        if func is aten.index.Tensor:  # a mask whose values are known selects a known number of rows
+            args = args[0], [rows for index in args[1] for rows in self._rows(index)]
+        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        if values is not None and torch.Tag.dynamic_output_shape in func.tags:
+            with self.mode:
+                out = tree_map_only(
+                    torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=fake[0].fake_device), values
+                )
+        else:
+            with self.mode:
+                out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=out)
+        made = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        for tensor in made:
+            if tensor.fake_device.type == self.kind:
+                self._count(tensor.untyped_storage())
+        if values is not None:
+            for tensor, value in zip(made, tree_leaves(values), strict=True):
+                tensor.known = value
+        return out
+
+    def _count(self, storage: Any) -> None:
+        if storage not in self.storages:
+            size = -(-storage.nbytes() // 512) * 512  # CUDA's allocator rounds up
+            self.storages[storage] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def _faked(self, tensor: torch.Tensor) -> FakeTensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with unset_fake_temporarily():
+            return self.mode.from_tensor(tensor.detach())
+
+    def _rows(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        known = getattr(index, "known", None)
+        if known is None or known.dtype != torch.bool:
+            return [index]
+        with unset_fake_temporarily():
+            counts = [len(rows) for rows in known.nonzero().unbind(1)]
+        with self.mode:
+            return [torch.empty(n, dtype=torch.long, device=index.fake_device) for n in counts]
+
+
+def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide what a model computes."""
+    known = {id(t): t if not isinstance(t, FakeTensor) else getattr(t, "known", None) for t in tensors}
+    if not all(v is not None and not v.is_floating_point() and v.numel() <= _SMALL for v in known.values()):
+        if func._schema.is_mutable and tensors:
+            tensors[0].known = None
+        return None
+    if kwargs.get("dtype") is not None and kwargs["dtype"].is_floating_point:
+        return None
+    if not tensors and func._overloadpacket is not aten.arange:
+        return None
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    with unset_fake_temporarily():
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
+        if func is aten._to_copy.default and not kwargs:
+            return args[0]
+        out = func(*args, **kwargs)
+    if any(not isinstance(v, torch.Tensor) or v.is_floating_point() or v.numel() > _SMALL for v in tree_leaves(out)):
+        return None
+    return out
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """``scaled_dot_product_attention`` as CUDA computes it: autocast, one data type, a fused kernel."""
+    if torch.is_autocast_enabled("cuda"):
+        low = torch.get_autocast_dtype("cuda")
+        query, key, value = (t.to(low) if t.is_floating_point() else t for t in (query, key, value))
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(f"query, key and value must have one dtype, not {query.dtype}, {key.dtype}, {value.dtype}")
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+    attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and query.requires_grad
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+@contextlib.contextmanager
+def fake_cuda(device: FakeDevice) -> Iterator[None]:
+    """Inside the block CUDA exists and computes nothing; its autocast is active."""
+    nothing = lambda *args, **kwargs: None
+    patches = {
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # autocast would switch itself off
+        "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
+        "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.empty_cache": nothing,
+        "torch.Tensor.pin_memory": lambda tensor, *args: tensor,
+        "torch.nn.functional.scaled_dot_product_attention": _attention,
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(device.mode)  # first: it looks whether CUDA is there
+        for target, replacement in patches.items():
+            stack.enter_context(mock.patch(target, replacement))
+        stack.enter_context(device)
+        yield
+
+
+class CudaAutocast(TorchFunctionMode):
+    """On a fake CPU: casts to float32 what CUDA's autocast computes in float32 and the CPU's does not."""
+
+    _float32 = frozenset({
+        functional.layer_norm, functional.rms_norm, functional.group_norm, functional.softmax, torch.rms_norm, torch.softmax,
+        torch.layer_norm, torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.sum,
+    })  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchFunctionMode."""
+        if func in self._float32 and torch.is_autocast_enabled("cpu"):
+            args = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_cpu(device: FakeDevice) -> Iterator[None]:
+    """Inside the block, operations on fake tensors of the CPU compute nothing; PyTorch's own autograd works with them."""
+    with device, CudaAutocast():
+        yield
+
+
+def place(module: nn.Module, device: FakeDevice, on: str) -> None:
+    """Replace the parameters and buffers on ``meta`` by fake tensors on ``on``, uncounted; outside ``device``'s block."""
+    made: dict[int, Any] = {}
+    with device.mode:
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=on)
+                        device.storages[new.untyped_storage()] = 0
+                        made[id(tensor)] = (
+                            nn.Parameter(new, tensor.requires_grad) if tensors is part._parameters else new
+                        )
+                    tensors[name] = made[id(tensor)]
+
+
+# --- one GPU's work and memory ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """One kind of work of a GPU."""
+
+    name: str
+    pieces: float  # an epoch
+    flops: float  # of a piece
+
+
+@dataclass
+class Estimate:
+    """What one GPU of a configuration does and holds."""
+
+    name: str
+    plan: Plan
+    work: list[Work]
+    evaluation: list[Work]
+    resident: dict[str, int]  # bytes that stay on the device, by part
+    adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def flops(self) -> float:
+        """Of an epoch."""
+        return sum(work.pieces * work.flops for work in self.work)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes at the peak of each phase."""
+        held = sum(self.resident.values())
+        return {phase: held + sum(parts.values()) for phase, parts in self.adds.items()}
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest peak."""
+        return max(self.totals.values())
+
+
+def build_policy(options: RunOptions) -> Policy:
+    """The policy on ``meta``, with its adapters."""
+    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+    pipeline = pipeline_of(options.pretrained.model, dtype)
+    module, name = POLICIES[type(pipeline).__name__].split(":")
+    kind = getattr(__import__(module, fromlist=[name]), name)
+    more = {"image_positions": options.pretrained.image_positions} if kind.text_sees_image else {}
+    policy = kind(
+        pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
+        guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
+    )  # fmt: skip
+    policy.samples_guided = options.train.dgpo_reference != "guided"
+    train = options.train
+    if options.use_lora:
+        add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
+    else:
+        policy.transformer.float().requires_grad_(True)
+    if options.enable_gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    for snapshot in _snapshots(options):
+        add_snapshot(policy, snapshot)
+    return policy
+
+
+def _snapshots(options: RunOptions) -> list[str]:
+    objective = get_objective(options.train.loss_type).for_run(options.train)
+    return [START] * (options.train.reference == "start") + [snapshot.name for snapshot in objective.snapshots]
+
+
+def moved(policy: Policy, device: FakeDevice, on: str) -> Policy:
+    """``policy`` with fake weights on the device ``on``."""
+    for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
+        place(module, device, on)
+    policy.device = torch.device(on)
+    return policy
+
+
+@dataclass
+class Measured:
+    """A piece of work: its FLOPs, and its peak in bytes above what existed before."""
+
+    flops: int
+    peak: int
+
+
+def measured(device: FakeDevice, function: Callable[[], Any]) -> tuple[Measured, Any]:
+    """``function`` on ``device``, and its result."""
+    before, flops = device.live, device.flops
+    device.peak = before
+    result = function()
+    return Measured(device.flops - flops, device.peak - before), result
+
+
+def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
+    """Run every kind of work once on fake tensors, and scale it to an epoch.
+
+    Raises:
+        Exception: Whatever the code raises on a GPU: devices or data types that do not match, wrong shapes.
+        UnknownModelError: The architecture of the model is not known.
+    """
+    sample, train, test = options.sample, options.train, options.test
+    objective = get_objective(train.loss_type).for_run(train)
+    plan = make_plan(options, processes, objective.gradient_steps)
+    policy = build_policy(options)
+    batch = plan.sample_batch_size
+    edits = policy.needs_image or (policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing"))
+    noisy = bool(sample.noise_steps and sample.noise_level)
+    few = dataclasses.replace(train, timesteps=(0,), num_sigmas=None)
+
+    def encoded(resolution: int) -> Any:
+        image = Image.new("RGB", (resolution, resolution)) if edits else None
+        return policy.encode([Item(0, PROMPT, resolution, resolution, image=image)])
+
+    def sampled(conditioning: Any, count: int, side: int, **more: Any) -> Any:
+        return rollout(policy, conditioning.select([0] * count), [0] * count, range(count), side, side, Sampling(**more))
+
+    def decoded(rollout: Any) -> Any:
+        return policy.decode(rollout.clean_latents, rollout.height, rollout.width)
+
+    device = FakeDevice("cuda")
+    moved(policy, device, "cuda:0")
+    with fake_cuda(device):
+        encode, texts = measured(device, lambda: encoded(train.resolution))
+        noise = {"noise_steps": (0,) if noisy else (), "noise_level": sample.noise_level, "cps": sample.cps}
+        denoise, images = measured(device, lambda: sampled(texts, batch, train.resolution, num_steps=2, **noise))
+        decode, _ = measured(device, lambda: decoded(images))
+        trained = images.select([0] * min(train.batch_size, plan.samples_per_process))
+        objective(_step(trained, objective, few), policy, few)
+        tested = encoded(test.resolution)
+        show, images_test = measured(device, lambda: sampled(tested, test.batch_size, test.resolution, num_steps=2))
+        decode_test, _ = measured(device, lambda: decoded(images_test))
+    policy = build_policy(options)
+    device = FakeDevice("cpu")
+    moved(policy, device, "cpu")
+    step = _step(_on_cpu(trained, device), objective, few)
+    with fake_cpu(device):
+        for parameter in policy.transformer.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        first, _ = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
+        update, _ = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
+
+    # from these pieces to an epoch
+    noise_steps = (sample.num_noise_steps or len(sample.noise_steps)) if noisy else 0
+    before = min(sample.noise_steps) if noisy else sample.num_steps
+    tail = sample.num_steps - 1 - max(sample.noise_steps) if noisy else 0
+    forwards = sample.num_steps - tail + min(tail, sample.tail_steps or tail)
+    if sample.same_latent:
+        forwards -= before * (1 - 1 / min(batch, sample.num_images_per_prompt // sample.latents_per_prompt))
+    schedule = dataclasses.replace(
+        images, sigmas=range(sample.num_steps + 1),
+        noise_steps=[dataclasses.replace(images.noise_steps[0], index=i) for i in sample.noise_steps[:noise_steps]],
+    )  # fmt: skip
+    steps = len(objective.steps(train, schedule, np.random.default_rng(0))) * train.num_inner_epochs
+    notes = [f"{option} is not estimated" for option, on in (("speed.compile", options.speed.compile),
+             ("sample.merge_lora", sample.merge_lora)) if on]  # fmt: skip
+    work = [
+        Work("encode", min(plan.prompts, plan.samples_per_process), encode.flops),
+        Work("denoise", plan.rollout_batches * forwards, denoise.flops / 2),
+        Work("decode", plan.rollout_batches, decode.flops),
+        Work("train", -(-plan.samples_per_process // train.batch_size) * steps, first.flops + update.flops),
+    ]
+    if options.health.probe_images and options.use_lora:
+        work.append(Work("probe", options.health.probe_images, denoise.flops / 2 / batch))
+    batches = -(-_tested_images(options, notes) // (processes * test.batch_size))
+    evaluation = [
+        Work("evaluate", batches * test.num_steps, show.flops / 2), Work("decode", batches, decode_test.flops)
+    ]  # fmt: skip
+    # memory
+    resident, offloaded, gradients = _weights(policy, options, processes)
+    resident |= reward_bytes(options)
+    kept = _bytes(images) - _bytes(images.conditioning)
+    recorded = sum(_bytes(step) for step in images.noise_steps)
+    per_image = (kept + (noise_steps - 1) * recorded if noisy else kept) // batch
+    records = per_image * plan.samples_per_process + _bytes(texts) * min(plan.prompts, plan.samples_per_process)
+    layer = _largest_decoded(policy, options)
+    vae = offloaded.get("VAE", 0)
+    decoding, showing = decode.peak + vae, decode_test.peak + vae
+    meanwhile = on_cuda(options.speed.overlap_decode, torch.device("cuda"))
+    adds = {
+        "encode": {
+            "weights": sum(n for part, n in offloaded.items() if part != "VAE" or edits),
+            "activations": encode.peak,
+        },
+        "sample": {"records": records, "denoising": denoise.peak + layer},
+        "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
+        "update": {"records": records, "gradients": gradients},
+        "evaluate": {"denoising": show.peak + layer},
+    }
+    if processes > 1:
+        adds["update"]["gradients in one message"] = gradients
+    if meanwhile:
+        adds["sample"]["decoding meanwhile"] = decoding
+        adds["evaluate"]["decoding meanwhile"] = showing
+    else:
+        adds |= {"decode": {"records": records, "decoding": decoding}, "show": {"decoding": showing}}
+    return Estimate(name, plan, work, evaluation, resident, adds, notes)
+
+
+def _step(sampled: Any, objective: Any, train: Any) -> Step:
+    """A training step of ``sampled``."""
+    (index,) = objective.steps(train, sampled, np.random.default_rng(0))
+    ones = torch.ones(len(sampled), device=sampled.clean_latents.device)
+    return Step(sampled, index, ones, group_weights=ones if objective.group_weights else None)
+
+
+def _on_cpu(value: Any, device: FakeDevice) -> Any:
+    """A batch of fake CUDA tensors as one of fake CPU tensors."""
+    if isinstance(value, FakeTensor):
+        with device.mode:
+            return torch.empty(value.shape, dtype=value.dtype)
+    if isinstance(value, list):
+        return [_on_cpu(part, device) for part in value]
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: _on_cpu(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _bytes(value: Any) -> int:
+    """Of the tensors in a batch, a list or a module."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, nn.Module):
+        return sum(map(_bytes, {id(t): t for t in (*value.parameters(), *value.buffers())}.values()))
+    if isinstance(value, list):
+        return sum(map(_bytes, value))
+    return (
+        sum(_bytes(getattr(value, f.name)) for f in dataclasses.fields(value)) if dataclasses.is_dataclass(value) else 0
+    )
+
+
+def _quantized(policy: Policy, options: RunOptions) -> list[nn.Linear]:
+    """The layers of the base that are stored in few bits: those of the blocks."""
+    blocks = [part for part in policy.transformer.children() if isinstance(part, nn.ModuleList)]
+    layers = [(name, layer) for part in blocks for name, layer in part.named_modules() if isinstance(layer, nn.Linear)]
+    return [layer for name, layer in layers if "lora_" not in name] if options.pretrained.quantize else []
+
+
+def _largest_decoded(policy: Policy, options: RunOptions) -> int:
+    return max((layer.weight.nbytes for layer in _quantized(policy, options)), default=0)
+
+
+def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes that stay on the device by part, those that are there while they compute, and those of the gradients."""
+    snapshots = tuple(f".{name}." for name in _snapshots(options))
+    named = list(policy.transformer.named_parameters())
+    trained = [p for _, p in named if p.requires_grad]
+    old = [p for name, p in named if any(part in name for part in snapshots)]
+    gradients = _bytes(trained)
+    base = _bytes(policy.transformer) - gradients - _bytes(old)
+    for layer in _quantized(policy, options):
+        n = layer.weight.numel()  # nf4: an 8-bit scale for 64 weights, and a float32 for 256 of those scales
+        stored = n / 2 + n / 64 + n / 4096 if options.pretrained.quantize == "nf4" else n + 4 * layer.out_features
+        base -= int(layer.weight.nbytes - stored)
+    resident = {
+        "transformer": base,
+        "adapter" if options.use_lora else "trained weights": gradients,
+        "old adapter": _bytes(old),
+        "optimizer": gradients // 2 if options.train.use_8bit_adam else 2 * gradients,
+        "average": gradients if options.train.ema else 0,
+    }
+    if options.train.sharding == "fsdp2":
+        for part in ("transformer",) if options.use_lora else resident:
+            resident[part] //= processes
+        gradients //= 1 if options.use_lora else processes
+    parts = {"VAE": _bytes(policy.pipeline.vae), "text encoders": sum(map(_bytes, policy.text_encoders()))}
+    speed = options.speed
+    leaving = {"VAE": speed.offload_vae, "text encoders": on_cuda(speed.offload_text_encoders, torch.device("cuda"))}
+    resident |= {part: size for part, size in parts.items() if not leaving[part]}
+    offloaded = {part: size for part, size in parts.items() if leaving[part]}
+    return {part: size for part, size in resident.items() if size}, offloaded, gradients
+
+
+def reward_bytes(options: RunOptions) -> dict[str, int]:
+    """Bytes of local reward models on the device, by model; rewards that use the same one share it."""
+    found = {}
+    for name in {*options.train.reward_fn, *options.test.reward_fn}:
+        kwargs = options.train.reward_fn_kwargs.get(name, {})
+        elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
+        if name in REWARD_PARAMETERS and not elsewhere:
+            model, parameters = REWARD_PARAMETERS[name]
+            found[model] = (2 if kwargs.get("dtype") in ("float16", "bfloat16") else 4) * parameters
+    return found
+
+
+def _tested_images(options: RunOptions, notes: list[str]) -> int:
+    """Images of one evaluation."""
+    if options.test.num_images:
+        return options.test.num_images
+    try:
+        return len(load_prompts(options.dataset, "test", options.prompt_fn))
+    except DataError:
+        notes.append(f"config.dataset={options.dataset} is not here: an evaluation is counted as one batch a process")
+        return options.test.batch_size
+
+
+# --- the judge's share of the GPUs ------------------------------------------------------------------------------------
+
+
+def pairs_of(options: RunOptions) -> float:
+    """Judge questions about an image: pairs of sub-figures, two for an edit, 0 without a judge."""
+    names = set(options.train.reward_fn)
+    if "consistency_score" in names:
+        from paco_judge.grid import split_prompt
+
+        grids = [split_prompt(item.prompt) for item in load_prompts(str(DATASET), "train", "geneval")]
+        return statistics.mean(math.comb(grid.rows * grid.cols, 2) for grid in grids)
+    return 2 if "consistency_for_editing" in names else 0
+
+
+def split(found: Estimate, flops: float, pairs: float, rate: float, generating: int, serving: int) -> dict[str, float]:
+    """Seconds of an epoch on ``generating`` GPUs with a judge on ``serving`` others.
+
+    The judge starts when the first batch is sampled and cannot finish before the last one is; all its pairs take
+    images · pairs / (serving · rate).
+
+    Args:
+        found: One epoch.
+        flops: That a GPU reaches, a second.
+        pairs: Judge questions an image.
+        rate: Pairs a second that one GPU of the judge answers.
+        generating: GPUs that sample and train.
+        serving: GPUs of the judge.
+    """
+    plan, size = found.plan, found.plan.sample_batch_size
+    per_image = {work.name: work.pieces * work.flops / flops / plan.samples_per_process for work in found.work}
+    share = math.ceil(plan.samples / generating)
+    train = share * per_image["train"]
+    first = min(size, share) * (sum(per_image.values()) - per_image["train"])
+    batches = math.ceil(plan.samples / (generating * size))
+    sample = batches * first
+    judge = plan.samples * pairs / (serving * rate) if pairs else 0.0
+    wait = max(judge / batches, first + judge - sample) if pairs else 0.0
+    return {"sample": sample, "judge": judge, "wait": wait, "train": train, "epoch": sample + wait + train}
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def text(found: Estimate, memory: float, flops: float, card: str) -> str:
+    """Work, memory and verdict."""
+    plan = found.plan
+    lines = [
+        (f"{found.name} on {plan.num_processes} x {card}: {plan.samples} images an epoch ({plan.prompts} prompts x "
+        f"{plan.images_per_prompt}), sampled {plan.sample_batch_size} and trained {plan.train_batch_size} at a time"),
+        "", f"{'on each GPU':<12} {'pieces':>7} {'TFLOP each':>11} {'seconds':>9}",
+    ]  # fmt: skip
+    for name, works in (("an epoch", found.work), ("an evaluation", found.evaluation)):
+        lines += [
+            f"{w.name:<12} {w.pieces:>7.0f} {w.flops / 1e12:>11.2f} {w.pieces * w.flops / flops:>9.1f}" for w in works
+        ]
+        total = sum(w.pieces * w.flops for w in works)
+        lines += [f"{name:<12} {'':>7} {total / 1e15:>5.1f} PFLOP {total / flops:>9.1f}", ""]
+    lines += [
+        f"seconds: assumed {EFFICIENCY:.0%} of the stated peak, {flops / EFFICIENCY / 1e12:.0f} TFLOPS; not measured",
+        "",
+    ]
+    lines += ["GiB on a GPU", "resident: " + _parts(found.resident)]
+    lines += [f"{phase:<9} {found.totals[phase] / GIB:6.1f}  + {_parts(parts)}" for phase, parts in found.adds.items()]
+    lines += ["", *(f"note: {note}" for note in found.notes)]
+    worst, spare = max(found.totals, key=found.totals.__getitem__), memory - RESERVE - found.peak
+    verdict = "fits" if spare >= 0 else "does not fit"
+    rest = f"{spare / GIB:.1f} GiB of {card} are left" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much for {card}"
+    lines.append(f"{verdict}: peak {found.peak / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} for CUDA itself; {rest}")
+    return "\n".join(lines)
+
+
+def _parts(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+
+
+def split_table(rows: Sequence[tuple[int, int, dict[str, float]]]) -> str:
+    """One line for each split of the GPUs; the shortest epoch is marked."""
+    best = min(rows, key=lambda row: (row[2]["epoch"], row[1]))
+    lines = [f"{'generate':>8} {'serve':>5} {'sample s':>9} {'judge s':>8} {'wait s':>7} {'train s':>8} {'epoch s':>8}"]
+    for row in rows:
+        generating, serving, s = row
+        lines.append(
+            f"{generating:>8} {serving:>5} {s['sample']:>9.1f} {s['judge']:>8.1f} {s['wait']:>7.1f} {s['train']:>8.1f} "
+            f"{s['epoch']:>8.1f}{'  <- best' if row is best else ''}"
+        )
+    return "\n".join(lines)
+
+
+def card_of(arguments: argparse.Namespace) -> tuple[str, float, float]:
+    """Name, bytes, and FLOPs a second that it is assumed to reach."""
+    name, share = arguments.gpu or "H100 80GB", 1.0
+    if arguments.memory_gb:  # as sold: the known card with the nearest memory
+        sold = {name: int(name.split()[-1].removesuffix("GB")) for name in GPUS}
+        name = min(sold, key=lambda name: abs(sold[name] - arguments.memory_gb))
+        share = arguments.memory_gb / sold[name]
+    elif name not in GPUS:
+        raise ConfigError(f"--gpu {name!r} is not known: one of {', '.join(GPUS)}, or give --memory_gb")
+    gib, teraflops = GPUS[name]
+    label = f"a card of {arguments.memory_gb:g} GB" if arguments.memory_gb else name
+    return label, gib * GIB * share, EFFICIENCY * teraflops * 1e12
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpu", help="a known card (default H100 80GB; an unknown one lists them)")
+    parser.add_argument("--memory_gb", type=float, help="or its memory alone, as sold")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
+    parser.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
+    parser.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU (benchmarks/judge_load.py)")
+    arguments, rest = parser.parse_known_args(given)
+    try:
+        card, memory, flops = card_of(arguments)
+        options, name = read_options(rest)
+        pairs = pairs_of(options)
+        each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))  # GPUs of one judge
+        if arguments.gpus and arguments.gpus <= (each if pairs else 0):
+            raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
+        processes = arguments.gpus - (each if pairs else 0) if arguments.gpus else arguments.processes
+        found = estimate(options, name, processes)
+    except (ConfigError, UnknownModelError, PolicyLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # noqa: BLE001 - whatever the code raises on a GPU is the finding
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/paco_grpo/" in f.filename]
+        where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        print(f"{name} fails on a GPU: {type(error).__name__}: {error}{where}", file=sys.stderr)
+        return 1
+    print(text(found, memory, flops, card))
+    if pairs:
+        rate = arguments.judge_pairs_per_second or flops / (2 * JUDGE_PARAMETERS * JUDGE_TOKENS)
+        print(f"\njudge: {pairs:.1f} pairs an image, {rate:.0f} a second and GPU; {each} GPU(s) hold one")
+        numbers = range(each, arguments.gpus, each) if arguments.gpus else (each, 2 * each, 4 * each)
+        of = [(arguments.gpus - n if arguments.gpus else processes, n) for n in numbers]
+        print(split_table([(g, n, split(found, flops, pairs, rate, g, n)) for g, n in of]))
+    return 0 if found.peak + RESERVE <= memory else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
