@@ -113,9 +113,10 @@ class FakeDevice(TorchDispatchMode):
         if not fake and torch.device(kwargs.get("device") or "cpu").type != "cuda":
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        values = _values(func, tensors, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            return values.item() if values is not None else 1e-6 if args[0].is_floating_point() else 1
+            known = getattr(args[0], "known", None)
+            return known.item() if known is not None else 1e-6 if args[0].is_floating_point() else 1
+        values = _values(func, tensors, args, kwargs)
         if (
             func is aten._to_copy.default
             and fake
@@ -194,7 +195,7 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
         if func is aten._to_copy.default and not kwargs:
             return args[0]
         out = func(*args, **kwargs)
-    if any(not isinstance(v, torch.Tensor) or v.is_floating_point() or v.numel() > _SMALL for v in tree_leaves(out)):
+    if any(v.is_floating_point() or v.numel() > _SMALL for v in tree_leaves(out)):
         return None
     return out
 
@@ -395,7 +396,9 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         return policy.encode([Item(0, PROMPT, resolution, resolution, image=image)])
 
     def sampled(conditioning: Any, count: int, side: int, **more: Any) -> Any:
-        return rollout(policy, conditioning.select([0] * count), [0] * count, range(count), side, side, Sampling(**more))
+        return rollout(
+            policy, conditioning.select([0] * count), [0] * count, range(count), side, side, Sampling(**more)
+        )
 
     def decoded(rollout: Any) -> Any:
         return policy.decode(rollout.clean_latents, rollout.height, rollout.width)
@@ -421,7 +424,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         first, _ = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
-        update, _ = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
+        update, _ = measured(device, lambda: torch.autograd.backward(objective(step, policy, few).loss.sum()))
 
     # from these pieces to an epoch
     noise_steps = (sample.num_noise_steps or len(sample.noise_steps)) if noisy else 0

@@ -1,0 +1,193 @@
+"""scripts/estimate.py: closed forms of FLOPs and memory on tiny models, planted defects that only CUDA shows, the command."""
+
+import pytest
+import torch
+from named import load
+from tiny_run import ROOT, load_script
+from torch import nn
+
+from paco_grpo.architectures import KNOWN, pipeline_of
+from paco_grpo.policies.flux import FluxPolicy
+
+estimate = load_script("estimate")
+GIB = 2**30
+
+
+def run_on_cpu(module, function, shape):
+    """What ``function(module, x)`` counts on the fake CPU; a copy of ``module`` gets the fake weights."""
+    device = estimate.FakeDevice("cpu")
+    estimate.place(module, device, "cpu")
+    with device.mode:
+        x = torch.empty(shape)
+    with estimate.fake_cpu(device):
+        return estimate.measured(device, lambda: function(module, x))[0]
+
+
+def test_flops_and_peak_of_a_linear_layer():
+    """A product of (m, k) and (k, n) is 2·m·k·n; the backward pass has two of them, the input's gradient is not needed."""
+    with torch.device("meta"):
+        layer = nn.Linear(512, 256, bias=False)
+    found = run_on_cpu(layer, lambda m, x: torch.autograd.backward(m(x).sum()), (64, 512))
+    assert found.flops == 2 * 2 * 64 * 512 * 256
+    assert found.peak == 4 * 512 * 256 + 2 * 512  # the gradient of the weights; scalars take 512 bytes each
+
+
+def test_checkpointing_lowers_the_peak_and_repeats_the_forward():
+    from torch.utils.checkpoint import checkpoint
+
+    def blocks():
+        with torch.device("meta"):
+            return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(8)))
+
+    def recomputed(m, x):
+        for block in m:
+            x = checkpoint(block, x, use_reentrant=False)
+        torch.autograd.backward(x.sum())
+
+    x = (4096, 256)
+    whole = run_on_cpu(blocks(), lambda m, x: torch.autograd.backward(m(x.requires_grad_()).sum()), x)
+    again = run_on_cpu(blocks(), lambda m, x: recomputed(m, x.requires_grad_()), x)
+    assert again.peak < whole.peak / 2
+    assert again.flops == whole.flops * 7 // 6  # the last product of a block has nothing to save, so it is not repeated
+
+
+def test_attention_counts_both_products_of_all_heads():
+    def attend(_, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    assert run_on_cpu(nn.Identity(), attend, (2, 3, 128, 64)).flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
+    device = estimate.FakeDevice("cuda")
+    with estimate.fake_cuda(device):
+        x = torch.empty(2, 3, 128, 64, dtype=torch.bfloat16, device="cuda")
+        assert estimate.measured(device, lambda: attend(None, x))[0].flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
+
+
+def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
+    device = estimate.FakeDevice("cuda")
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+    estimate.place(layer, device, "cuda:0")
+    with estimate.fake_cuda(device):
+        x = torch.ones(2, 8).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x)
+            assert y.dtype == torch.bfloat16 and torch.rms_norm(y, (8,)).dtype == torch.float32
+        assert y.cpu().tolist() == [[0.0] * 8] * 2
+        mask = torch.tensor([1, 0, 1, 1]).to("cuda").bool()  # known integers stay known
+        assert int(mask.sum()) == 3 and torch.empty(4, 8, device="cuda")[mask].shape == (3, 8)
+        with pytest.raises(RuntimeError, match="device"):
+            layer(torch.ones(2, 8, device="cuda")) + torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("black-forest-labs/FLUX.1-dev", 11.90), ("Qwen/Qwen-Image", 20.43), ("black-forest-labs/FLUX.2-dev", 32.2),
+        ("black-forest-labs/FLUX.2-klein-base-4B", 3.88), ("stabilityai/stable-diffusion-3.5-large", 8.06),
+        ("Tongyi-MAI/Z-Image", 6.15),
+    ],
+)  # fmt: skip
+def test_transformers_have_the_published_number_of_parameters(model, billions):
+    transformer = pipeline_of(model, torch.bfloat16).transformer
+    assert sum(p.numel() for p in transformer.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert model in KNOWN
+
+
+# --- a tiny FLUX ------------------------------------------------------------------------------------------------------
+
+
+def tiny(folder, *more):
+    pairs = {
+        "pretrained.model": str(folder), "max_sequence_length": "24", "train.lora_rank": "4", "train.resolution": "64",
+        "test.resolution": "64",
+    }  # fmt: skip
+    return load("t2is", *(pairs | dict(more)).items())
+
+
+@pytest.fixture(scope="module")
+def found(tiny_flux_dir):
+    return estimate.estimate(tiny(tiny_flux_dir), "tiny", processes=8)
+
+
+def test_an_epoch_of_a_tiny_flux(found):
+    work = {w.name: w for w in found.work}
+    assert list(work) == ["encode", "denoise", "decode", "train", "probe"]
+    assert work["denoise"].pieces == 84 * 10 and work["decode"].pieces == work["train"].pieces == 84
+    # weights are frozen: the backward pass computes the inputs' gradients alone, and those of the adapter
+    assert 1.9 < work["train"].flops / work["denoise"].flops < 2.6
+    assert found.resident["optimizer"] == 2 * found.resident["adapter"] == 2 * found.adds["train"]["gradients"]
+    assert found.adds["update"]["gradients in one message"] == found.resident["adapter"]
+    assert found.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
+
+
+def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
+    changed = estimate.estimate(
+        tiny(
+            tiny_flux_dir, ("enable_gradient_checkpointing", "true"), ("pretrained.quantize", "nf4"), ("train.ema", "false"),
+            ("speed.offload_vae", "true"), ("train.use_8bit_adam", "true"),
+        ), "tiny", processes=8,
+    )  # fmt: skip
+    assert changed.adds["train"]["activations"] < 0.7 * found.adds["train"]["activations"]
+    assert changed.resident["transformer"] < 0.5 * found.resident["transformer"]
+    assert "average" not in changed.resident and "VAE" not in changed.resident
+    assert changed.resident["optimizer"] == found.resident["optimizer"] // 4
+
+
+def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
+    place = estimate.place
+
+    def forgetful(module, device, on):
+        place(module, device, "cpu" if type(module).__name__ == "CLIPTextModel" else on)
+
+    def without_copy(self, items):  # diffusers sends the ids to where the weights are
+        from paco_grpo.policies.flux import FluxConditioning
+
+        rows = [self._encode_text(item.prompt) for item in items]
+        return FluxConditioning(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+
+    monkeypatch.setattr(estimate, "place", forgetful)
+    monkeypatch.setattr(FluxPolicy, "encode", without_copy)
+    with pytest.raises(RuntimeError, match="device"):
+        estimate.estimate(tiny(tiny_flux_dir), "planted")
+
+
+def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
+    encode = FluxPolicy._encode_text
+    monkeypatch.setattr(FluxPolicy, "_encode_text", lambda self, text: (encode(self, text)[0][:, :-1], encode(self, text)[1]))
+    with pytest.raises(RuntimeError, match="reduction dim|shape"):
+        estimate.estimate(tiny(tiny_flux_dir), "planted")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_judges_share_by_hand(found):
+    """96 images of 6 pairs; a GPU samples one in 2 s and trains on one in 1 s; a judge answers 12 pairs a second."""
+    import dataclasses
+
+    plan = dataclasses.replace(found.plan, samples=96, samples_per_process=12, sample_batch_size=4)
+    work = [estimate.Work("denoise", 12, 2.0), estimate.Work("train", 12, 1.0)]
+    made = dataclasses.replace(found, plan=plan, work=work)
+    # 6 batches of 8 s; 576 pairs / 48 = 12 s of judging, 2 s of it for the last batch, which is waited for
+    assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {"sample": 48, "judge": 12, "wait": 2, "train": 24, "epoch": 74}
+    # 3 batches; 48 s begin after 8 s: done at 56, sampled at 24
+    assert estimate.split(made, 1.0, 6, 12.0, 8, 1) == {"sample": 24, "judge": 48, "wait": 32, "train": 12, "epoch": 68}
+    assert estimate.split(made, 1.0, 0, 12.0, 8, 0)["wait"] == 0
+
+
+def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypatch, capsys):
+    monkeypatch.setattr(estimate, "estimate", lambda *_: found)
+    common = ["--config", f"{ROOT}/config/grpo.py:t2is", f"--config.pretrained.model={tiny_flux_dir}"]
+    assert estimate.main([*common, "--gpus", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "fits: peak" in said and said.count("<- best") == 1
+    assert estimate.main([*common, "--memory_gb", "8"]) == 1  # the CLIP rewards alone take 7.3 GiB
+    assert "does not fit" in capsys.readouterr().out
+    assert estimate.main([*common, "--gpu", "none"]) == 2
+    assert estimate.main([*common, "--config.sample.batch_sise=2"]) == 2
+    assert estimate.main([*common, "--gpus", "1"]) == 2
+
+
+def test_an_unknown_model_is_a_users_error(capsys):
+    assert estimate.main(["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
