@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import pkgutil
 import statistics
 import sys
 import traceback
@@ -38,8 +39,6 @@ import torch
 from PIL import Image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -107,6 +106,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         fake = [t for t in tensors if isinstance(t, FakeTensor)]
@@ -115,7 +116,8 @@ class FakeDevice(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             known = getattr(args[0], "known", None)
-            return known.item() if known is not None else 1e-6 if args[0].is_floating_point() else 1
+            with unset_fake_temporarily():
+                return known.item() if known is not None else 1e-6 if args[0].is_floating_point() else 1
         values = _values(func, tensors, args, kwargs)
         if (
             func is aten._to_copy.default
@@ -241,25 +243,29 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
         yield
 
 
-class CudaAutocast(TorchFunctionMode):
-    """On a fake CPU: casts to float32 what CUDA's autocast computes in float32 and the CPU's does not."""
+# What CUDA's autocast computes in float32, and the CPU's does not.
+_FLOAT32 = (
+    *(f"torch.nn.functional.{name}" for name in ("layer_norm", "rms_norm", "group_norm", "softmax")),
+    *(f"torch.{place}{name}" for place in ("", "Tensor.") for name in ("pow", "rsqrt", "softmax", "sum")),
+)
 
-    _float32 = frozenset({
-        functional.layer_norm, functional.rms_norm, functional.group_norm, functional.softmax, torch.rms_norm, torch.softmax,
-        torch.layer_norm, torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.sum,
-    })  # fmt: skip
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchFunctionMode."""
-        if func in self._float32 and torch.is_autocast_enabled("cpu"):
+def _in_float32(function: Callable) -> Callable:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
             args = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, args)
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return compute
 
 
 @contextlib.contextmanager
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
     """Inside the block, operations on fake tensors of the CPU compute nothing; PyTorch's own autograd works with them."""
-    with device, CudaAutocast():
+    with contextlib.ExitStack() as stack:
+        for target in _FLOAT32:
+            stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
+        stack.enter_context(device)
         yield
 
 
@@ -424,7 +430,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         first, _ = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
-        update, _ = measured(device, lambda: torch.autograd.backward(objective(step, policy, few).loss.sum()))
+        update, _ = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
 
     # from these pieces to an epoch
     noise_steps = (sample.num_noise_steps or len(sample.noise_steps)) if noisy else 0

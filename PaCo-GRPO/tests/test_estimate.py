@@ -27,7 +27,7 @@ def test_flops_and_peak_of_a_linear_layer():
     """A product of (m, k) and (k, n) is 2·m·k·n; the backward pass has two of them, the input's gradient is not needed."""
     with torch.device("meta"):
         layer = nn.Linear(512, 256, bias=False)
-    found = run_on_cpu(layer, lambda m, x: torch.autograd.backward(m(x).sum()), (64, 512))
+    found = run_on_cpu(layer, lambda m, x: m(x).sum().backward(), (64, 512))
     assert found.flops == 2 * 2 * 64 * 512 * 256
     assert found.peak == 4 * 512 * 256 + 2 * 512  # the gradient of the weights; scalars take 512 bytes each
 
@@ -42,10 +42,10 @@ def test_checkpointing_lowers_the_peak_and_repeats_the_forward():
     def recomputed(m, x):
         for block in m:
             x = checkpoint(block, x, use_reentrant=False)
-        torch.autograd.backward(x.sum())
+        x.sum().backward()
 
     x = (4096, 256)
-    whole = run_on_cpu(blocks(), lambda m, x: torch.autograd.backward(m(x.requires_grad_()).sum()), x)
+    whole = run_on_cpu(blocks(), lambda m, x: m(x.requires_grad_()).sum().backward(), x)
     again = run_on_cpu(blocks(), lambda m, x: recomputed(m, x.requires_grad_()), x)
     assert again.peak < whole.peak / 2
     assert again.flops == whole.flops * 7 // 6  # the last product of a block has nothing to save, so it is not repeated
