@@ -21,14 +21,15 @@ from pathlib import Path
 import psutil
 
 MARK = "PACO_QUICKSTART_ID"  # in the environment of all processes of one quickstart, detached servers among them
-QUIET_SECONDS, REFRESH_SECONDS = 20.0, 0.5  # between lines of progress: in a file, on a terminal
-# `12/60 …`, `step 300/600  loss 0.21`, `12:00:01 epoch 6/20: …`, and a bar without a name, which is the trainer's:
-# ` 78%|███▊ | 12/60 [`; not `Loading …: 49%| 10/20 [`.
-_STEP = re.compile(r"(?:\d+%\|[^|]*\| |[\d:]+ )?(?:step |item |epoch )?(\d+)\s*/\s*(\d+)(?:[\s:]|$)")
+# `12/60 …`, `step 300/600  loss 0.21`, and a bar without a name: ` 78%|███▊ | 12/60 [`; not `Loading …: 49%| 10/20 [`.
+_STEP = re.compile(r"(?:\d+%\|[^|]*\| )?(?:step |item )?(\d+)\s*/\s*(\d+)(?:[\s:]|$)")
+_LEFT = re.compile(r"([\d.]+) min of training left")  # the trainer, which may end by its time before its last epoch
 
 
-def fraction_done(line: str) -> float | None:
-    """The share of its work that a command reports in a line of its output, else None."""
+def fraction_done(line: str, seconds: float) -> float | None:
+    """The share of its work that a command reports ``seconds`` after it began, in a line of its output; else None."""
+    if left := _LEFT.search(line):
+        return seconds / (seconds + 60 * float(left[1]))
     found = _STEP.match(line.strip())
     if not found or not 0 < int(found[2]) or int(found[1]) > int(found[2]):
         return None
@@ -37,8 +38,7 @@ def fraction_done(line: str) -> float | None:
 
 def clock(seconds: float) -> str:
     """`3:07`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
 
 
 def failure(output: str) -> str:
@@ -58,28 +58,10 @@ def resident_mb() -> int:
     return total >> 20
 
 
-def die_with_parent() -> None:
-    """Get SIGTERM when the parent dies, however it dies (Linux: prctl, PR_SET_PDEATHSIG)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a command and what it started: SIGTERM, after ten seconds SIGKILL."""
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(patience)
-            return
-
-
 def show(text: str, live: bool) -> None:
     """A line of progress: on a terminal it replaces the last one."""
-    if live:
-        width = shutil.get_terminal_size((100, 24)).columns - 1
-        print(f"\r\x1b[2K{text[:width]}", end="", flush=True)
-    else:
-        print(text, flush=True)
+    width = shutil.get_terminal_size((100, 24)).columns - 1
+    print(f"\r\x1b[2K{text[:width]}" if live else text, end="" if live else "\n", flush=True)
 
 
 def run(log: Path, command: list[str]) -> int:
@@ -89,35 +71,34 @@ def run(log: Path, command: list[str]) -> int:
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
     with open(log, "a", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    shown, done, text, peak = began, None, "", 0
+    shown, done, text, peak, over = began, None, "", 0, False
     try:
         with open(log, encoding="utf-8", errors="replace") as file:
             file.readline()
-            over = False
             while not over:
-                over = process.poll() is not None
+                over, now = process.poll() is not None, time.monotonic()
                 for line in re.split(r"[\r\n]+", file.read()):  # progress bars rewrite a line with carriage returns
-                    if (found := fraction_done(line)) is not None:
+                    if (found := fraction_done(line, now - began)) is not None:
                         done, text = found, line.rpartition("|")[2].strip()
-                now = time.monotonic()
-                if now - shown >= (REFRESH_SECONDS if live else QUIET_SECONDS):
+                if now - shown >= (0.5 if live else 20):
                     shown, peak = now, max(peak, resident_mb())
                     full = round(20 * (done or 0))
                     bar = "" if done is None else f" {'█' * full}{'░' * (20 - full)} {done:4.0%}"
                     show(f"      {what}{bar}  {clock(now - began)}  {text}", live)
                 time.sleep(0 if over else 0.1)
     finally:
-        if process.poll() is None:
-            end_group(process)
+        for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(patience)
+                break
     file = log.parent.parent / "peak_mb"
     file.write_text(str(max(peak, int(file.read_text()) if file.is_file() else 0)))
-    ended = clock(time.monotonic() - began)
     if process.returncode == 0:
-        show(f"      {what}: {ended}" + ("\n" if live else ""), live)
+        show(f"      {what}: {clock(time.monotonic() - began)}" + ("\n" if live else ""), live)
         return 0
-    how = f"failed with status {process.returncode}" if process.returncode > 0 else f"was ended by signal {-process.returncode}"
     output = log.read_text(encoding="utf-8", errors="replace").partition("\n")[2]
-    print(f"\n{what} {how}:\n{failure(output)}\nThe whole log: {log}", file=sys.stderr)
+    print(f"\n{what} failed with status {process.returncode}:\n{failure(output)}\nThe whole log: {log}", file=sys.stderr)
     return process.returncode if process.returncode > 0 else 1
 
 
@@ -127,7 +108,8 @@ def main() -> int:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    die_with_parent()
+    with contextlib.suppress(AttributeError, OSError):  # SIGTERM when the parent dies, however it dies (Linux: PR_SET_PDEATHSIG)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -11,15 +10,15 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image
 
+from paco_judge.images import read_image
 from paco_toy.oracle import Reading, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES, Character
 
@@ -40,12 +39,8 @@ PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafa
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file; a truncated line is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
+    """Rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @dataclass(frozen=True)
@@ -64,20 +59,12 @@ class Evaluation:
 
     @classmethod
     def of(cls, folder: Path) -> Evaluation:
-        """Reads ``eval_data.jsonl`` and the images beside it.
-
-        Raises:
-            SystemExit: The images were not saved.
-        """
+        """Reads ``eval_data.jsonl`` and the images beside it. Raises SystemExit if they were not saved."""
         rows = read_rows(folder / "eval_data.jsonl")
         if any(row["file"] is None for row in rows):
             raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
         named = tuple(read_prompt(row["prompt"])[0] for row in rows)
-        images = []
-        for row in rows:
-            with Image.open(folder / row["file"]) as image:
-                images.append(image.convert("RGB"))
-        reading = read_grids(images)
+        reading = read_grids([read_image(folder / row["file"]) for row in rows])
         is_open = np.array([bool(character.left_open) for character in named])
         scores = {
             "consistency": np.where(is_open, np.nan, reading.consistency()),
@@ -126,53 +113,46 @@ def changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float]
     return found
 
 
-def evaluation_folders(run: Path) -> list[Path]:
-    """A run's evaluations; the first is before training.
-
-    Raises:
-        SystemExit: There are fewer than two.
-    """
+def _with_facts(run: Path, measure: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
+    """``measure`` of a run's first and last evaluation, epochs, images and resolutions. Raises SystemExit without two of them."""
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
         raise SystemExit(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
-    return folders
-
-
-def run_facts(run: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Epochs, images and resolutions."""
     config = yaml.safe_load((run / "config.yaml").read_text())
-    facts: dict[str, Any] = {"epochs": int(folders[-1].name.removeprefix("epoch_"))}
-    facts["num_images"] = len(read_rows(folders[-1] / "eval_data.jsonl"))
-    return facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
+    facts = {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": len(read_rows(folders[-1] / "eval_data.jsonl"))}
+    return measure(folders[0], folders[-1]) | facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
 
 
 def policy_measures(run: Path) -> dict[str, Any]:
-    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; ``run_facts``."""
-    folders = evaluation_folders(run)
-    before, after = Evaluation.of(folders[0]), Evaluation.of(folders[-1])
-    found = {"before": before.means(), "after": after.means(), "change": changes(before, after)}
-    return found | run_facts(run, folders)
+    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; facts about the run."""
+
+    def measure(first: Path, last: Path) -> dict[str, Any]:
+        before, after = Evaluation.of(first), Evaluation.of(last)
+        return {"before": before.means(), "after": after.means(), "change": changes(before, after)}
+
+    return _with_facts(run, measure)
 
 
 def edit_measures(run: Path) -> dict[str, Any]:
     """The same of an editor's run: means of the oracle's rewards."""
-    folders = evaluation_folders(run)
-    before, after = (read_rows(folder / "eval_data.jsonl") for folder in (folders[0], folders[-1]))
-    if [row["prompt"] for row in before] != [row["prompt"] for row in after]:
-        raise SystemExit(f"{run}/eval: the first and the last evaluation are not of the same edits")
-    found: dict[str, Any] = {"before": {}, "after": {}, "change": {}}
-    for name in EDIT_MEASURES:
-        values = [np.array([row["rewards"].get(name) for row in rows], dtype=np.float64) for rows in (before, after)]
-        found["before"][name], found["after"][name] = (float(np.nanmean(value)) for value in values)
-        found["change"][name] = paired(values[1] - values[0])
-    return found | run_facts(run, folders)
+
+    def measure(first: Path, last: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {"before": {}, "after": {}, "change": {}}
+        for name in EDIT_MEASURES:
+            before, after = (np.array([row["rewards"].get(name) for row in read_rows(folder / "eval_data.jsonl")], dtype=np.float64)
+                             for folder in (first, last))  # fmt: skip
+            found["before"][name], found["after"][name] = float(np.nanmean(before)), float(np.nanmean(after))
+            found["change"][name] = paired(after - before)
+        return found
+
+    return _with_facts(run, measure)
 
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
-    rows = [row.get("metrics", row) for row in read_rows(path) if not row.get("error")]
-    values = {name: [row[name] for row in rows if isinstance(row.get(name), (int, float))] for row in rows[:1] for name in row}
-    return {name: sum(v) / len(v) for name, v in values.items() if v} | {"items": len(rows)}
+    rows = [row["metrics"] for row in read_rows(path) if not row.get("error")]
+    values = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}  # None: NaN
+    return {name: float(np.nanmean(value)) for name, value in values.items()} | {"items": len(rows)}
 
 
 def judge_measures(out: Path) -> dict[str, Any]:

@@ -55,14 +55,6 @@ def test_the_oracle_is_exact_on_clean_renderings(seed, side):
     assert kept.tolist() == [1, 1, 2 / 8, 0]
 
 
-def test_what_the_instruction_does_not_mention_of_the_changed_panel_counts():
-    edit = next(e for e in map(edit_of, range(99)) if e.attribute == "colour" and e.result.style == "filled")
-    restyled = dataclasses.replace(edit.result, style="striped")
-    scene = [restyled if i == edit.place else c for i, c in enumerate(edit.characters)]
-    followed, kept = judge_edits([draw_scene(scene, edit.views, 64, STILL)], [edit])
-    assert (followed[0], kept[0]) == (1, 7 / 8)
-
-
 def test_rewards_by_import_path_and_the_data_set(tmp_path):
     build_edits(tmp_path, seed=3, train=3, test=4)
     items = load_prompts(tmp_path, "test", "geneval_image")

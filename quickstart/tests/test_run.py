@@ -136,7 +136,7 @@ def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     assert made == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python", "python", "stop.sh"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_everything_it_started(repo, number):
     process = hanging(repo)
     assert (repo / "serving").exists()
@@ -192,7 +192,7 @@ def test_a_taken_port_is_replaced(repo):
     [
         ("step 300/600  loss 0.21", 0.5),
         ("12/60 pairs", 0.2),
-        ("12:00:01 epoch 6/60: consistency_score 0.4512, loss 1e-3", 0.1),
+        ("12:00:01 epoch 6/200: consistency_score 0.4512, loss 1e-3; 4.5 min of training left", 0.1),
         ("Converting format:  49%|####      | 10/20 [00:01<00:01]", None),
         (" 50%|████▉     | 10/20 [00:01<00:01,  7.3it/s]", 0.5),
         ("saved 3/4x", None),
@@ -200,7 +200,7 @@ def test_a_taken_port_is_replaced(repo):
     ],
 )
 def test_progress_is_read_from_the_commands_output(line, fraction):
-    assert fraction_done(line) == fraction
+    assert fraction_done(line, seconds=30) == fraction
 
 
 def test_the_peak_memory_is_of_all_processes_with_the_mark(tmp_path):

@@ -63,14 +63,3 @@ def test_report_and_last_lines(quickstart):
     text = page.read_text()
     assert text.count("<article>") == 12 and "accuracy on held-out pairs" in text
     assert len(list(page.parent.glob("report_*.png"))) == 4
-
-
-def test_nothing_is_left_running(quickstart):
-    left = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(quickstart[0]).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                left.append(path.read_bytes())
-        except OSError:
-            continue
-    assert left == []

@@ -224,11 +224,9 @@ def check_device(options: RunOptions, device: torch.device) -> None:
 
 
 def _check_sizes(options: RunOptions, where: str, items: list[Item]) -> None:
-    """Refuse a size below a token; warn where ``config.item_size='aspect'`` keeps only the shape of given sizes."""
+    """Refuse a size below a token; ``config.item_size='aspect'`` uses the shape of given sizes only."""
     sized = [item for item in items if item.height is not None]
     if options.item_size == "aspect":
-        if sized:
-            logger.warning("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
         return
     multiple = size_multiple(options.pretrained.model) if sized else 0
     for item in sized:
