@@ -11,8 +11,8 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     (docs/rewards.md); K times as many images, each prompt with K different noises
     --no_user_code  refuse a configuration that names code outside this repository
     --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
-The same command continues where it stopped: images that are there are kept, and what is complete is not scored again. What is sampled and scored
-otherwise is config.test; through `accelerate launch` several processes share the images.
+The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
+What is sampled and scored otherwise is config.test; through `accelerate launch` several processes share the images.
 """
 
 import argparse
@@ -24,7 +24,38 @@ import os
 import sys
 from pathlib import Path
 
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.distributed.launch import start_processes
+from paco_grpo.distributed.processes import main_decides
+from paco_grpo.evaluation.agreement import agreement, measuring, table
+from paco_grpo.evaluation.benchmarks import (
+    begin,
+    compare,
+    markdown,
+    options_for,
+    read_rows,
+    side_by_side,
+    summarize_prompts,
+)
+from paco_grpo.evaluation.evaluate import evaluate
+from paco_grpo.options import RunOptions, read_options
+from paco_grpo.policies import Policy, policy_class
+from paco_grpo.policies.lora import remove_lora
+from paco_grpo.rewards.queue import ScoringError
+from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.training.build import (
+    USER_ERRORS,
+    apply_speed,
+    find_adapter,
+    load_adapter,
+    load_generator,
+    test_reward_kwargs,
+)
+from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, is_disk_full, text_length
+from paco_grpo.training.plan import merges_lora
+
 BASE = "base"
+logger = logging.getLogger("evaluate")
 
 
 def main(arguments: list[str]) -> int:
@@ -40,54 +71,30 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-
-    from paco_grpo.options import ConfigError, read_options
-
     try:
-        options, _ = read_options(rest)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-    from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.training.build import USER_ERRORS
-    from paco_grpo.training.checks import is_disk_full
-
-    try:
-        shown = evaluate_all(options, own)
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        shown = evaluate_all(read_options(rest)[0], own)
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
-    except OSError as error:
-        if not is_disk_full(error):
+    except (*USER_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        print(f"error: the disk is full ({error}); free some space, or choose another --output", file=sys.stderr)
+        full = "the disk is full: " if isinstance(error, OSError) else ""
+        print(f"error: {full}{error}", file=sys.stderr)
         return 2
     if is_main:
-        print(shown, end="")
-        print(f"images, scores and sheets are in {own.output}")
+        print(f"{shown}images, scores and sheets are in {own.output}")
     return 0
 
 
-def evaluate_all(options, own: argparse.Namespace) -> str:
+def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     """Every benchmark (or the configuration's test set) with the adapter and, if there is one, its opponent.
+
+    All sets, rewards and adapters are checked before anything is sampled.
 
     Returns:
         The tables, also written to ``results.md``.
-
-    Raises:
-        ConfigError, DataError, RewardError, JudgeError, PolicyLoadError: Of all benchmarks before anything is sampled.
-        ScoringError: A reward failed.
     """
-    from paco_grpo.distributed.launch import start_processes
-    from paco_grpo.evaluation.agreement import measuring
-    from paco_grpo.evaluation.benchmarks import options_for
-    from paco_grpo.policies import policy_class
-    from paco_grpo.training.checks import check_run
-
     edits_images = policy_class(options.pretrained.model).edits_images
     names = [name for name in own.benchmarks.split(",") if name]
     sets = {name.partition("=")[0]: options_for(options, name, edits_images) for name in names} or {"": options}
@@ -102,26 +109,20 @@ def evaluate_all(options, own: argparse.Namespace) -> str:
     strategy.accelerator.end_training()
     if not strategy.accelerator.is_main_process:
         return ""
-    tables = []
-    for name in sets:
-        tables.append(results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else ""))
-    return "\n".join(tables)
+    return "\n".join(
+        results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else "") for name in sets
+    )
 
 
-def prepare(options, accelerator, folder: Path, images_per_prompt: int) -> tuple:
+def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
     """Options with the text length that applies, items, and rewards that have answered."""
-    from paco_grpo.data.prompts import load_prompts
-    from paco_grpo.rewards.registry import build_rewards, write_records
-    from paco_grpo.training.build import test_reward_kwargs
-    from paco_grpo.training.checks import check_device, check_images, check_writable, text_length
-
     check_writable(folder)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_images(options, {"test": items})
     if images_per_prompt > 1:
         options = dataclasses.replace(options, test=dataclasses.replace(options.test, num_images=images_per_prompt * len(items)))
         if not any(item.metadata.get("open") for item in items):
-            logging.getLogger(__name__).warning(
+            logger.warning(
                 "no prompt of %s is open, so there is no κ; `python dataset/fetch.py t2is --open_twins` makes open prompts",
                 options.dataset,
             )
@@ -139,13 +140,8 @@ def prepare(options, accelerator, folder: Path, images_per_prompt: int) -> tuple
     return options, items, rewards
 
 
-def sample_adapters(options, items: list, rewards: dict, strategy, own: argparse.Namespace, folder: Path) -> None:
+def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, own: argparse.Namespace, folder: Path) -> None:
     """Images and scores of the adapter, and of its opponent, on one test set; the generator is loaded once for both."""
-    from paco_grpo.distributed.processes import main_decides
-    from paco_grpo.evaluation.benchmarks import begin
-    from paco_grpo.policies.lora import remove_lora
-    from paco_grpo.training.build import apply_speed, find_adapter, load_adapter, load_generator
-
     adapters = {folder: own.adapter}
     if own.against:
         adapters = {folder / "a": own.adapter, folder / "b": None if own.against == BASE else own.against}
@@ -156,7 +152,7 @@ def sample_adapters(options, items: list, rewards: dict, strategy, own: argparse
     for place, adapter in adapters.items():
         if main_decides(strategy.accelerator, lambda: begin(place, options, items, rewards, adapter, found[adapter])):  # noqa: B023
             continue
-        logging.getLogger(__name__).info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
+        logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         if policy is not None and not exchanges:
             policy = None
             gc.collect()
@@ -174,11 +170,8 @@ def sample_adapters(options, items: list, rewards: dict, strategy, own: argparse
         sample(policy, options, items, rewards, strategy, place, attached)
 
 
-def sample(policy, options, items: list, rewards: dict, strategy, folder: Path, adapted: bool) -> None:
+def sample(policy: Policy, options: RunOptions, items: list, rewards: dict, strategy, folder: Path, adapted: bool) -> None:
     """Images and scores of ``policy`` in ``folder``, with ``metrics.json``."""
-    from paco_grpo.evaluation.evaluate import evaluate
-    from paco_grpo.training.plan import merges_lora
-
     merge = adapted and merges_lora(options, policy.device)
     metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
     if strategy.accelerator.is_main_process:
@@ -187,9 +180,6 @@ def sample(policy, options, items: list, rewards: dict, strategy, folder: Path, 
 
 def results(folder: Path, adapter: str | None, against: str | None, heading: str) -> str:
     """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    from paco_grpo.evaluation.agreement import agreement, table
-    from paco_grpo.evaluation.benchmarks import compare, markdown, read_rows, side_by_side, summarize_prompts
-
     first, second = (folder, None) if against is None else (folder / "a", folder / "b")
     rows = read_rows(first)
     agreements = {adapter or BASE: agreement(rows)}

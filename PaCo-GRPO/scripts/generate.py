@@ -83,13 +83,7 @@ def read_seeds(text: str) -> list[int]:
 
 
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
-    """Items of prompts given one by one and in a file, with the images they edit.
-
-    Raises:
-        ConfigError: The numbers of images and prompts do not fit.
-        DataError: The file cannot be read; the message names line and field.
-    """
-
+    """Items of prompts given one by one and in a file, with the images they edit."""
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
     if file is not None and file.suffix == ".jsonl":
         rows += json_lines(file)
@@ -113,12 +107,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
 
 
 def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
-    """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None).
-
-    Raises:
-        ConfigError, PolicyLoadError, JudgeError, DataError: One clear message each.
-    """
-
+    """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None)."""
     require_promised_gpu(os.environ)
     check_images(options, {"given": items})
     judge = None
@@ -148,11 +137,7 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
 
     Returns:
         The number of images that are kept.
-
-    Raises:
-        ConfigError: An image is not finite.
     """
-
     own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
     paths = [own.output / f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]

@@ -18,7 +18,6 @@ from paco_grpo.rewards.registry import Reward
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.images import read_image
-from paco_judge.json_io import DamagedJson, parse_object
 
 LEVEL = 0.95  # of the confidence intervals
 RESAMPLES = 10_000
@@ -27,19 +26,12 @@ _SHEET_PAIRS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A prompt set and the rewards that measure its images.
+    """A prompt set and the rewards that measure its images."""
 
-    Attributes:
-        folder: The set as ``dataset/fetch.py`` writes it.
-        prompt_fn: How the set is read.
-        rewards: Names of rewards; their arguments are the configuration's.
-        edits: Whether it asks for edits of images.
-    """
-
-    folder: str
+    folder: str  # as dataset/fetch.py writes it
     prompt_fn: str
-    rewards: tuple[str, ...]
-    edits: bool
+    rewards: tuple[str, ...]  # their arguments are the configuration's
+    edits: bool  # whether it asks for edits of images
 
 
 BENCHMARKS = {
@@ -119,26 +111,18 @@ def begin(
     }
     content = json.loads(json.dumps(content, default=str))
     path, done = folder / "evaluation.json", False
-    if path.is_file():
-        try:
-            found = parse_object(path.read_bytes())
-        except DamagedJson:
-            found = {}
+    if path.is_file() or any(folder.glob("[0-9]*.png")):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         changed = [name for name in content if name != "adapter" and found.get(name) != content[name]]
         if of_images := [name for name in changed if name != "rewards"]:
             raise ConfigError(f"{folder} holds images with another {', '.join(of_images)}: choose another --output")
-        done = not changed and (folder / "metrics.json").is_file() and _complete(read_rows(folder))
-    elif any(folder.glob("[0-9]*.png")):
-        raise ConfigError(f"{folder} holds images of another evaluation: choose another --output")
+        done = not changed and (folder / "metrics.json").is_file()
+        done = done and all(None not in row["rewards"].values() for row in read_rows(folder))
     folder.mkdir(parents=True, exist_ok=True)
     if not done:
         (folder / "metrics.json").unlink(missing_ok=True)
         path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return done
-
-
-def _complete(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return all(None not in row["rewards"].values() for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from tiny_run import load_script, tiny_options, train, write_edits, write_prompt
 from paco_grpo.evaluation import benchmarks
 from paco_grpo.evaluation.benchmarks import compare, interval, markdown, summarize_prompts
 from paco_grpo.options import ConfigError, options_to_yaml
-from paco_grpo.training import build
 
 
 def rows(scores: dict[int, list[float | None]]) -> list[dict]:
@@ -87,8 +86,8 @@ def test_two_adapters_on_t2is(trained, tmp_path, capsys, monkeypatch):
             "--output", str(tmp_path / "out"), f"--config.test.reward_fn_kwargs={kwargs!r}",
         ]  # fmt: skip
         sample, stop, loaded = evaluate.sample, iter([False, True]), []
-        load = build.load_generator
-        monkeypatch.setattr(build, "load_generator", lambda *given: loaded.append(1) or load(*given))
+        load = evaluate.load_generator
+        monkeypatch.setattr(evaluate, "load_generator", lambda *given: loaded.append(1) or load(*given))
         with monkeypatch.context() as patch:
             patch.setattr(evaluate, "sample", lambda *given: sample(*given) if not next(stop) else 1 / 0)
             with pytest.raises(ZeroDivisionError):
