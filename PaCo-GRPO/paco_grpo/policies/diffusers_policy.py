@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -36,6 +37,14 @@ _ATTENTION_TARGETS = tuple(
 def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")) -> tuple[str, ...]:
     """docs/method.md §6: every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards``."""
     return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in layers)
+
+
+@dataclass(frozen=True)
+class EncoderImages:
+    """The images that the text encoder sees with a text."""
+
+    images: tuple[Image.Image, ...] = ()
+    key: Hashable = ()  # of their content
 
 
 class DiffusersPolicy(Policy):
@@ -117,6 +126,29 @@ class DiffusersPolicy(Policy):
     @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
+
+    @torch.no_grad()
+    def _features(
+        self, texts: Sequence[str], images: Sequence[EncoderImages] | None = None
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Of each text: ``_encode_text`` on the CPU. Each (text, images) goes through the encoders once, alone: to the last
+        bit, its features then do not depend on the other texts of a call, nor on what is cached."""
+
+        def compute(text: str, seen: EncoderImages) -> tuple[torch.Tensor, ...]:
+            with self._offloaded_text.on_device():
+                return tuple(features.to(self.dtype) for features in self._encode_text(text, *seen.images))
+
+        pairs = zip(texts, images or [EncoderImages()] * len(texts), strict=True)
+        with self.keep_encoders_on_device():
+            return [self._texts.get((t, seen.key), lambda t=t, seen=seen: compute(t, seen)) for t, seen in pairs]
+
+    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
+        """Features of one text by the pipeline, without a batch dimension."""
+        raise NotImplementedError
+
+    @property
+    def _encoder_device(self) -> torch.device:
+        return self.text_encoders()[0].device
 
     def velocity(
         self,

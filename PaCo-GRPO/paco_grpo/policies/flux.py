@@ -40,24 +40,16 @@ class FluxPolicy(DiffusersPolicy):
         """CLIP and T5."""
         return self.pipeline.text_encoder, self.pipeline.text_encoder_2
 
-    @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> FluxConditioning:
-        """Each text goes through both encoders once, alone."""
-        with self.keep_encoders_on_device():
-            rows = [self._texts.get(item.prompt, lambda text=item.prompt: self._encode_text(text)) for item in items]
-        return FluxConditioning(
-            prompt_embeds=torch.stack([row[0] for row in rows]).to(self.device),
-            pooled_prompt_embeds=torch.stack([row[1] for row in rows]).to(self.device),
-        )
+        """As in ``Policy``."""
+        columns = zip(*self._features([item.prompt for item in items]), strict=True)
+        return FluxConditioning(*(torch.stack(column).to(self.device) for column in columns))
 
-    def _encode_text(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # One prompt at a time: to the last bit, the features then do not depend on the other prompts of the call, so a
-        # resumed run (whose cache is empty) computes the same numbers.
-        with self._offloaded_text.on_device():
-            embeds, pooled, _ = self.pipeline.encode_prompt(
-                prompt, device="cpu", max_sequence_length=self.max_sequence_length
-            )
-        return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
+    def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
+        )
+        return embeds[0], pooled[0]
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, position_ids = self._tokens(inputs)

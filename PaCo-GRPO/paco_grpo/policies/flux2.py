@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,21 +71,14 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
         """Texts and reference images apart; each goes through its encoder once, alone."""
         references = self._encode_references([self._read(item) for item in items])
-        with self.keep_encoders_on_device():
-            texts = [self._encode_text(item.prompt) for item in items]
+        texts = [row for (row,) in self._features([item.prompt for item in items])]
         return Flux2Conditioning(prompt_embeds=torch.stack(texts).to(self.device), **references)
 
-    def _encode_text(self, text: str) -> torch.Tensor:
-        """Features (L, D)."""
-
-        def compute() -> tuple[torch.Tensor]:
-            with self._offloaded_text.on_device():
-                embeds, _ = self.pipeline.encode_prompt(
-                    text, device=self.pipeline.text_encoder.device, max_sequence_length=self.max_sequence_length
-                )
-            return (embeds[0].to(self.dtype),)
-
-        return self._texts.get(text, compute)[0]
+    def _encode_text(self, text: str) -> tuple[torch.Tensor]:
+        embeds, _ = self.pipeline.encode_prompt(
+            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
+        )
+        return (embeds[0],)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         features, sigma = inputs.conditioning, inputs.sigma
@@ -199,8 +191,7 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
         """As for FLUX.2-dev, and the negative prompt."""
         conditioning = super().encode(items)
-        if not self.guided:
-            return conditioning
-        return dataclasses.replace(
-            conditioning, negative_embeds=self._encode_text(self.negative_prompt)[None].to(self.device)
-        )
+        if self.guided:
+            ((negative,),) = self._features([self.negative_prompt])
+            conditioning.negative_embeds = negative[None].to(self.device)
+        return conditioning

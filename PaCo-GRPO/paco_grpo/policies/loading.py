@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,75 +80,42 @@ def policy_class(model_path: str | Path) -> type[Policy]:
     Raises:
         PolicyLoadError: The index cannot be read, or no policy is registered for the pipeline class.
     """
-    with _reading(_small_file(model_path, "model_index.json"), "a diffusers pipeline index") as values:
-        class_name = values["_class_name"]
+    class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
         raise PolicyLoadError(
-            f"{model_path} is a {class_name}, for which PaCo-GRPO has no policy.{did_you_mean(class_name, POLICIES)} Known "
-            f"pipelines: {', '.join(sorted(POLICIES))}. Choose such a model, or add a policy file and register it in "
-            "paco_grpo/policies/loading.py."
+            f"{model_path}/model_index.json names {class_name}, for which PaCo-GRPO has no policy."
+            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: {', '.join(sorted(POLICIES))}. Choose such a model, "
+            "or add a policy file and register it in paco_grpo/policies/loading.py."
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def size_multiple(model_path: str | Path) -> int:
-    """``Policy.size_multiple`` of the generator at ``model_path``; weights are not read.
-
-    Raises:
-        PolicyLoadError: The VAE's configuration cannot be read.
-    """
-    with _reading(_small_file(model_path, "vae/config.json"), "the VAE's configuration") as values:
-        return policy_class(model_path).size_multiple_with(values)
+    """``Policy.size_multiple`` of the generator at ``model_path``; weights are not read."""
+    return policy_class(model_path).size_multiple_with(_read(model_path, "vae/config.json"))
 
 
 def fewest_steps(model_path: str | Path) -> int:
-    """The smallest number of steps for which the schedule of the generator exists; weights are not read.
-
-    Raises:
-        PolicyLoadError: The scheduler's configuration cannot be read.
-    """
-    file = _small_file(model_path, "scheduler/scheduler_config.json")
-    with _reading(file, "the scheduler's configuration") as values:
-        return 2 if values.get("shift_terminal") else 1  # it fixes the last σ before 0
+    """The smallest number of steps for which the schedule of the generator exists; weights are not read."""
+    return 2 if _read(model_path, "scheduler/scheduler_config.json").get("shift_terminal") else 1
 
 
-def transformer_bytes(model_path: str | Path) -> int:
-    """Stored size of the transformer's weights, which are not read; 0 if they are one file (a small model) or their list
-    cannot be loaded (loading reports the reason).
-
-    Raises:
-        PolicyLoadError: The list is damaged.
-    """
-    try:
-        index = _small_file(model_path, "transformer/diffusion_pytorch_model.safetensors.index.json")
-    except PolicyLoadError:
-        return 0
-    with _reading(index, "the list of the transformer's files") as values:
-        return int(values["metadata"]["total_size"])
-
-
-@contextmanager
-def _reading(file: Path, what: str) -> Iterator[dict[str, Any]]:
-    try:
-        yield json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise PolicyLoadError(f"{file} is not {what} ({type(error).__name__}: {error}). Download it again.") from error
-
-
-def _small_file(model_path: str | Path, name: str) -> Path:
-    """The file ``name`` of a pipeline folder or hub repository.
-
-    Raises:
-        PolicyLoadError: It cannot be loaded.
-    """
+def _read(model_path: str | Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file ``name`` of a pipeline folder or hub repository."""
     file = local_folder(model_path, name, option="config.pretrained.model") / name
-    if not file.is_file():
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
         raise PolicyLoadError(
             f"config.pretrained.model={model_path} has no {name}, so it is not a complete diffusers pipeline: give the "
             "folder that contains transformer/, vae/ and scheduler/"
-        )
-    return file
+        ) from error
+    except ValueError as error:
+        raise PolicyLoadError(f"{file} is no JSON file: {error}. Download it again.") from error
+    if not isinstance(values, dict):
+        raise PolicyLoadError(f"{file} has no names and values. Download it again.")
+    return values
 
 
 def local_folder(place: str | Path, *patterns: str, option: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
-from paco_grpo.policies.diffusers_policy import lora_targets_with
+from paco_grpo.policies.diffusers_policy import EncoderImages, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Conditioning, Item
 
@@ -33,14 +33,6 @@ class QwenConditioning(Conditioning):
     prompt_mask: torch.Tensor | None  # (B, L) bool, True = token; None = all have L tokens
     negative_embeds: torch.Tensor | None = None  # (B, L', D)
     negative_mask: torch.Tensor | None = None  # (B, L') bool
-
-
-@dataclass(frozen=True)
-class EncoderImages:
-    """The images that the text encoder sees with a text."""
-
-    images: tuple[Image.Image, ...] = ()
-    key: Hashable = ()  # of their content
 
 
 class QwenImagePolicy(TrueCfgPolicy):
@@ -79,35 +71,27 @@ class QwenImagePolicy(TrueCfgPolicy):
         return (self.pipeline.text_encoder,)
 
     def encode(self, items: Sequence[Item]) -> QwenConditioning:
-        """Each text goes through the text encoder once, alone."""
-        return QwenConditioning(**self._encode_texts(items, [EncoderImages()] * len(items)))
+        """As in ``Policy``."""
+        return QwenConditioning(**self._encode_texts(items))
 
-    @torch.no_grad()
-    def _encode_texts(self, items: Sequence[Item], seen: Sequence[EncoderImages]) -> dict[str, torch.Tensor | None]:
-        """The fields of ``QwenConditioning``; each (text, images) goes through the text encoder once, alone."""
+    def _encode_texts(
+        self, items: Sequence[Item], seen: Sequence[EncoderImages] | None = None
+    ) -> dict[str, torch.Tensor | None]:
+        """The fields of ``QwenConditioning``."""
         fields: dict[str, torch.Tensor | None] = {}
-        with self.keep_encoders_on_device():
-            for name, of_items in self._texts_by_name(items):
-                rows = [
-                    self._texts.get((text, images.key), lambda t=text, i=images: (self._encode_text(t, i.images),))[0]
-                    for text, images in zip(of_items, seen, strict=True)
-                ]
-                embeds = pad_sequence(rows, batch_first=True).to(self.device)
-                lengths = torch.tensor([len(row) for row in rows])
-                padded = torch.arange(embeds.shape[1]) < lengths[:, None]
-                fields |= {f"{name}_embeds": embeds, f"{name}_mask": None if padded.all() else padded.to(self.device)}
+        for name, texts in self._texts_by_name(items):
+            rows = [row for (row,) in self._features(texts, seen)]
+            mask = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
+            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
+            fields[f"{name}_mask"] = None if mask.all() else mask.to(self.device)
         return fields
 
-    def _encode_text(self, text: str, images: tuple[Image.Image, ...]) -> torch.Tensor:
-        """Features (L, D) of the text and the images, without those of the pipeline's fixed prefix."""
-        with self._offloaded_text.on_device():
-            embeds, _ = self.pipeline.encode_prompt(
-                text,
-                device=self.pipeline.text_encoder.device,
-                max_sequence_length=self.max_sequence_length,
-                **self._images_argument(images),
-            )
-        return embeds[0].to(self.dtype)
+    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:
+        embeds, _ = self.pipeline.encode_prompt(
+            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length,
+            **self._images_argument(images),
+        )  # fmt: skip
+        return (embeds[0],)
 
     def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
         """How the pipeline's ``encode_prompt`` takes the images."""

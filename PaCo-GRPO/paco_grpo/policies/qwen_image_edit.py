@@ -12,7 +12,8 @@ from diffusers import DiffusionPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
 from paco_grpo.policies.base import ForwardInputs
-from paco_grpo.policies.qwen_image import EncoderImages, QwenConditioning, QwenImagePolicy
+from paco_grpo.policies.diffusers_policy import EncoderImages
+from paco_grpo.policies.qwen_image import QwenConditioning, QwenImagePolicy
 from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy
 from paco_grpo.types import Item
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-from paco_grpo.policies.qwen_image import EncoderImages
+from paco_grpo.policies.diffusers_policy import EncoderImages
 from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy
 from paco_grpo.policies.reference_image import Reference, image_digest
 

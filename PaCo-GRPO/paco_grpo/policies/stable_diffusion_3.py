@@ -53,28 +53,19 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         """Both CLIPs and T5."""
         return self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3
 
-    @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> SD3Conditioning:
-        """Each text goes through the encoders once, alone."""
-        fields = {}
-        with self.keep_encoders_on_device():
-            for name, of_items in self._texts_by_name(items):
-                rows = [self._texts.get(text, lambda text=text: self._encode_text(text)) for text in of_items]
-                for part, column in zip(("embeds", "pooled"), zip(*rows, strict=True), strict=True):
-                    fields[f"{name}_{part}"] = torch.stack(column).to(self.device)
-        return SD3Conditioning(**fields)
+        """As in ``Policy``."""
+        fields = []
+        for _, texts in self._texts_by_name(items):
+            fields += [torch.stack(column).to(self.device) for column in zip(*self._features(texts), strict=True)]
+        return SD3Conditioning(*fields)
 
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._offloaded_text.on_device():
-            embeds, _, pooled, _ = self.pipeline.encode_prompt(
-                text,
-                None,
-                None,
-                device=self.pipeline.text_encoder.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-            )
-        return embeds[0].to(self.dtype), pooled[0].to(self.dtype)
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            text, None, None, device=self._encoder_device, do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )  # fmt: skip
+        return embeds[0], pooled[0]
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         text = inputs.conditioning

@@ -58,27 +58,22 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
         """Qwen3."""
         return (self.pipeline.text_encoder,)
 
-    @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> ZImageConditioning:
-        """Each text goes through the encoder once, alone."""
+        """As in ``Policy``."""
         fields = {}
-        with self.keep_encoders_on_device():
-            for name, of_items in self._texts_by_name(items):
-                rows = [self._texts.get(text, lambda text=text: (self._encode_text(text),))[0] for text in of_items]
-                fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
-                fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
+        for name, texts in self._texts_by_name(items):
+            rows = [row for (row,) in self._features(texts)]
+            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
+            fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
         return ZImageConditioning(**fields)
 
-    def _encode_text(self, text: str) -> torch.Tensor:
-        """Features (L, D) without padding; the pipeline writes into the list that it gets."""
-        with self._offloaded_text.on_device():
-            (embeds,), _ = self.pipeline.encode_prompt(
-                [text],
-                device=self.pipeline.text_encoder.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-            )
-        return embeds.to(self.dtype)
+    def _encode_text(self, text: str) -> tuple[torch.Tensor]:
+        """Without padding; the pipeline writes into the list that it gets."""
+        (embeds,), _ = self.pipeline.encode_prompt(
+            [text], device=self._encoder_device, do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )  # fmt: skip
+        return (embeds,)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         text = inputs.conditioning

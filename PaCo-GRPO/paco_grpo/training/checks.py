@@ -19,7 +19,7 @@ from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple, transformer_bytes
+from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance import AccelerationError, quantize
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGE = 4e9  # bytes of a transformer, for a CPU
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 
@@ -198,17 +197,11 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
 
 
 def check_device(options: RunOptions, device: torch.device) -> None:
-    """Try what a run would otherwise find missing after its weights are loaded; warn of a large model on a CPU.
+    """Try what a run would otherwise find missing after its weights are loaded.
 
     Raises:
         ConfigError: A compiler or an attention kernel is missing, or does not work here.
     """
-    stored = transformer_bytes(options.pretrained.model) if device.type == "cpu" else 0
-    if stored > _LARGE:  # nearly always an accident: a hidden GPU, or torch without CUDA
-        logger.warning(
-            "config.pretrained.model=%s has %.0f GB of transformer weights, and torch %s sees no GPU: a step will take "
-            "minutes, if there is enough memory", options.pretrained.model, stored / 1e9, torch.__version__,
-        )  # fmt: skip
     speed = options.speed
     try:
         if speed.compile:

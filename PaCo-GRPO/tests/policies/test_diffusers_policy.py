@@ -41,10 +41,10 @@ def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
     flux._texts.max_bytes = 3 * size
     flux.encode([Item(i, f"prompt {i}") for i in (2, 0, 3)])
     assert flux._texts.num_bytes == 3 * size
-    assert [f"prompt {i}" in flux._texts for i in range(4)] == [True, False, True, True]
+    assert [(f"prompt {i}", ()) in flux._texts for i in range(4)] == [True, False, True, True]
     flux._texts.max_bytes = 1  # one entry always stays
     flux.encode([Item(4, "prompt 4")])
-    assert flux._texts.num_bytes == size and "prompt 4" in flux._texts
+    assert flux._texts.num_bytes == size and ("prompt 4", ()) in flux._texts
 
 
 def test_sizes_are_rounded_with_a_log_line(flux, caplog):

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 from named import load as load_named
 from tiny_policies import NAMES, load
 
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, size_multiple
-from paco_grpo.training.checks import check_device, check_images, check_model, check_run, check_writable
+from paco_grpo.training.checks import check_images, check_model, check_run, check_writable
 from paco_grpo.types import Item
 
 
@@ -134,19 +133,6 @@ def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
         check_model(load_named("toy_t2is", *changes.items()))
     assert "test.resolution" not in str(caught.value)
     assert ("config.test.num_steps=1 must be at least 2" in str(caught.value)) == (fewest > 1)
-
-
-def test_a_large_model_on_a_cpu_is_warned_about(tmp_path, caplog):
-    folder = small_files(tmp_path)
-    options = load_named("toy_t2is", ("pretrained.model", str(folder)))
-    check_device(options, torch.device("cpu"))
-    (folder / "transformer").mkdir()
-    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text('{"metadata": {"total_size": 23802816640}}')
-    check_device(options, torch.device("cuda"))
-    assert not caplog.records
-    check_device(options, torch.device("cpu"))
-    assert "config.pretrained.model" in caplog.text
 
 
 def test_unusable_folder_names_the_option(tmp_path):
