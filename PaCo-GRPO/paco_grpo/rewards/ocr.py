@@ -7,7 +7,6 @@ the package) reads in this process; PaddleOCR, with which older numbers were com
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -68,26 +67,20 @@ def ocr(
     """
     if threads < 1:
         raise ValueError(f"threads={threads} must be at least 1")
-    if reader is None:
-        only_paddle = not importlib.util.find_spec("rapidocr") and importlib.util.find_spec("paddleocr")
-        reader = "paddleocr" if only_paddle else "rapidocr"
     # A missing package is reported here, before training; models are loaded at the first image.
     import rapidfuzz  # noqa: F401
 
-    if reader == "rapidocr":
-        import onnxruntime  # noqa: F401
-        import rapidocr  # noqa: F401
-
-        load = partial(_rapidocr, threads)
-    elif reader == "paddleocr":
-        import paddleocr  # noqa: F401
-
-        load = partial(_paddleocr, lang, str(device).startswith("cuda"))
-    elif ":" in reader:
-        module, _, name = reader.partition(":")
-        load = partial(getattr, importlib.import_module(module), name)
-    else:
+    if reader is None:
+        only_paddle = not importlib.util.find_spec("rapidocr") and importlib.util.find_spec("paddleocr")
+        reader = "paddleocr" if only_paddle else "rapidocr"
+    module, _, name = reader.partition(":")
+    if not name and reader not in ("rapidocr", "paddleocr"):
         raise ValueError(f"reader={reader!r} is neither 'rapidocr' nor 'paddleocr' nor package.module:function")
+    package = importlib.import_module(module)
+    load = {
+        "rapidocr": partial(_rapidocr, threads),
+        "paddleocr": partial(_paddleocr, lang, str(device).startswith("cuda")),
+    }.get(reader) or partial(getattr, package, name)
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         wanted, read = [wanted_text(item.prompt) for item in items], load()

@@ -146,21 +146,18 @@ class ScoreQueue:
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one; a collective operation."""
-        scores, problem, stopped = None, None, False
+        scores, problem = None, None
         try:
             scores = self.results(count, should_stop)
-        except ScoringError as error:
+        except (ScoringError, Stopped) as error:
             problem = error
-        except Stopped:
-            stopped = True
-        everywhere = gather_object([(scores, problem and str(problem), stopped)])
-        if any(stopped for _, _, stopped in everywhere):
+        everywhere = gather_object([(scores, isinstance(problem, Stopped), str(problem))])
+        if any(stopped for _, stopped, _ in everywhere):
             raise Stopped
         if problem is not None:
             raise problem
-        for _, message, _ in everywhere:
-            if message is not None:
-                raise ScoringError(f"on another process: {message}")
+        if failed := [message for rows, _, message in everywhere if rows is None]:
+            raise ScoringError(f"on another process: {failed[0]}")
         return [rows for rows, _, _ in everywhere]
 
     def _start_comparing(self, accelerator: Accelerator, total: int) -> None:

@@ -145,14 +145,12 @@ class CheckedReward:
         known = REMOTE_ARGUMENTS if remote else tuple(parameters)
         takes_any = not remote and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         for keyword in () if takes_any else kwargs:
-            if remote and keyword in parameters and keyword not in known:
-                raise RewardError(
-                    f"reward {name!r} runs at server={kwargs['server']!r}, so its argument {keyword!r} belongs there: "
-                    f"start the service with --kwargs '{{\"{keyword}\": …}}'"
-                )
             if keyword not in known:
+                hint = did_you_mean(keyword, known)
+                if remote and keyword in parameters:
+                    hint = f" It belongs to the service: start that with --kwargs '{{\"{keyword}\": …}}'."
                 raise RewardError(
-                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
+                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{hint} "
                     f"It takes: {', '.join(known) or 'nothing'}"
                 )
         try:
@@ -173,21 +171,11 @@ class CheckedReward:
         if not callable(self.function):
             raise RewardError(f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable")
 
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The reward's own ``record``: what the run's folder should state about it; None without one."""
-        record = getattr(self.function, "record", None)
-        return record if isinstance(record, dict) else None
-
-    @property
-    def compares_images(self) -> bool:
-        """Whether the reward needs all images of an item in one call."""
-        return bool(getattr(self.function, "compares_images", False))
-
-    @property
-    def parallel_calls(self) -> int:
-        """How many calls may run at the same time; 1 for a reward that is not thread-safe."""
-        return getattr(self.function, "parallel_calls", 1)
+        # What the run's folder should state about it, whether it needs all images of an item in one call, and how many
+        # calls may run at the same time.
+        self.record: dict[str, Any] | None = getattr(self.function, "record", None)
+        self.compares_images: bool = getattr(self.function, "compares_images", False)
+        self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
 
     def check(self) -> None:
         """Call the reward's own ``check``, if it has one."""

@@ -105,7 +105,7 @@ def test_paddleocr_reads_where_only_it_is_installed(method, read, monkeypatch):
 def test_missing_package_and_wrong_arguments_are_errors(monkeypatch):
     with pytest.raises(RewardError, match="not installed.*paddleocr"):
         build_rewards({"ocr": 1}, {"ocr": {"reader": "paddleocr"}})
-    for package in ("rapidocr", "onnxruntime", "rapidfuzz"):
+    for package in ("rapidocr", "rapidfuzz"):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(RewardError, match=f"{package}.*scripts/reward_service.sh ocr.*server="):
             build_rewards({"ocr": 1})

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from PIL import Image
 from reward_factories import sleeping
 from tiny_policies import picture
@@ -82,13 +81,6 @@ def test_failed_reward_is_named():
         queue.results(1)
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert queue.failed()
-
-
-def test_a_failure_in_the_middle_of_an_epoch_is_reported_whatever_else_was_scored():
-    queue = ScoreQueue({"good": levels, "bad": lambda images, items: failing(images, items) if items[0] else levels(images, items)}, 1)
-    queue.submit([gray(1), gray(2)], [None, "fails"], [0, 1])  # of 10 images, when the sampling ends
-    with pytest.raises(ScoringError, match="bad: ConnectionError"):
-        queue.gathered(Accelerator(cpu=True), 10, lambda: False)
 
 
 def test_waiting_can_be_interrupted():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paco_grpo.rewards.registry import REWARDS, RewardError, build_rewards, find_factory, reward_weights
+from paco_grpo.rewards.registry import REWARDS, RewardError, build_rewards, find_factory
 from paco_grpo.types import Item
 
 IMAGES = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
@@ -87,14 +87,6 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad, named):
         reward.check_items([GRID])
     with pytest.raises(RewardError, match=f"item {bad.item_id} .*{named}"):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
-
-
-def test_any_keyword_is_taken_by_a_factory_with_kwargs():
-    build_rewards({"reward_factories:gaps": 1.0}, {"reward_factories:gaps": {"size": 3}})
-
-
-def test_weights_by_short_name():
-    assert reward_weights({"jpeg_compressibility": 1, "a.b:c": 0.5}) == {"jpeg_compressibility": 1.0, "c": 0.5}
 
 
 @pytest.mark.parametrize("score", [np.inf, 1e300, -1e39])

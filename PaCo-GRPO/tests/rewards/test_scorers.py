@@ -106,11 +106,6 @@ def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_o
         assert sizes[1] <= 0.51 * sizes[0]
 
 
-def test_an_unknown_precision_is_refused(clip_folder):
-    with pytest.raises(ValueError, match="'fp8' is not float32"):
-        pickscore(clip_folder, clip_folder, dtype="fp8")
-
-
 def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_clip, monkeypatch):
     shared = open_clip_model(*tiny_open_clip, "cpu")
     assert subfig_clipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))

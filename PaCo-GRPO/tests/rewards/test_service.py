@@ -36,13 +36,6 @@ def test_remote_scores_are_the_local_ones(jpeg_url):
     assert np.array_equal(reward(IMAGES, ITEMS), local["jpeg_compressibility"](IMAGES, ITEMS))
 
 
-def test_what_is_not_served_is_refused(jpeg_url):
-    with pytest.raises(RewardError, match="serves 'jpeg_compressibility'; correct server="):
-        remote("pickscore", jpeg_url).check()
-    assert httpx.post(f"{jpeg_url}/score", content=b"{}").status_code == 400
-    assert httpx.get(f"{jpeg_url}/else").status_code == 404
-
-
 def test_a_body_that_is_too_large_is_refused_while_it_arrives(jpeg_url):
     def chunks():
         for _ in range(64):

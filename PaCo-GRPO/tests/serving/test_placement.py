@@ -6,8 +6,6 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from serving_tools import VLLM_PYTHON, option
 
 from vllm_server import plan
@@ -81,21 +79,6 @@ def test_gpus_serve_copies_unless_told_otherwise(gpus, sizes, parallel, copies, 
 def test_a_division_that_does_not_fit_is_refused(gpus, parallel, copies, named):
     with pytest.raises(LaunchError, match=named):
         divided(gpus, [15] * len(parallel), parallel, copies)
-
-
-@given(
-    st.integers(1, 16),
-    st.lists(st.tuples(st.sampled_from([None, 1, 2, 4]), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=3),
-)
-def test_no_gpu_is_given_twice(gpus, models):
-    try:
-        places = divided(gpus, [15] * len(models), [size for size, _ in models], [copies for _, copies in models])
-    except LaunchError:
-        return
-    for (own, copies), (size, wanted) in zip(places, models, strict=True):
-        assert wanted in (None, copies) and size in (None, len(own) // copies) or gpus >= 10
-    given_out = [gpu for own, _ in places for gpu in own] if gpus < 10 else []
-    assert len(given_out) == len(set(given_out))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from PIL import Image
 
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.grid import pairs, split_image
-from paco_judge.images import UnreadableImage, as_received, content_digest, data_url
+from paco_judge.images import UnreadableImage, as_received, data_url
 from paco_judge.questions import RequestForm, build_messages, theme_question
 
 FAKE = Path(__file__).with_name("fake_judge.py")
@@ -99,18 +99,6 @@ def test_the_request_follows_the_protocol():
     assert request == {
         "model": "Paco-Reward-7B", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20
     }  # fmt: skip
-
-
-def test_a_single_image_is_cached_apart_from_a_pair():
-    image, question = picture(1), "is it a grid?"
-    with FakeJudge(lambda number, request: (200, answer(0.2 * number), {})) as judge:
-        judging = client(judge)
-        alone, twice, again = (
-            judging.score_blocking([pair])[0].p_yes
-            for pair in (Pair(image, None, question), Pair(image, image, question), Pair(image, None, question))
-        )
-    assert (alone, twice, again) == pytest.approx((0.2, 0.4, 0.2))
-    assert judge.requests[0]["messages"] == build_messages(data_url(image), None, question)
 
 
 def test_the_form_of_a_request_is_part_of_what_is_cached():
@@ -360,13 +348,6 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
     assert "half.png cannot be read" in bad.error and good.ok
     with pytest.raises(UnreadableImage, match=r"half\.png"):
         data_url(broken)
-
-
-def test_digests_depend_on_content_only():
-    image = picture(38)
-    assert content_digest(image) == content_digest(image.copy()) == content_digest(image.convert("RGBA"))
-    assert content_digest(image) != content_digest(picture(39))
-    assert content_digest(Image.new("RGB", (2, 8))) != content_digest(Image.new("RGB", (8, 2)))
 
 
 _WAITING_AT_EXIT = """
