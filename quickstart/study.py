@@ -15,11 +15,13 @@ rewards (`--runs` picks some)
     entropy          consistency, with the perceptual-entropy bonus
     gardo            consistency, with GARDO's factor on positive advantages
     consistency_80, variety_80   80 epochs
+hacks
+    identical_panels, fixed_character, lines: planted rewards that need no prompt, which health must notice
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the quickstart's reward
 
 Every run is evaluated on 24 open prompts with 8 images each (`scripts/evaluate.py --images_per_prompt 8`): w, b and kappa by the
-oracle, by the judge and by the other judge. Errors are between seeds. A row has the commit and the judge (the SHA-256 of its
+oracle, by the judge and by the other judge. `warnings` are the health signals with the epoch of the first. Errors are between seeds. A row has the commit and the judge (the SHA-256 of its
 weights) of its run. Runs of another judge are never averaged with these; runs of another commit only count as finished with
 --any_commit. The quickstart's settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
 """
@@ -29,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +65,9 @@ class Kind:
 
 
 JUDGED = ("consistency_score", "between_images")
-CONSISTENCY, VARIETY = {"consistency_score": 1.0}, {"consistency_score": 1.0, "between_images": 8.0}
+# Weight 0: monitored, for kappa in every epoch and the warning that it can give.
+MONITORED = dict.fromkeys(JUDGED, 0.0)
+CONSISTENCY, VARIETY = MONITORED | {"consistency_score": 1.0}, {"consistency_score": 1.0, "between_images": 8.0}
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Images sampled without noise: those of one initial noise would be equal.
@@ -89,6 +94,7 @@ STUDIES = {
         "consistency_80": Kind(CONSISTENCY, {"num_epochs": 80, "eval_freq": 20}),
         "variety_80": Kind(VARIETY, {"num_epochs": 80, "eval_freq": 20}),
     },
+    "hacks": {hack: Kind(MONITORED | {f"paco_toy.hacks:{hack}": 1.0}) for hack in ("identical_panels", "fixed_character", "lines")},
     "objectives": {name: Kind(VARIETY, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
 }
 # Column -> the within-image reward whose kappa it is.
@@ -139,6 +145,14 @@ def agreement_columns(folder: Path) -> dict[str, float]:
             values = {"w": "within", "b": "between", "kappa": "kappa"}
             columns |= {f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each[key]}
     return columns
+
+
+def warnings_of(log: str) -> str:
+    """The health signals in a run's log: "reward/kappa@12 …", each with the epoch of its first warning."""
+    first: dict[str, str] = {}
+    for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
+        first.setdefault(signal, epoch)
+    return " ".join(f"{signal}@{epoch}" for signal, epoch in first.items())
 
 
 def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict:
@@ -224,7 +238,8 @@ def train(study: str, todo: Sequence[tuple[str, int]], judge: Path, other: Path 
             minutes = (time.monotonic() - began) / 60
             run(agreement_command(folder, seed, other is not None))
         policy = policy_measures(folder) if name != "base" else {}
-        return row_of(study, name, seed, judge_id(judge), policy, {"minutes": minutes} | agreement_columns(folder))
+        more = {"minutes": minutes, "warnings": warnings_of(log.read_text(errors="replace"))}
+        return row_of(study, name, seed, judge_id(judge), policy, more | agreement_columns(folder))
 
     pool = ThreadPoolExecutor(jobs)
     try:

@@ -121,6 +121,11 @@ def test_the_evaluation_takes_its_options_and_its_results_become_columns(other, 
     assert ("other_kappa" in columns) == other
 
 
+def test_health_signals_are_read_from_the_log():
+    lines = ["after epoch 3: x (train/grad_norm in metrics.jsonl)", "after epoch 4: y (1.0). Likely cause: z (reward/kappa in metrics.jsonl)"]
+    assert study.warnings_of("\n".join(["started", *lines, lines[0].replace("3", "5")])) == "train/grad_norm@3 reward/kappa@4"
+
+
 def results(*rows):
     names = ("run", "judge", "commit", "seed", "oracle_kappa")
     return pd.DataFrame([{"oracle_b": 0.25} | dict(zip(names, row, strict=True)) for row in rows])
