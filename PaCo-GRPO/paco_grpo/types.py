@@ -113,13 +113,7 @@ class Batched:
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """Join along the batch.
-
-        Raises:
-            ValueError: ``parts`` is empty, or a field differs in shape (other than the batch) or in shared value.
-        """
-        if not parts:
-            raise ValueError(f"{cls.__name__}.cat needs at least one part")
+        """Join along the batch. Raises ValueError where a shared value differs."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -127,22 +121,16 @@ class Batched:
         return type(first)(**joined)
 
     def _cat_field(self, name: str, values: list[Any]) -> Any:
-        label, first = f"{type(self).__name__}.{name}", values[0]
+        first = values[0]
         if isinstance(first, torch.Tensor) and not self._is_shared(name):
-            shapes = [None if value is None else tuple(value.shape) for value in values]
-            if len({shape and shape[1:] for shape in shapes}) > 1:
-                raise ValueError(f"cannot join {label}: the parts have shapes {shapes}")
             return torch.cat(values)
         if isinstance(first, Batched):
             return type(first).cat(values)
         if _is_list_of_batched(first) and all(len(value) == len(first) for value in values):
             return [type(parts[0]).cat(parts) for parts in zip(*values, strict=True)]
         for value in values[1:]:
-            same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
-            if not same:
-                raise ValueError(
-                    f"cannot join {label}: {first} and {value} differ (group samples by size and schedule first)"
-                )
+            if not (torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value):
+                raise ValueError(f"cannot join {type(self).__name__}.{name}: {first} and {value} differ")
         return first
 
     def _values(self) -> dict[str, Any]:

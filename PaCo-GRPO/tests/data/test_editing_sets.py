@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.types import Item
 
 COLORS = ["red", "lime", "blue", "white", "black"]
 
@@ -76,14 +75,6 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path, name):
     )
     with pytest.raises(DataError, match=f"train_metadata.jsonl:1: field 'image' .*{name}"):
         _ = item.image
-
-
-def test_a_set_is_read_without_its_images(tmp_path, monkeypatch):
-    write_parquet(tmp_path / "train.parquet", table([encoded(color) for color in COLORS]))
-    write_jsonl(tmp_path, {"prompt": "x", "image": "images/a.png"})
-    monkeypatch.setattr(Image, "open", None)
-    assert len(load_prompts(tmp_path, "train", "arrow_editing")) == 5
-    assert len(load_prompts(tmp_path, "train", "geneval_image")) == 1
 
 
 @pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
@@ -152,22 +143,6 @@ def test_missing_and_broken_tables(tmp_path):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
-def test_reference_images_are_opened_again_and_not_kept():
-    opened = []
-
-    def reference():
-        opened.append(1)
-        return Image.new("RGB", (2, 2))
-
-    item = Item(0, "x", image=reference)
-    assert not opened
-    assert item.image is not item.image
-    assert len(opened) == 2
-    assert Item(0, "x").image is None
-    picture = Image.new("RGB", (2, 2))
-    assert Item(0, "x", image=picture).image is picture
-
-
 def test_turned_photographs_are_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
@@ -196,13 +171,6 @@ def test_several_images_keep_their_order(tmp_path):
         assert (second.num_images, second.images[0].getpixel((0, 0)), second.more_images) == (1, (255, 0, 0), ())
         loaded = dataclasses.replace(first)
         assert loaded.images == loaded.images and loaded.images[1] is loaded.more_images[0]  # read once
-
-
-@pytest.mark.parametrize("wrong", [[], "images/a.png", ["images/a.png", 3], ["images/a.png", "images/none.png"]])
-def test_wrong_lists_of_images_are_named(tmp_path, wrong):
-    for row in ({"images": wrong}, {"images": ["images/a.png"], "image": "images/a.png"}):
-        with pytest.raises(DataError, match="train_metadata.jsonl:1: field 'images'"):
-            load_prompts(write_jsonl(tmp_path, {"prompt": "x"} | row), "train", "geneval_image")
 
 
 @pytest.mark.parametrize(

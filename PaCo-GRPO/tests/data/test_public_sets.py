@@ -77,13 +77,6 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
         assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == [grid_row(2), grid_row(1)]
 
 
-def test_published_caption_lists_stay_as_they_are(fetch, source, tmp_path):
-    for name, text in {"train": "a cat\na cat\n", "test": "a dog\n", "test_all": "a dog\na bird\n"}.items():
-        (source / f"{name}.txt").write_text(text)
-    assert run(fetch, "pickscore", source) == 0
-    assert {f.name: f.read_text() for f in (tmp_path / "out").iterdir()} == {"train.txt": "a cat\na cat\n", "test.txt": "a dog\n"}
-
-
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     (source / "data").mkdir()
     rows = [
@@ -155,13 +148,6 @@ def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, ca
     assert run(fetch, name, source) == 1
     assert named in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_an_output_that_holds_something_is_kept(fetch, source, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    assert run(fetch, "ocr", source) == 1
-    assert "--output" in capsys.readouterr().err
 
 
 def test_open_twins_of_our_own_set(fetch, tmp_path):

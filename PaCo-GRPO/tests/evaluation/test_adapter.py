@@ -82,7 +82,7 @@ def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
     assert min(distances[:2]) > 3 and max(distances[2:]) <= 1
 
 
-@pytest.mark.parametrize("place", ["", "adapter", "diffusers"])
+@pytest.mark.parametrize("place", ["", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     options, checkpoint, evaluation = trained
     arguments = [*config_argument(options), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from tiny_run import tiny_edit_options, train
 
-from paco_grpo.evaluation.pictures import captioned, contact_sheet, side_by_side
+from paco_grpo.evaluation.pictures import captioned, side_by_side
 from paco_grpo.report.data import read_run
 from paco_grpo.report.page import write_report
 
@@ -52,12 +52,3 @@ def test_report_shows_reference_before_and_after(run_dir, tmp_path):
     files = write_report(run_dir, tmp_path / "report.html")
     page = files[0].read_text()
     assert page.count("<article>") == 5 and page.count("<figure>") == 15 and page.count("<b>reference</b>") == 5
-
-
-def test_contact_sheet_of_pairs():
-    images = [Image.new("RGB", (16, 16), "blue"), Image.new("RGB", (32, 16), "green")]
-    references = [Image.new("RGB", (64, 64), "red"), Image.new("RGB", (400, 200), "black")]
-    sheet = contact_sheet(images, ["x" * 500, ""], references)
-    assert sheet.size == (336, 2 * 178)
-    assert sheet.getpixel((80, 80)) == (255, 0, 0) and sheet.getpixel((164 + 80, 80)) == (0, 0, 255)
-    assert sheet.getpixel((80, 178 + 40)) == (0, 0, 0) and sheet.getpixel((164 + 80, 178 + 40)) == (0, 128, 0)

@@ -56,17 +56,6 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
             assert image.width > image.height
 
 
-def test_a_file_of_edits(generate, tiny_folder, tmp_path):
-    picture(1).save(tmp_path / "a.png")
-    rows = [{"prompt": "x", "image": "a.png"}, {"prompt": "y", "image": "a.png", "height": 32, "width": 64}]
-    (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    name = "flux_kontext"
-    more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out"]
-    assert generate.main(arguments(name, tiny_folder(name), *more)) == 0
-    with Image.open(tmp_path / "out" / "00001_seed0.png") as image:
-        assert image.width > image.height
-
-
 def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     """A model that takes any number of references: the sheet shows each image beside its own."""
     picture(1).save(tmp_path / "a.png")
@@ -84,15 +73,9 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
         ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
         ("flux", "--prompt x --seeds 0", "--seeds 0"),
         ("flux", "--prompt x --best 1", "--judge"),
-        (
-            "flux_kontext",
-            "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",
-            "--image is given 2",
-        ),
+        ("flux_kontext", "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png", "--image is given 2"),
         ("flux_kontext", "--prompt x --image FOLDER/b.png", "b.png"),
         ("flux", "", "nothing to generate"),
-        ("flux", "--prompt x --seeds 0,a", "--seeds 0,a"),
-        ("flux", "--prompts-file FOLDER/none.txt", "none.txt"),
         ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
     ],
 )
