@@ -61,16 +61,16 @@ def split_prompt(prompt: str) -> GridPrompt:
             f"prompt states a {rows}x{cols} layout ({rows * cols} panels) but has {len(names)} panel labels ({found}); "
             f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {_shorten(prompt)}"
         )
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise PromptLayoutError(f"panel label {doubles[0]!r} occurs more than once. Prompt: {_shorten(prompt)}")
+    if len(set(names)) < len(names):
+        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {_shorten(prompt)}")
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
-    texts = [prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)]
-    empty = [name for name, text in zip(names, texts, strict=True) if not text]
-    if empty:
+    texts = {match["label"]: prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
+    if empty := [name for name, text in texts.items() if not text]:
         raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {_shorten(prompt)}")
-    panels = tuple(texts[index] for index in _row_major(names))
-    return GridPrompt(prompt[: labels[0].start()].strip(), panels, rows, cols)
+    places = [_position(name) for name in names]
+    if None not in places and len(set(places)) == len(places):  # else in the prompt's order
+        names.sort(key=_position)
+    return GridPrompt(prompt[: labels[0].start()].strip(), tuple(texts[name] for name in names), rows, cols)
 
 
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
@@ -97,24 +97,14 @@ def pairs(n: int) -> list[tuple[int, int]]:
     return [(i, j) for i in range(n) for j in range(i + 1, n)]
 
 
-def _row_major(names: list[str]) -> list[int]:
-    """Panel order by their labels; the order in the prompt if any label's position is unknown."""
-    order = range(len(names))
-    keys = [_position(name) for name in names]
-    if any(key is None for key in keys) or len(set(keys)) != len(keys):
-        return list(order)
-    return sorted(order, key=lambda index: keys[index])
-
-
 def _position(name: str) -> tuple[int, int] | None:
+    """(row, column) of a label, for sorting; None if it names none."""
     if name.startswith("PANEL-"):
         return (0, int(name.removeprefix("PANEL-")))
     first, _, second = name.strip("[]").partition("]-[")
-    if second:
-        return (_NAMED_ROWS[first], _NAMED_COLS[second]) if first in _NAMED_ROWS and second in _NAMED_COLS else None
-    if first in _NAMED_COLS:
-        return (0, _NAMED_COLS[first])
-    return (_NAMED_ROWS[first], 2) if first in _NAMED_ROWS else None
+    if not second:
+        first, second = ("TOP", first) if first in _NAMED_COLS else (first, "MIDDLE")
+    return (_NAMED_ROWS[first], _NAMED_COLS[second]) if first in _NAMED_ROWS and second in _NAMED_COLS else None
 
 
 def _shorten(prompt: str) -> str:

@@ -52,13 +52,8 @@ class Question:
     def texts(self, criteria: Mapping[str, Mapping[str, str]], **values: str) -> dict[str, tuple[str, ...]]:
         """The texts to ask, by dimension: one for each non-empty criterion if the template is about criteria, else one.
 
-        ``verdict.mean_over_dimensions`` averages the scores; dimensions without a non-empty criterion are left out.
-
-        Args:
-            criteria: ``{dimension: {name: text}}``.
-
-        Raises:
-            ValueError: No criterion has text.
+        ``criteria`` are ``{dimension: {name: text}}``; ``verdict.mean_over_dimensions`` averages the scores. Raises
+        ValueError if no criterion has text.
         """
         if "criterion" not in self.fields:
             return {"": (self.text(**values),)}
@@ -81,33 +76,27 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
     Raises:
         ValueError: Neither name nor readable text, or a field that is unknown or cannot be filled in here.
     """
-    loaded = Question(question, shipped().get(question, ""))
-    if question not in shipped():
+    try:
         file = Path(question).expanduser()
-        try:
-            loaded = Question(file.stem, file.read_text(encoding="utf-8").removesuffix("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"question {question!r} is neither a shipped template ({', '.join(shipped())}) nor a readable text "
-                f"file ({error})"
-            ) from error
-    if not loaded.template.strip():
+        name, template = question, shipped().get(question)
+        if template is None:
+            name, template = file.stem, file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"question {question!r} is neither a shipped template ({', '.join(shipped())}) nor a readable text file "
+            f"({error})"
+        ) from error
+    if not template.strip():
         raise ValueError(f"question file {question} is empty")
-    unknown = [
-        name for name in _FIELD.findall(loaded.template) if name not in _KNOWN or name.partition("_")[0] not in about
-    ]
-    if unknown:
-        possible = ", ".join(f"{{{name}}}" for name in _KNOWN if name in about) or "none"
-        raise ValueError(f"question {question!r} has the field {{{unknown[0]}}}, but the fields here are: {possible}")
-    return loaded
+    for field in _FIELD.findall(template):
+        if field not in _KNOWN or field.partition("_")[0] not in about:
+            possible = ", ".join(f"{{{known}}}" for known in _KNOWN if known in about) or "none"
+            raise ValueError(f"question {question!r} has the field {{{field}}}, but the fields here are: {possible}")
+    return Question(name, template)
 
 
 def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Question, ...]:
-    """One question about an edit, or two: is the rest kept, and is the instruction followed.
-
-    Raises:
-        ValueError: As ``load_question``; or not one or two.
-    """
+    """One question about an edit, or two: is the rest kept, and is the instruction followed. Raises ValueError."""
     named = (question,) if isinstance(question, str) else tuple(question)
     if len(named) not in (1, 2):
         raise ValueError(f"an edit is asked about with one or two questions, not {len(named)}: {', '.join(named)}")
@@ -160,9 +149,7 @@ class RequestForm:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
         if self.image_labels and "{n}" not in self.image_labels and re.search(r"\d", self.image_labels):
-            raise ValueError(
-                f"image_labels={self.image_labels!r}: write {{n}} for the image's number, as in '<img{{n}}>: '"
-            )
+            raise ValueError(f"image_labels={self.image_labels!r}: write {{n}} for the number, as in '<img{{n}}>: '")
 
     def label(self, number: int) -> str:
         """The text before image ``number``, counted from 1."""
@@ -176,10 +163,7 @@ def add_form_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of ``form_of`` to a command."""
 
     def labels(text: str) -> str:
-        try:
-            return RequestForm(text).image_labels
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+        return RequestForm(text).image_labels
 
     text = 'text before each image, {n} = its number: "<img{n}>: "'
     parser.add_argument("--image_labels", type=labels, metavar="TEXT", help=text)
@@ -212,6 +196,7 @@ def build_messages(
     content: list[dict[str, Any]] = []
     urls = [url for url in (image_a_url, image_b_url, *more_urls) if url is not None]
     for number, url in enumerate(urls, start=1):
-        content += [{"type": "text", "text": form.label(number)}] * bool(form.image_labels)
+        if form.image_labels:
+            content.append({"type": "text", "text": form.label(number)})
         content.append({"type": "image_url", "image_url": {"url": url}})
     return [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]

@@ -61,11 +61,11 @@ class JudgeScorer:
         # With left padding every answer begins at the last position.
         self.processor.tokenizer.padding_side = "left"
         self.yes_id, self.no_id = option_ids(processor.tokenizer)
-        encoded = [
-            [processor.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        encode = lambda word: processor.tokenizer.encode(word, add_special_tokens=False)
+        self._answer_ids = [
+            sorted({encode(word)[0] for word in words if len(encode(word)) == 1})
             for words in ANSWER_TOKENS[form.answer_tokens]
         ]
-        self._answer_ids = [sorted({ids[0] for ids in answer if len(ids) == 1}) for answer in encoded]  # yes, no
 
     @classmethod
     def from_pretrained(
@@ -78,19 +78,14 @@ class JudgeScorer:
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
     ) -> "JudgeScorer":
-        """Load a judge.
+        """Load a judge. Raises OSError and ValueError (``WrongWeights``: incomplete or damaged).
 
         Args:
-            model: Folder or hub name of a vision-language model.
+            model: Folder or hub name of a vision-language model with a chat template.
             adapter: Folder or hub name of a peft adapter for it. Images are limited as in its training.
             device: Default: the first GPU, else the CPU.
             dtype: Default: as stored on a GPU, float32 on a CPU.
             batch_size, form: As in the constructor.
-
-        Raises:
-            OSError: There is no such model or adapter (with the library's message).
-            ValueError: Weights are incomplete or damaged (``WrongWeights``), the model is of another kind, or it has no
-                chat template.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -144,9 +139,9 @@ class JudgeScorer:
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
         """The whole answer to each pair, greedily decoded: Yes or No, then reasons. Raises BadChat, UnreadableImage."""
-        answers: list[str] = []
-        for start in range(0, len(pairs), self.batch_size):
-            ids = self.generate([self.chat(pair) for pair in pairs[start : start + self.batch_size]], max_new_tokens)
+        chats, answers = [self.chat(pair) for pair in pairs], []
+        for start in range(0, len(chats), self.batch_size):
+            ids = self.generate(chats[start : start + self.batch_size], max_new_tokens)
             answers += self.processor.batch_decode(ids, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
@@ -215,11 +210,10 @@ class JudgeScorer:
 
 def option_ids(tokenizer: Any) -> tuple[int, int]:
     """Token ids of Yes and No. Raises ValueError: The tokenizer splits one of them."""
-    ids = [tokenizer.encode(option, add_special_tokens=False) for option in ("Yes", "No")]
-    for option, tokens in zip(("Yes", "No"), ids, strict=True):
-        if len(tokens) != 1:
-            raise ValueError(f"this tokenizer splits {option!r} into {len(tokens)} tokens; a judge needs one")
-    return ids[0][0], ids[1][0]
+    yes, no = (tokenizer.encode(option, add_special_tokens=False) for option in ("Yes", "No"))
+    if len(yes) != 1 or len(no) != 1:
+        raise ValueError(f"this tokenizer splits Yes or No into several tokens ({yes}, {no}); a judge needs one")
+    return yes[0], no[0]
 
 
 def see_images_once(model: torch.nn.Module) -> None:
@@ -265,18 +259,14 @@ def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) 
     from peft import PeftModel
 
     folder = local_folder(adapter, ("adapter_*",))
-    if not (folder / "adapter_config.json").is_file():
-        raise FileNotFoundError(
-            f"adapter folder {adapter} has no adapter_config.json; train one with `paco-reward train`"
-        )
     check_adapter({name: tuple(value.shape) for name, value in model.state_dict().items()}, folder, tensors_in(base))
     return PeftModel.from_pretrained(model, str(folder))
 
 
 def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
     """A local folder as it is; of a hub name, the folder of the files that match, downloaded if necessary."""
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
