@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
-from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,13 +70,10 @@ class product_aggregate_fn:
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
         """
         Raises:
-            ValueError: A reward or its exponent is negative.
+            ValueError: A reward is negative.
         """
         _require_non_negative("product_aggregate_fn", grouped_rewards)
-        weights = {name: self.reward_weights[name] for name in grouped_rewards}
-        if min(weights.values()) < 0:
-            raise ValueError(f"product_aggregate_fn: the exponents {weights} must be ≥ 0")
-        return _per_group(lambda r: np.prod([r[name] ** weights[name] for name in r], axis=0), grouped_rewards)
+        return _per_group(lambda r: np.prod([r[name] ** self.reward_weights[name] for name in r], axis=0), grouped_rewards)
 
 
 def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -181,12 +176,9 @@ def get_aggregate_fn(
     """
     factory = FACTORIES.get(spec) if isinstance(spec, str) else None
     known = inspect.signature(factory).parameters if factory else {}
-    unknown = [name for name in arguments or {} if name not in known]
-    if unknown:
-        raise ValueError(
-            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={spec!r} takes "
-            f"{', '.join(known) or 'nothing'}"
-        )
+    for name in arguments or {}:
+        if name not in known:
+            raise ValueError(f"config.train.aggregate_fn_kwargs has {name!r}, but aggregate_fn={spec!r} takes {[*known]}")
     if factory is None:
         return spec if callable(spec) else resolve(spec)
     run = {"reward_weights": reward_weights, "global_std": global_std}
@@ -212,27 +204,17 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
         arguments = {f.name: getattr(aggregate_fn, f.name) for f in dataclasses.fields(aggregate_fn) if f.init}
         return {"name": type(aggregate_fn).__name__, "arguments": {k: _plain(v) for k, v in arguments.items()}}
     name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", None) or ""
-    if not isinstance(aggregate_fn, type):
-        if BUILT_IN.get(name) is aggregate_fn:
-            return name
-        if _is_importable(aggregate_fn, module, name):
-            return f"{module}:{name}"
-        if inspect.isfunction(aggregate_fn) and name.isidentifier():
-            return f"{Path(inspect.unwrap(aggregate_fn).__code__.co_filename).resolve()}:{name}"
+    if BUILT_IN.get(name) is aggregate_fn and name not in FACTORIES:
+        return name
+    found = getattr(sys.modules.get(module), name, None) is aggregate_fn and not isinstance(aggregate_fn, type)
+    if found and PathFinder.find_spec(module.partition(".")[0]):  # unlike a configuration file, loaded by its path
+        return f"{module}:{name}"
+    if inspect.isfunction(aggregate_fn) and name.isidentifier():
+        return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
     raise ValueError(
         f"{OPTION} is {name or aggregate_fn!r}, which a saved run could not find again: give a built-in aggregation, or a "
         "function at the top level of the configuration file or of an importable module"
     )
-
-
-def _is_importable(function: Callable, module: str, name: str) -> bool:
-    root = module.partition(".")[0]
-    if root == "__main__" or PathFinder.find_spec(root) is None:
-        return False  # such as a configuration file, loaded by its path
-    try:
-        return attrgetter(name)(sys.modules[module]) is function
-    except (KeyError, AttributeError):
-        return False
 
 
 def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
@@ -250,23 +232,16 @@ def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
     try:
         if name in BUILT_IN:
             return BUILT_IN[name](**arguments) if name in FACTORIES else BUILT_IN[name]
-        if place and function:
-            return attrgetter(function)(_module(place))
-    except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
+        if place.endswith(".py"):
+            return runpy.run_path(place)[function]
+        if place:
+            return getattr(importlib.import_module(place), function)
+    except (TypeError, ValueError, ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(f"{OPTION} = {name!r} {arguments or ''} cannot be used: {error}") from error
     raise ValueError(
         f"{OPTION} = {name!r} is unknown.{did_you_mean(str(name), BUILT_IN)} Known: {', '.join(BUILT_IN)}, "
         "'package.module:function' or 'file.py:function'"
     )
-
-
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location("paco_grpo_aggregation", place)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _is_table(value: Any) -> bool:

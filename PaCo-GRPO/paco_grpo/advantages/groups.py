@@ -60,13 +60,16 @@ def compute_advantages(
         ``aggregate_fn.stats``.
 
     Raises:
-        ValueError: Lengths differ, no reward, an infinite reward, or ``aggregate_fn`` returns other keys or lengths.
+        ValueError: No reward, or ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
+    if not rewards:
+        raise ValueError("compute_advantages needs at least one reward: set config.train.reward_fn")
     item_ids = np.asarray(item_ids)
-    values = _checked(rewards, item_ids, prompts)
+    values = {name: np.array(array, np.float64) for name, array in rewards.items()}
     missing = np.isnan(np.stack(list(values.values()))).any(axis=0)
-    kept, groups = _groups(item_ids, missing, per_prompt)
-    advantages = np.zeros(len(item_ids))
+    groups = _groups(item_ids, missing, per_prompt)
+    kept, advantages = np.zeros(len(item_ids), dtype=bool), np.zeros(len(item_ids))
+    kept[np.concatenate([np.array([], int), *groups])] = True
     stats = {
         "missing_share": float(missing.mean()),
         "dropped_share": float(1 - kept.mean()),
@@ -100,34 +103,14 @@ def compute_advantages(
     return AdvantageResult(advantages, kept, stats)
 
 
-def _checked(rewards: Mapping[str, np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> dict[str, np.ndarray]:
-    if not rewards:
-        raise ValueError("compute_advantages needs at least one reward: set config.train.reward_fn")
-    values = {name: np.array(array, np.float64) for name, array in rewards.items()}
-    lengths = {"item_ids": len(item_ids), "prompts": len(prompts)} | {name: len(v) for name, v in values.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"rewards, item_ids and prompts must have one entry per sample, but have lengths {lengths}")
-    for name, array in values.items():
-        if np.isinf(array).any():
-            raise ValueError(
-                f"reward {name!r} is infinite for {int(np.isinf(array).sum())} samples; a missing score must be NaN"
-            )
-    return values
-
-
-def _groups(item_ids: np.ndarray, missing: np.ndarray, per_prompt: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Which samples are kept (n,), and the positions of each group's kept samples (groups by first appearance)."""
-    _, first, counts = np.unique(item_ids, return_index=True, return_counts=True)
-    if not per_prompt or (counts == 1).all():
-        labels = [np.arange(len(item_ids))]
+def _groups(item_ids: np.ndarray, missing: np.ndarray, per_prompt: bool) -> list[np.ndarray]:
+    """Positions of the kept samples of each group of at least two, groups by first appearance."""
+    items = list(dict.fromkeys(item_ids.tolist()))
+    if not per_prompt or len(items) == len(item_ids):
+        groups = [np.flatnonzero(~missing)]
     else:
-        labels = [np.flatnonzero(item_ids == item_ids[position]) for position in np.sort(first)]
-    groups = [members[~missing[members]] for members in labels]
-    groups = [members for members in groups if len(members) >= 2]
-    kept = np.zeros(len(item_ids), dtype=bool)
-    for members in groups:
-        kept[members] = True
-    return kept, groups
+        groups = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
+    return [members for members in groups if len(members) >= 2]
 
 
 def _keys(groups: list[np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> list[str]:
@@ -142,15 +125,12 @@ def _keys(groups: list[np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]
 
 
 def _aggregate(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    name = getattr(function, "__name__", type(function).__name__)
-    expected = {key: len(values) for key, values in next(iter(grouped.values())).items()}
     result = {key: np.asarray(values, np.float64) for key, values in function(**grouped).items()}
+    expected = {key: values.shape for key, values in next(iter(grouped.values())).items()}
     got = {key: values.shape for key, values in result.items()}
-    if got != {key: (length,) for key, length in expected.items()}:
+    if got != expected or not all(np.isfinite(values).all() for values in result.values()):
         raise ValueError(
-            f"aggregate_fn {name} must return one array of the group's size for every prompt key: "
-            f"expected {expected}, got {got}"
+            f"aggregate_fn {getattr(function, '__name__', type(function).__name__)} must return one finite number for every "
+            f"image: expected arrays of the shapes {expected}, got {got}"
         )
-    if not all(np.isfinite(values).all() for values in result.values()):
-        raise ValueError(f"aggregate_fn {name} returned a value that is not finite")
     return result

@@ -1,6 +1,5 @@
 """Advantages and aggregations against plain loops in NumPy, over random groups (docs/method.md §5)."""
 
-import functools
 import importlib.util
 import json
 
@@ -110,15 +109,6 @@ def test_items_that_share_a_prompt_stay_apart():
     np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
 
 
-def test_returns_advantages_is_respected():
-    def raw(**grouped):
-        return grouped["a"]
-
-    raw.returns_advantages = True
-    result = compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=raw)
-    assert result.advantages.tolist() == [2, 3]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": g["a"]["x"][:1]}, lambda **g: {"x": g["a"]["x"] * np.nan}],
@@ -155,8 +145,6 @@ def test_product():
     for key, values in function(**rewards).items():
         np.testing.assert_allclose(values, rewards["a"][key] * rewards["b"][key] ** 4)
     np.testing.assert_array_equal(product_aggregate_fn({"a": 0, "b": 1})(**rewards)["p"], rewards["b"]["p"])
-    with pytest.raises(ValueError, match="exponents.*-1"):
-        product_aggregate_fn({"a": 1, "b": -1})(**rewards)
     rewards["b"]["q"][1] = -0.1
     with pytest.raises(ValueError, match="'b'"):
         function(**rewards)
@@ -191,10 +179,7 @@ def test_weighted_advantage_sum(global_std):
     rng = np.random.default_rng(3)
     a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
     function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
-    assert function.returns_advantages
-    result = compute_advantages(
-        {"a": a, "b": b}, items, [str(i) for i in items], reward_weights=WEIGHTS, aggregate_fn=function
-    )
+    result = compute_advantages({"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function)
     by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]
     np.testing.assert_allclose(result.advantages, by_hand)
 
@@ -223,7 +208,7 @@ def test_get_aggregate_fn():
 
 def test_an_aggregation_is_saved_and_found_again():
     """Through JSON, as in a saved configuration."""
-    for function in (None, geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn, np.mean, json.JSONEncoder.encode):
+    for function in (None, geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn, np.mean):
         assert resolve(json.loads(json.dumps(describe(function)))) is function
     assert describe(geometric_mean_aggregate_fn) == "geometric_mean_aggregate_fn" and describe(np.mean) == "numpy:mean"
     rewards = grouped()
@@ -264,16 +249,7 @@ def test_a_function_of_the_configuration_file_is_found_again(tmp_path):
         describe(module.get_config())
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda **grouped: grouped["a"],
-        functools.partial(geometric_mean_aggregate_fn, a={}),
-        log_tame_aggregate_fn,  # the class, not called
-        log_tame_aggregate_fn().__call__,
-        object(),
-    ],
-)
+@pytest.mark.parametrize("function", [lambda **grouped: grouped["a"], log_tame_aggregate_fn, log_tame_aggregate_fn().__call__])
 def test_what_could_not_be_found_again_is_refused(function):
     with pytest.raises(ValueError, match="config.train.aggregate_fn"):
         describe(function)
@@ -284,9 +260,7 @@ def test_what_could_not_be_found_again_is_refused(function):
     [
         ("harmonic_mean", "Did you mean 'harmonic_mean_aggregate_fn'"),
         ("numpy:no_such_function", "no_such_function"),
-        ("no.such.module:mean", "no.such.module:mean"),
         ("/no/such/file.py:worst", "/no/such/file.py:worst"),
-        ({"name": "log_tame_aggregate_fn", "arguments": {"limit": 3}}, "limit"),
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
         ("weighted_advantage_sum_aggregate_fn", "reward_weights"),
     ],
@@ -296,13 +270,9 @@ def test_descriptions_of_nothing_are_errors(description, named):
         resolve(description)
 
 
-@pytest.mark.parametrize(
-    "rewards,named",
-    [({}, "config.train.reward_fn"), ({"a": [1.0]}, "'a': 1"), ({"a": [1.0, np.inf]}, "'a'"), ({"c": [1.0, 2]}, "c ")],
-)
-def test_bad_input(rewards, named):
-    with pytest.raises(ValueError, match=named):
-        compute_advantages(rewards, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
+def test_a_reward_without_a_weight_is_named():
+    with pytest.raises(ValueError, match="c "):
+        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
 
 
 def test_gdpo_normalizes_over_the_batch():
