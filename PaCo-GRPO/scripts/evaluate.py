@@ -51,7 +51,7 @@ from paco_grpo.training.build import (
     load_generator,
     test_reward_kwargs,
 )
-from paco_grpo.training.checks import check_device, check_images, check_run, check_writable, is_disk_full, text_length
+from paco_grpo.training.checks import check_device, check_items, check_run, check_writable, is_disk_full, text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -118,7 +118,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     """Options with the text length that applies, items, and rewards that have answered."""
     check_writable(folder)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
-    check_images(options, {"test": items})
+    check_items(options, {"test": items})
     if images_per_prompt > 1:
         options = dataclasses.replace(options, test=dataclasses.replace(options.test, num_images=images_per_prompt * len(items)))
         if not any(item.metadata.get("open") for item in items):

@@ -35,7 +35,7 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
 from paco_grpo.training.build import USER_ERRORS, apply_speed, load_adapter, load_generator
-from paco_grpo.training.checks import check_device, check_images, is_disk_full, require_promised_gpu, text_length
+from paco_grpo.training.checks import check_device, check_items, is_disk_full, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
 from paco_judge.images import UnreadableImage, read_image
@@ -109,7 +109,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
 def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
     """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None)."""
     require_promised_gpu(os.environ)
-    check_images(options, {"given": items})
+    check_items(options, {"given": items})
     judge = None
     if own.best is not None and (own.best < 1 or not own.judge):
         raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")

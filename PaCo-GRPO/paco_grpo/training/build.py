@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import shutil
@@ -19,7 +18,7 @@ from accelerate.utils import set_seed
 from filelock import FileLock
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
-from paco_grpo.checkpoint.files import CheckpointError, find_checkpoint
+from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.checkpoint.lock import LOCK_FILE, claim_folder, lock_folder
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
@@ -30,14 +29,23 @@ from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.options.parse import load_options, options_to_dict, options_to_yaml
+from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
-from paco_grpo.training.checks import check_device, check_images, check_run, check_sharding, check_writable, text_length
+from paco_grpo.training.checks import (
+    check_device,
+    check_earlier_run,
+    check_items,
+    check_prompts,
+    check_run,
+    check_sharding,
+    check_writable,
+    text_length,
+)
 from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan, on_cuda
 from paco_grpo.training.update import Updater
@@ -47,7 +55,9 @@ from paco_judge.client import JudgeError
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-USER_ERRORS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, CheckpointError)
+USER_ERRORS = (
+    ConfigError, DataError, PolicyLoadError, AccelerationError, RewardError, JudgeError, TrackingError, CheckpointError,
+)  # fmt: skip
 _FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
 
 
@@ -111,9 +121,9 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = start_processes(options)
     if strategy.lockstep:
         check_sharding(options)
-    run_name, folder, lock = _run_folder(options, configuration_name, strategy.accelerator)
+    folder, lock = _run_folder(options, configuration_name, strategy.accelerator)
     try:
-        return _build(dataclasses.replace(options, run_name=run_name), folder, lock, objective, strategy)
+        return _build(dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy)
     except BaseException:
         if lock is not None:
             _discard(folder)
@@ -121,23 +131,57 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         raise
 
 
-def _build(
-    options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated
-) -> Run:
+def _run_folder(
+    options: RunOptions, configuration_name: str, accelerator: Accelerator
+) -> tuple[Path, FileLock | None]:
+    """The run's folder on every process, and its lock on the main process."""
+    parent, locks = Path(options.save_dir).expanduser().absolute(), []
+
+    def claim() -> str:
+        name = options.run_name
+        if not name:
+            check_writable(parent)
+            name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        check_writable(parent / name, _FIRST_DISK_CHECK)
+        lock = lock_folder(parent / name)
+        try:
+            check_earlier_run(options, parent / name)
+        except BaseException:
+            _discard(parent / name)
+            lock.release()
+            raise
+        locks.append(lock)
+        return name
+
+    folder = parent / main_decides(accelerator, claim)
+    check_writable(folder, _FIRST_DISK_CHECK)
+    return folder, locks[0] if locks else None
+
+
+def _discard(folder: Path) -> None:
+    """Remove the folder of a refused start, unless it holds more than such a start writes."""
+    if {path.name for path in folder.iterdir()} <= {LOCK_FILE, "questions.json"}:
+        shutil.rmtree(folder)
+
+
+def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
     accelerator = strategy.accelerator
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
-    digest = main_decides(accelerator, lambda: _check_prompts(options, folder, items["train"]))
-    check_images(options, items)
-    length = text_length(options, [*items["train"], *items["test"]])
-    train = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    # What is saved and used from here on: with the length that applies.
-    options = dataclasses.replace(options, max_sequence_length=length, train=train)
+    digest = main_decides(accelerator, lambda: check_prompts(options, folder, items["train"]))
+    check_items(options, items)
+    # What is saved and used from here on.
+    options = dataclasses.replace(
+        options,
+        max_sequence_length=text_length(options, [*items["train"], *items["test"]]),
+        train=dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)),
+    )
+    train = options.train
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
     looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
     features = GroupFeatures(train, accelerator.device) if looks_at_groups else None
-    metrics, tracker = MetricsFile(folder / "metrics.jsonl"), None
+    tracker = None
     if accelerator.is_main_process:
         values = options_to_dict(options)
         tracker = build_tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
@@ -147,6 +191,9 @@ def _build(
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
+    sampler = GroupSampler(
+        len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt
+    )
     state = TrainState(
         policy=policy,
         parameters=parameters,
@@ -154,7 +201,7 @@ def _build(
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=_optimizer(options, list(parameters.values())),
         strategy=strategy,
-        sampler=GroupSampler(len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt),
+        sampler=sampler,
     )
     # Without LoRA there is no base model left to compare with.
     probe_items = items["test"][: options.health.probe_images] if options.use_lora else []
@@ -171,108 +218,13 @@ def _build(
         checkpoints=Checkpoints(folder, options, state),
         probe=BaseProbe(policy, probe_items, options) if probe_items else None,
         features=features,
-        metrics=metrics,
+        metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=tracker,
         lock=lock,
     )
     if accelerator.is_main_process:
         _log_start(run, digest)
     return run
-
-
-def _run_folder(
-    options: RunOptions, configuration_name: str, accelerator: Accelerator
-) -> tuple[str, Path, FileLock | None]:
-    """Name and folder of the run on every process, and its lock on the main process."""
-    parent, locks = Path(options.save_dir).expanduser().absolute(), []
-
-    def claim() -> str:
-        name = options.run_name
-        if not name:
-            check_writable(parent)
-            name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        check_writable(parent / name, _FIRST_DISK_CHECK)
-        lock = lock_folder(parent / name)
-        try:
-            _check_earlier_run(options, parent / name)
-        except BaseException:
-            _discard(parent / name)
-            lock.release()
-            raise
-        locks.append(lock)
-        return name
-
-    name = main_decides(accelerator, claim)
-    check_writable(parent / name, _FIRST_DISK_CHECK)
-    return name, parent / name, locks[0] if locks else None
-
-
-def _discard(folder: Path) -> None:
-    """Remove the folder of a refused start, unless it holds more than such a start writes."""
-    if {path.name for path in folder.iterdir()} <= {LOCK_FILE, "questions.json"}:
-        shutil.rmtree(folder)
-
-
-def _check_earlier_run(options: RunOptions, folder: Path) -> None:
-    if (folder / "metrics.jsonl").is_file() and not options.resume_from:
-        raise ConfigError(
-            f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
-            "--config.run_name"
-        )
-    if not options.resume_from:
-        return
-    checkpoint = find_checkpoint(options.resume_from, folder)
-    earlier = folder / "config.yaml" if checkpoint is None else checkpoint.parents[1] / "config.yaml"
-    if earlier.is_file():
-        _compare_with_earlier(options, earlier)
-
-
-# A checkpoint continues what these made; with other values its weights mean something else.
-_BOUND = (
-    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
-    "train.lora_targets", "train.lora_path", "train.reference",
-)  # fmt: skip
-_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
-
-
-def _compare_with_earlier(options: RunOptions, earlier: Path) -> None:
-    """Log every option that differs from the saved configuration; refuse those of ``_BOUND``."""
-    saved = _flat(options_to_dict(load_options(str(earlier))))
-    now = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    now = _flat(options_to_dict(dataclasses.replace(options, train=now)))
-    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in _UNIMPORTANT]
-    for name in changed:
-        logger.warning("resuming with another config.%s: %r -> %r", name, saved[name], now[name])
-    bound = [f"config.{name} ({saved[name]!r} -> {now[name]!r})" for name in changed if name in _BOUND]
-    if bound and not options.resume_changed:
-        raise ConfigError(
-            f"{earlier.parent} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
-            "--config.resume_changed=True"
-        )
-
-
-def _check_prompts(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
-    """A hash of the training prompts; refuses to resume with others than the run's plan.json records."""
-    digest = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
-    checkpoint = find_checkpoint(options.resume_from, folder) if options.resume_from else None
-    earlier = checkpoint.parents[1] / "plan.json" if checkpoint else None
-    if earlier and earlier.is_file() and not options.resume_changed:
-        saved = json.loads(earlier.read_text(encoding="utf-8")).get("prompts", digest)
-        if saved != digest:
-            raise ConfigError(
-                f"config.dataset={options.dataset} holds other training prompts than {earlier.parent} was trained with. "
-                "Resume with those, or set --config.resume_changed=True"
-            )
-    return digest
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"train.resolution": 512, …}`` of nested options; dicts of rewards and their arguments stay whole."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = not prefix and isinstance(value, Mapping)
-        flat |= _flat(value, f"{name}.") if nested else {prefix + name: value}
-    return flat
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------------
@@ -295,6 +247,7 @@ def _reward_sets(
         aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    reward_weights(options.test.reward_fn)  # no two of one name
     built: dict[str, Reward] = {}
 
     def build(name: str, kwargs: Mapping) -> Reward:
@@ -360,28 +313,17 @@ def find_adapter(place: str) -> Path:
 
 
 def load_adapter(policy: Policy, place: str) -> None:
-    """Attach the adapter at ``place`` to the base model ``policy``; see ``find_adapter``.
-
-    Raises:
-        PolicyLoadError: There is none, or it belongs to another model.
-    """
+    """Attach the adapter at ``place`` to the base model ``policy``; see ``find_adapter``."""
     add_lora(policy, lora_path=find_adapter(place))
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:
-    """Set attention back end, compilation and offloading on ``policy``, which has its adapters and is placed.
-
-    Raises:
-        ConfigError: Its transformer cannot be compiled block by block.
-    """
+    """Set attention back end, compilation and offloading on ``policy``, which has its adapters and is placed."""
     speed = options.speed
     if speed.attention is not None:
         set_attention(policy, speed.attention)
     if speed.compile:
-        try:
-            compile_blocks(policy)
-        except AccelerationError as error:
-            raise ConfigError(f"config.speed.compile=True: {error}; set it to False") from error
+        compile_blocks(policy)
         logger.info("transformer blocks are compiled at their first forward of each kind, which takes minutes")
     policy.offload(text_encoders=on_cuda(speed.offload_text_encoders, policy.device), vae=speed.offload_vae)
 

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
 import importlib.util
+import json
 import logging
-import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paco_grpo.advantages.aggregation import describe
+from paco_grpo.checkpoint.files import find_checkpoint
 from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.options.parse import load_options, options_to_dict
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
-from paco_grpo.policies.performance import AccelerationError, quantize
+from paco_grpo.policies.performance import quantize
 from paco_grpo.policies.performance.attention import attention_problem, try_attention
 from paco_grpo.policies.performance.compile import require_compiler
-from paco_grpo.rewards.registry import RewardError, find_factory, reward_weights
+from paco_grpo.rewards.registry import short_name
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 
@@ -55,25 +59,20 @@ def check_run(options: RunOptions) -> Objective:
         ConfigError: All problems found, one line each; every line names the option to change.
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
-    train, problems, objective = options.train, contradictions(options), None
+    train, problems = options.train, contradictions(options)
     if train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
         problems.append("train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]'")
     if options.pretrained.quantize and (problem := quantize.missing_library()):
         problems.append(f"pretrained.quantize={options.pretrained.quantize!r}: {problem}")
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         problems.append(f"speed.attention={problem}")
-    for group, names in (("train", train.reward_fn), ("test", options.test.reward_fn)):
-        for look_up in (lambda: reward_weights(dict.fromkeys(names, 1.0)), *(partial(find_factory, n) for n in names)):  # noqa: B023
-            try:
-                look_up()
-            except RewardError as error:
-                problems.append(f"{group}.reward_fn: {error}")
+    objective = None
     try:
         describe(train.aggregate_fn)
         objective = get_objective(train.loss_type).for_run(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    else:
+    if objective:
         problems += _objective_problems(options, objective)
     raise_if_any(problems)
     if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
@@ -88,17 +87,13 @@ def contradictions(options: RunOptions) -> list[str]:
     """Options that contradict each other: a line for each, beginning with the option's name."""
     sample, train, kind = options.sample, options.train, options.pretrained.quantize
     steps, group, latents = sample.noise_steps, sample.num_images_per_prompt, sample.latents_per_prompt
-    noisy = bool(steps and sample.noise_level)
     rules = (
         (not options.dataset, "dataset is empty; give the folder of the prompt set"),
         (not train.reward_fn, "train.reward_fn is empty; give a reward: --config.train.reward_fn.jpeg_compressibility=1"),
         (max(steps, default=0) >= sample.num_steps,
          f"sample.noise_steps={steps}: with sample.num_steps={sample.num_steps}, steps are 0 to {sample.num_steps - 1}"),
-        (len({*steps}) < len(steps), f"sample.noise_steps={steps} names a step twice"),
         ((sample.num_noise_steps or 0) > len(steps), "sample.num_noise_steps is more than sample.noise_steps has"),
         (train.timesteps == (), "train.timesteps is empty; None trains on every noise step"),
-        (sample.tail_steps is not None and not noisy, "sample.tail_steps needs noise: it shortens what follows it"),
-        (sample.tail_order != 1 and not noisy, "sample.tail_order needs noise: it changes the steps that follow it"),
         (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
         (latents > 1 and not sample.same_latent, "sample.latents_per_prompt has no effect without sample.same_latent"),
         (train.reward_fn and not any(train.reward_fn.values()),
@@ -112,14 +107,16 @@ def contradictions(options: RunOptions) -> list[str]:
         (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
     )  # fmt: skip
     rewards = {**train.reward_fn, **options.test.reward_fn}
-    trained = [name.rsplit(":", 1)[-1] for name in train.reward_fn]
-    names = [("train.reward_fn_kwargs", name, rewards) for name in train.reward_fn_kwargs]
-    names += [("test.reward_fn_kwargs", name, rewards) for name in options.test.reward_fn_kwargs]
-    weights = train.aggregate_fn_kwargs.get("reward_weights") or ()
-    names += [("train.aggregate_fn_kwargs.reward_weights", name, trained) for name in weights]
+    names = [
+        ("train.reward_fn_kwargs", train.reward_fn_kwargs, rewards),
+        ("test.reward_fn_kwargs", options.test.reward_fn_kwargs, rewards),
+        ("train.aggregate_fn_kwargs.reward_weights", train.aggregate_fn_kwargs.get("reward_weights") or (),
+         [short_name(name) for name in train.reward_fn]),
+    ]  # fmt: skip
     unknown = [
         f"{option} has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"
-        for option, name, known in names
+        for option, given, known in names
+        for name in given
         if name not in known
     ]
     return [problem for applies, problem in rules if applies] + unknown
@@ -197,58 +194,44 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
 
 
 def check_device(options: RunOptions, device: torch.device) -> None:
-    """Try what a run would otherwise find missing after its weights are loaded.
+    """Try the compiler and the attention kernel before weights are loaded.
 
     Raises:
-        ConfigError: A compiler or an attention kernel is missing, or does not work here.
+        AccelerationError: One is missing, or does not work here.
     """
-    speed = options.speed
-    try:
-        if speed.compile:
-            require_compiler()
-    except AccelerationError as error:
-        raise ConfigError(f"config.speed.compile=True: {error}. Install one, or set it to False") from error
-    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
-    try:
-        if speed.attention is not None:
-            try_attention(speed.attention, device, dtype, policy_class(options.pretrained.model).masks_text)
-    except AccelerationError as error:
-        raise ConfigError(f"config.speed.attention: {error}. None uses diffusers' default") from error
+    if options.speed.compile:
+        require_compiler()
+    if options.speed.attention is not None:
+        dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+        try_attention(options.speed.attention, device, dtype, policy_class(options.pretrained.model).masks_text)
 
 
-def _check_sizes(options: RunOptions, where: str, items: list[Item]) -> None:
-    """Refuse a size below a token; ``config.item_size='aspect'`` uses the shape of given sizes only."""
-    sized = [item for item in items if item.height is not None]
-    if options.item_size == "aspect":
-        return
-    multiple = size_multiple(options.pretrained.model) if sized else 0
-    for item in sized:
-        if min(item.height, item.width) < multiple:
-            raise DataError(
-                f"item {item.item_id} of {where} has the size {item.height}x{item.width}, but both sides need at least "
-                f"{multiple} pixels (config.item_size='exact')"
-            )
-
-
-def check_images(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
-    """An editor needs items with reference images, any other generator items without.
+def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
+    """An editor needs items with reference images, any other generator items without; sizes must hold a token.
 
     Raises:
         DataError: It is otherwise.
     """
     model, policy = options.pretrained.model, policy_class(options.pretrained.model)
     for split, items in splits.items():
+        where, problem = f"the {split} items", None
         fewest, most = (count(item.num_images for item in items) for count in (min, max))
-        problem = ""
         if policy.needs_image and not fewest:
-            problem = "edits images, but {} have none: config.prompt_fn 'geneval_image' and 'arrow_editing' read images"
+            problem = f"edits images, but {where} have none: config.prompt_fn 'geneval_image' and 'arrow_editing' read images"
         elif most and not policy.edits_images:
-            problem = "generates from text alone, but {} have reference images: use an editing model"
+            problem = f"generates from text alone, but {where} have reference images: use an editing model"
         elif most > 1 and not policy.several_images:
-            problem = f"edits one image, but {{}} have up to {most}: Qwen/Qwen-Image-Edit-2511 takes several"
+            problem = f"edits one image, but {where} have up to {most}: Qwen/Qwen-Image-Edit-2511 takes several"
         if problem:
-            raise DataError(f"config.pretrained.model={model} {problem.format(f'the {split} items')}")
-        _check_sizes(options, f"the {split} items", items)
+            raise DataError(f"config.pretrained.model={model} {problem}")
+        sized = [item for item in items if item.height is not None]
+        multiple = size_multiple(model) if sized and options.item_size == "exact" else 0
+        for item in sized:
+            if min(item.height, item.width) < multiple:
+                raise DataError(
+                    f"item {item.item_id} of {where} has the size {item.height}x{item.width}, but both sides need at least "
+                    f"{multiple} pixels (config.item_size='exact')"
+                )
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:
@@ -259,9 +242,7 @@ def check_writable(folder: Path, needed_bytes: int = 0) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write_probe_{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
             f"cannot write to {folder} ({error.strerror or error}); set config.save_dir to a folder you may write to"
@@ -297,20 +278,19 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
         )
     prompts = sorted({item.prompt for item in items})
     tokenizer = _tokenizer(model, policy.tokenizer_folder)
-    texts = [policy.in_template(tokenizer, prompt) for prompt in prompts]
-    tokens = tokenizer(texts, verbose=False).input_ids if texts else []
-    longest = max(map(len, tokens), default=1)
+    lengths = [len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids) for prompt in prompts]
+    longest = max(lengths, default=1)
     if length == 0:
         length = min(policy.text_limit, -(-longest // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
         logger.info(
             "max_sequence_length: %d text tokens for prompts of at most %d tokens (the model supports %d)",
             length, longest, policy.text_limit,
         )  # fmt: skip
-    truncated = sum(len(of_prompt) > length for of_prompt in tokens) if policy.cuts_text else 0
+    truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
     if truncated:
         logger.warning(
             "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated (the longest has %d)",
-            truncated, len(tokens), length, longest,
+            truncated, len(lengths), length, longest,
         )  # fmt: skip
     return length
 
@@ -327,3 +307,62 @@ def _tokenizer(model: str, folder: str) -> PreTrainedTokenizerBase:
             f"cannot load the tokenizer in {model}/{folder} ({type(error).__name__}: {str(error)[:300]}). The folder may be "
             "incomplete: download or build it again."
         ) from error
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------------
+
+# A checkpoint continues what these made; with other values its weights mean something else.
+_BOUND = (
+    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
+    "train.lora_targets", "train.lora_path", "train.reference",
+)  # fmt: skip
+_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
+
+
+def check_earlier_run(options: RunOptions, folder: Path) -> None:
+    """Refuse a folder that holds a run, unless it is resumed; log every option that differs from the saved configuration,
+    and refuse those of ``_BOUND``."""
+    if not options.resume_from:
+        if (folder / "metrics.jsonl").is_file():
+            raise ConfigError(
+                f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
+                "--config.run_name"
+            )
+        return
+    checkpoint = find_checkpoint(options.resume_from, folder)
+    earlier = folder / "config.yaml" if checkpoint is None else checkpoint.parents[1] / "config.yaml"
+    if not earlier.is_file():
+        return
+    described = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
+    saved = _flat(options_to_dict(load_options(str(earlier))))
+    now = _flat(options_to_dict(dataclasses.replace(options, train=described)))
+    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in _UNIMPORTANT]
+    for name in changed:
+        logger.warning("resuming with another config.%s: %r -> %r", name, saved[name], now[name])
+    bound = [f"config.{name} ({saved[name]!r} -> {now[name]!r})" for name in changed if name in _BOUND]
+    if bound and not options.resume_changed:
+        raise ConfigError(
+            f"{earlier.parent} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
+            "--config.resume_changed=True"
+        )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"train.resolution": 512, …}`` of nested options; dicts of rewards and their arguments stay whole."""
+    groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    flat = {name: value for name, value in values.items() if name not in groups}
+    return flat | {f"{group}.{name}": value for group, each in groups.items() for name, value in each.items()}
+
+
+def check_prompts(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
+    """A hash of the training prompts; refuses to resume with others than the run's plan.json records."""
+    digest = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
+    checkpoint = find_checkpoint(options.resume_from, folder) if options.resume_from else None
+    earlier = checkpoint.parents[1] / "plan.json" if checkpoint else None
+    saved = json.loads(earlier.read_text(encoding="utf-8")) if earlier and earlier.is_file() else {}
+    if saved.get("prompts", digest) != digest and not options.resume_changed:
+        raise ConfigError(
+            f"config.dataset={options.dataset} holds other training prompts than {earlier.parent} was trained with. "
+            "Resume with those, or set --config.resume_changed=True"
+        )
+    return digest
