@@ -10,15 +10,9 @@ import numpy as np
 def sample_noise_steps(
     noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """The noise steps of one epoch: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
+    """The noise steps of one epoch, ascending: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
 
     The choice depends on ``seed`` and ``epoch`` alone, so every process makes the same one, also after a resume.
-
-    Returns:
-        Ascending step indices without repetition.
-
-    Raises:
-        ValueError: ``num_noise_steps`` is more than the number of distinct noise steps.
     """
     candidates = sorted(set(noise_steps))
     if num_noise_steps is None:

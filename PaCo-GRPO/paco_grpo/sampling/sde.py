@@ -66,7 +66,7 @@ def sde_step(
         sigma: σ_i (B,) float32 in (0, 1].
         sigma_next: σ_{i+1} (B,) float32 in [0, σ_i).
         sigma_first: σ_1, the second value of the schedule, in [0, 1).
-        noise_level: a > 0 (at 0 the step is deterministic and has no density).
+        noise_level: a > 0.
     """
     dt = sigma_next - sigma
     sigma_tilde = torch.where(sigma == 1, torch.full_like(sigma, float(sigma_first)), sigma)

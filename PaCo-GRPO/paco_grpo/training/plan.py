@@ -32,12 +32,7 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     """Derive the plan. m is raised until m·k divides evenly over processes and batches (docs/method.md §4).
 
     A batch larger than a process's share of the epoch is first reduced to that share, so that adding processes does
-    not change how many prompts an epoch has where it need not.
-
-    Args:
-        options: The run's.
-        num_processes: From the launcher.
-        gradient_steps: The objective's default for ``train.gradient_step_per_epoch``.
+    not change how many prompts an epoch has where it need not. ``gradient_steps`` is the objective's default.
     """
     asked = options.sample.batch_size
     wanted, k = options.sample.unique_sample_num_per_epoch, options.sample.num_images_per_prompt

@@ -54,13 +54,13 @@ def sample_epoch(
     on_images: Callable[[list, list[int]], None] = lambda images, numbers: None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Rollouts:
-    """Sample this process's share of an epoch; scores arrive in ``queue`` during sampling.
+    """Sample this process's share of an epoch.
 
     Args:
         policy: With the weights to sample from.
         items: The prompt set.
         samples: The epoch over all processes.
-        queue: Gets the images; row i of its result is sample i of this process.
+        queue: Gets the images during sampling; row i of its result is sample i of this process.
         options: Mostly ``options.sample``.
         strategy: The processes.
         batch_size: Images per forward.

@@ -53,11 +53,12 @@ def timed(phase: str) -> Callable[[Callable], Callable]:
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
-        def wrapped(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(self: Trainer, *args: Any) -> Any:
             started = time.perf_counter()
-            result = method(self, *args, **kwargs)
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-            return result
+            try:
+                return method(self, *args)
+            finally:
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
         return wrapped
 
@@ -94,16 +95,13 @@ class Trainer:
         try:
             with self.signals.listening():
                 self._resume()
-                while True:
-                    finished = self._finished()
-                    if self._evaluation_due(finished):
-                        self._evaluate()
-                    if finished:
-                        break
+                while not self._finished():
+                    self._evaluate_if_due()
                     self.epoch()
                     if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
                         self._save()
                     self._stop_if_asked()
+                self._evaluate_if_due(finished=True)
                 self._save()
             self.run.end_processes()
         except TrainingStopped:  # on every process
@@ -269,14 +267,12 @@ class Trainer:
 
     # --- evaluation -----------------------------------------------------------------------------------------------------
 
-    def _evaluation_due(self, finished: bool) -> bool:
+    def _evaluate_if_due(self, finished: bool = False) -> None:
         epoch, frequency = self.progress.epoch, self.options.eval_freq
+        due = self.options.test.at_start if epoch == 0 else frequency > 0 and epoch % frequency == 0
         evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
-        if epoch in evaluated:
-            return False
-        if epoch == 0 and not finished:
-            return self.options.test.at_start
-        return finished or (frequency > 0 and epoch % frequency == 0)
+        if (finished or due) and epoch not in evaluated:
+            self._evaluate()
 
     def _evaluate(self) -> None:
         started = time.perf_counter()

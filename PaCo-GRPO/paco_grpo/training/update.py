@@ -59,6 +59,16 @@ class Meter:
         return dict(zip(self.sums, sums, strict=True)), norm
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One pass over an epoch's samples."""
+
+    rollouts: Rollouts
+    advantages: np.ndarray  # (N,) over all processes, by global position
+    epoch: int
+    inner: int = 0  # passes over these samples before this one
+
+
 @dataclass
 class Updater:
     """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many processes there are.
@@ -115,14 +125,13 @@ class Updater:
         local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
         for inner in range(self.options.train.num_inner_epochs):
+            data = Pass(rollouts, advantages, epoch, inner)
             for chunk in self._chunks(rollouts.item_ids, epoch, inner):
-                chosen = chunk[kept[chunk]].tolist()
-                if chosen:
+                if chosen := chunk[kept[chunk]].tolist():
                     mine = [local[position] for position in chosen if position in local]
                     batches = rollouts.batches(mine, self.options.train.batch_size)
-                    weights = self._group_weights(rollouts, batches, advantages, epoch, inner)
-                    ask = None if collected else should_stop
-                    meter = self._backward(rollouts, batches, advantages, weights, len(chosen), epoch, inner, ask)
+                    weights = self._group_weights(data, batches)
+                    meter = self._backward(data, batches, weights, len(chosen), None if collected else should_stop)
                     collected.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         for snapshot in self.objective.snapshots:
@@ -159,37 +168,32 @@ class Updater:
         items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
         return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
-    def _steps(
-        self, rollouts: Rollouts, numbers: np.ndarray, advantages: np.ndarray, epoch: int, inner: int
-    ) -> list[Step]:
+    def _steps(self, data: Pass, numbers: np.ndarray) -> list[Step]:
         """The training steps of the micro-batch of samples ``numbers``; σ and noise are drawn anew in each inner
         epoch, as the authors of DGPO do (arXiv 2510.08425)."""
-        rollout, train = rollouts.stack(numbers), self.options.train
-        values = torch.as_tensor(advantages[rollouts.positions[numbers]], dtype=torch.float32)
+        rollout, train = data.rollouts.stack(numbers), self.options.train
+        values = torch.as_tensor(data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32)
         clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
-        words = [self.options.seed, epoch, *([inner] if inner else [])]
+        words = [self.options.seed, data.epoch, *([data.inner] if data.inner else [])]
         rng = np.random.default_rng([_STEPS, *words])
         shared = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
         return [
-            Step(rollout, index, clipped, epoch_seed=shared, inner_epoch=inner)
+            Step(rollout, index, clipped, epoch_seed=shared, inner_epoch=data.inner)
             for index in self.objective.steps(train, rollout, rng)
         ]
 
     def _backward(
         self,
-        rollouts: Rollouts,
+        data: Pass,
         batches: list[np.ndarray],
-        advantages: np.ndarray,
         weights: Mapping[int, np.ndarray],
         kept: int,
-        epoch: int,
-        inner: int,
         should_stop: Callable[[], bool] | None = None,
     ) -> Meter:
         """Gradients of all micro-batches, one step of the schedule at a time."""
         strategy, meter = self.state.strategy, Meter()
         for numbers, is_dummy in strategy.synced_batches(batches, np.array([0]), should_stop):
-            steps = self._steps(rollouts, numbers, advantages, epoch, inner)
+            steps = self._steps(data, numbers)
             for place, step in enumerate(steps):
                 if self.objective.group_weights is not None:
                     values = [0.0 if is_dummy else weights[int(number)][place] for number in numbers]
@@ -203,22 +207,20 @@ class Updater:
                     meter.add(loss, output.metrics, len(steps) * kept)
         return meter
 
-    def _group_weights(
-        self, rollouts: Rollouts, batches: list[np.ndarray], advantages: np.ndarray, epoch: int, inner: int
-    ) -> dict[int, np.ndarray]:
+    def _group_weights(self, data: Pass, batches: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
         if self.objective.group_weights is None:
             return {}
-        train, rows = self.options.train, []
+        rollouts, train, rows = data.rollouts, self.options.train, []
         with torch.no_grad():
             for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
-                steps = self._steps(rollouts, numbers, advantages, epoch, inner)
+                steps = self._steps(data, numbers)
                 values = torch.stack([self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1)
                 if not is_dummy:
                     rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
         rows = sorted(gather_object(rows))
         positions, values = (np.array(column) for column in zip(*rows, strict=True))
-        weights = self.objective.group_weights(values, rollouts.item_ids[positions], advantages[positions], train)
+        weights = self.objective.group_weights(values, rollouts.item_ids[positions], data.advantages[positions], train)
         by_position = dict(zip(positions.tolist(), weights, strict=True))
         return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
 
@@ -262,7 +264,7 @@ class Updater:
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
         numbers = rollouts.batches(range(len(rollouts.samples)), options.train.batch_size)[0]
-        steps = self._steps(rollouts, numbers, np.zeros(len(rollouts.item_ids)), epoch=0, inner=0)
+        steps = self._steps(Pass(rollouts, np.zeros(len(rollouts.item_ids)), epoch=0), numbers)
         with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
             each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
         deviation = torch.stack(each, dim=1).mean().item()

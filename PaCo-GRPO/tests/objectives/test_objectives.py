@@ -223,13 +223,6 @@ def test_trained_steps():
         plain.noise_step(1)
 
 
-def test_a_sigma_outside_the_schedule():
-    policy = ToyPolicy()
-    result, advantages = sample(policy), torch.tensor(ADVANTAGES)
-    step = Step(result, float(result.sigmas[2]), advantages)
-    assert torch.equal(step.sigma, Step(result, 2, advantages).sigma)
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "option"),
     [

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_runs import weights
 from named import NAMES
-from tiny_run import ROOT, load_script, overrides_for, tiny_options, write_edits
+from tiny_run import ROOT, load_script, overrides_for, tiny_options
 
 from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.options import ConfigError, load_options, options_to_yaml, read_options
@@ -145,27 +144,3 @@ def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert checkpoint.name == f"epoch_{last['epoch']:04d}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("script", "name", "policy"),
-    [
-        ("train_flux_kontext.sh", "toy_kontext", "flux_kontext"),
-        ("train_qwenimage_edit.sh", "toy_qwen_edit", "qwen_image_edit"),
-    ],
-)
-def test_editors_train_with_one_process_and_with_two(tiny_folder, tmp_path, script, name, policy):
-    """To the same weights, within rounding."""
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        changes = {"num_epochs": 1, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2}
-        overrides = overrides_for(tiny_folder(policy), folder, write_edits, **changes)
-        process = start(script, name, overrides, processes)
-        _, error = process.communicate(timeout=550)
-        assert process.returncode == 0, error
-        assert (folder / "runs" / "run" / "checkpoints" / "epoch_0001" / "diffusers").is_dir()
-        assert json.loads((folder / "runs" / "run" / "plan.json").read_text())["num_processes"] == processes
-    one, two = (weights(tmp_path / str(processes), epoch=1) for processes in (1, 2))
-    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 1e-4  # they start at 0
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)

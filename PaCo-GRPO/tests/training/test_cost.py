@@ -2,21 +2,14 @@
 
 import dataclasses
 import threading
-import traceback
 from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from tiny_run import tiny_options, write_prompts
-from torch.overrides import TorchFunctionMode
 
-from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
-from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
-from paco_grpo.training.update import NonFiniteWeights
 
 IMAGES, PROMPTS, STEPS = 64, 8, 10
 # The published implementation on the same epoch: 640 sampling + 192 training, 256 an encoder, 128, 64.
@@ -99,62 +92,3 @@ def test_rewards_run_while_sampling_continues(build):
     run.rewards = dataclasses.replace(run.rewards, train={"brightness": reward})
     Trainer(run).epoch()
     assert begun_early[0] and not any(begun_early[1:])
-
-
-class Copies(TorchFunctionMode):
-    """Finds copies from the CPU to the device by which the host would wait: all but those of ``to_device``."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        if function in (torch.as_tensor, torch.tensor, torch.Tensor.to, torch.Tensor.copy_) and result.is_meta:
-            frames = traceback.extract_stack()
-            given = [value for value in args if isinstance(value, torch.Tensor)]
-            if not all(value.is_meta for value in given or [torch.empty(0)]) and "to_device" not in str(frames[-2]):
-                self.found.append(frames[-2])
-        return result
-
-
-@pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_micro_batches_wait_for_nothing_on_the_device(build, monkeypatch, loss_type):
-    """On the device "meta", whose values cannot be read: an optimizer step reads once, after its last micro-batch."""
-    run = build(train__loss_type=loss_type, train__timesteps="(1,)", train__beta=0.1, sample__num_steps=3)
-    updater, policy, found = run.updater, run.state.policy, []
-    backward = updater._backward
-
-    def on_meta(rollouts, batches, *others):
-        assert len(batches) == 4 // updater.gradient_steps
-        policy.transformer.to("meta")
-        policy.device = torch.device("meta")
-        policy._image_ids.clear()
-        moved = moved_to_meta(rollouts)
-        policy._image_ids_for(*policy._grid(8, 8))  # kept from here on
-        with Copies() as copies:
-            backward(moved, batches, *others)
-        found.append(copies.found)
-        raise NonFiniteWeights
-
-    monkeypatch.setattr(updater, "_backward", on_meta)
-    with pytest.raises(NonFiniteWeights):
-        samples = run.state.sampler.samples()
-        queue = ScoreQueue({})
-        rollouts = sample_epoch(
-            policy, run.train_items, samples, queue, run.options, run.state.strategy, batch_size=16, epoch=0
-        )
-        updater.run(rollouts, np.linspace(-1, 1, IMAGES), np.ones(IMAGES, bool), 0)
-    assert found == [[]]
-
-
-def moved_to_meta(value):
-    """``value`` with all tensors on the device "meta" that would be on the GPU."""
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, list):
-        return [moved_to_meta(part) for part in value]
-    if dataclasses.is_dataclass(value):
-        names = {field.name for field in dataclasses.fields(value)} - {"item_ids", "seeds", "sigmas"}
-        return dataclasses.replace(value, **{name: moved_to_meta(getattr(value, name)) for name in names})
-    return value

@@ -244,18 +244,6 @@ def test_option_changes_the_evaluation(evaluated, changes):
     assert evaluated(**changes)[0] != evaluated()[0]
 
 
-def test_evaluation_does_not_depend_on_the_batch(evaluated):
-    assert evaluated(test__batch_size=1)[1] == pytest.approx(evaluated()[1], abs=0.1)
-
-
-def test_evaluation_images_need_not_be_kept(make):
-    run = make(num_epochs=0, test__save_eval_images=False, test__num_images=2)
-    Trainer(run).fit()
-    folder = run.folder / "eval" / "epoch_0000"
-    assert sorted(path.name for path in folder.iterdir()) == ["categories.md", "eval_data.jsonl", "sheet.png"]
-    assert [json.loads(line)["file"] for line in (folder / "eval_data.jsonl").read_text().splitlines()] == [None, None]
-
-
 def test_test_rewards_may_differ(make):
     run = make(
         num_epochs=0,
@@ -278,16 +266,6 @@ def test_item_size(make, tmp_path):
         Trainer(run).fit()
         with Image.open(run.folder / "eval" / "epoch_0000" / "00000.png") as image:
             assert image.size == size
-
-
-def test_memory_thread_and_precision_options(make):
-    for chosen in (False, True):  # True is the default
-        run = one_epoch(make(enable_mem_log=chosen, allow_tf32=chosen))
-        assert ("memory/peak_rss_mb" in rows_of(run.options, "train")[0]) == chosen
-        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == chosen
-    run = make(num_threads=2)
-    assert json.loads((run.folder / "plan.json").read_text())["threads_per_process"] == torch.get_num_threads() == 2
-    torch.set_num_threads(1)
 
 
 @pytest.mark.slow
@@ -361,11 +339,3 @@ def test_8_bit_adam_needs_its_package(make, monkeypatch):
     assert make(train__use_8bit_adam=True).state.optimizer == {
         "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
     }  # fmt: skip
-
-
-def test_folders_and_prompt_kind(make, tmp_path):
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
-    run = make(save_dir=tmp_path / "elsewhere", run_name="mine", dataset=tmp_path, prompt_fn="text")
-    assert run.folder == tmp_path / "elsewhere" / "mine" and (run.folder / "config.yaml").is_file()
-    assert [item.prompt for item in (*run.train_items, *run.test_items)] == ["a train prompt", "a test prompt"]

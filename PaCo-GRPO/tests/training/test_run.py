@@ -219,9 +219,3 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_flux_dir, tmp_path):
     folder = folder_of(config) / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["epoch_0001"]
     assert load_file(folder / "epoch_0001" / "state" / "trainable.safetensors")
-
-
-def test_checkpoint_of_another_rank_is_refused(finished, tiny_flux_dir, tmp_path):
-    config = tiny_options(tiny_flux_dir, tmp_path, resume_from=str(folder_of(finished)), train__lora_rank=2)
-    with pytest.raises(ConfigError, match="config.train.lora_rank"):
-        train(config)

@@ -11,7 +11,6 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.training.build import USER_ERRORS, build_run
-from paco_grpo.training.plan import on_cuda
 from paco_grpo.training.trainer import Trainer
 
 
@@ -27,12 +26,6 @@ def weights(run):
 
 def weights_after(config):
     return weights(train(config).run)
-
-
-def test_on_cuda_by_default():
-    assert [on_cuda(chosen, torch.device(kind)) for kind in ("cpu", "cuda") for chosen in (None, True, False)] == [
-        False, True, False, True, True, False,
-    ]  # fmt: skip
 
 
 def test_exact_options_change_no_bit(make):
@@ -115,21 +108,6 @@ def test_text_length_of_the_data_set(make, tiny_flux_dir, caplog):
     assert "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
     build_run(make(max_sequence_length=16))
     assert "7 of 7 prompts are longer than config.max_sequence_length=16 tokens" in caplog.text
-
-
-def test_padding_counts_as_text_for_flux_and_not_for_qwen(tiny_folder):
-    """Why 0 is not the default: FLUX attends to its padding, so another length gives different images."""
-    from tiny_policies import items, load
-
-    for name, counts in (("flux", True), ("qwen_image_edit", False)):
-        velocities = []
-        for length in (32, 64):
-            policy = load(name, tiny_folder(name), max_sequence_length=length)
-            conditioning = policy.encode(items(name, "short"))
-            latents = policy.initial_latents([1], 32, 32)
-            velocities.append(policy.velocity(latents, torch.tensor([0.5]), conditioning, 32, 32).detach())
-        change = float((velocities[0] - velocities[1]).norm() / velocities[0].norm())
-        assert (change > 1e-4) == counts, name
 
 
 # --- overlap with rewards ---------------------------------------------------------------------------------------------

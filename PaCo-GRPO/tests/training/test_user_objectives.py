@@ -12,6 +12,7 @@ from user_objectives import joint_loss, matching_error
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.sample import sample_epoch
+from paco_grpo.training.update import Pass
 
 COUPLED = {"train__loss_type": "user_objectives:coupled", "sample__noise_level": 0}
 
@@ -39,7 +40,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
     run.state.optimizer.zero_grad(set_to_none=True)
 
     everything = np.arange(len(advantages))
-    steps = run.updater._steps(rollouts, everything, advantages, epoch=0, inner=0)
+    steps = run.updater._steps(Pass(rollouts, advantages, epoch=0), everything)
     assert all(isinstance(step.index, float) for step in steps) and len(steps) == 2
     losses = [
         joint_loss(matching_error(step, policy), samples.item_ids, torch.from_numpy(advantages)) for step in steps
