@@ -225,6 +225,8 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         if problem:
             raise DataError(f"config.pretrained.model={model} {problem}")
         sized = [item for item in items if item.height is not None]
+        if sized and options.item_size == "aspect":
+            logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
         multiple = size_multiple(model) if sized and options.item_size == "exact" else 0
         for item in sized:
             if min(item.height, item.width) < multiple:

@@ -339,3 +339,14 @@ def test_8_bit_adam_needs_its_package(make, monkeypatch):
     assert make(train__use_8bit_adam=True).state.optimizer == {
         "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
     }  # fmt: skip
+
+
+def test_memory_thread_precision_and_prompt_options(make, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
+    for chosen in (False, True):  # True is the default
+        run = one_epoch(make(enable_mem_log=chosen, allow_tf32=chosen, num_threads=2 - chosen, dataset=tmp_path, prompt_fn="text"))
+        assert ("memory/peak_rss_mb" in rows_of(run.options, "train")[0]) == chosen
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == chosen
+        assert torch.get_num_threads() == 2 - chosen
+        assert [item.prompt for item in (*run.train_items, *run.test_items)] == ["a train prompt", "a test prompt"]
