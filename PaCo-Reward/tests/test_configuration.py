@@ -100,15 +100,6 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
     assert done.returncode == 1 and "nowhere/dataset_info.json" in done.stderr
 
 
-@pytest.mark.parametrize("file", sorted((CONFIGS / "deepspeed").glob("*.json")), ids=lambda file: file.stem)
-def test_deepspeed_configurations_leave_the_batch_to_the_trainer(file):
-    """Every number that the training configuration sets is "auto", so that the two cannot contradict each other."""
-    found = json.loads(file.read_text())
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    assert {found[name] for name in names} == {"auto"} and found["bf16"] == {"enabled": "auto"}
-    assert found["zero_optimization"]["stage"] == int(file.stem[4])
-
-
 @pytest.mark.parametrize(
     ("config", "named"),
     [

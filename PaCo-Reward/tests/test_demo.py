@@ -1,15 +1,12 @@
-"""paco-reward demo in a real browser and over HTTP, and the same sheet as a file."""
+"""paco-reward demo over HTTP, and the same sheet as a file."""
 
-import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -58,61 +55,10 @@ def page(answering_judge):
         demo.communicate(timeout=PATIENCE_S)
 
 
-@pytest.fixture
-def browser():
-    """Headless Chromium."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("chromium and chromedriver are not installed")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
-                     "--disable-component-update", "--no-first-run", "--window-size=1280,1000"):  # fmt: skip
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.set_page_load_timeout(PATIENCE_S)
-    yield driver
-    driver.quit()
-
-
 def expected_scores(judge: Path, grid: Path) -> list[float]:
     scorer = JudgeScorer.from_pretrained(judge)
     answers = asked_about("judge", [(str(grid), None)], 2, 2, "a paper boat", "")
     return [verdict.p_yes for verdict in scorer.score(answers.pairs, top=20)]
-
-
-@pytest.mark.slow
-def test_a_person_drops_a_grid_and_sees_the_matrix(page, browser, grid, answering_judge):
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    browser.get(page)
-    wait = WebDriverWait(browser, PATIENCE_S)
-
-    def labeled(label: str, kind: str = "input"):
-        return browser.find_element(By.XPATH, f"//label[.//span[normalize-space()='{label}']]//{kind}")
-
-    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "input[type=file]"))
-    browser.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(grid))
-    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, ".gallery-container img, .grid-container img"))
-    for label in ("Grid rows", "Grid columns"):
-        labeled(label).clear()
-        labeled(label).send_keys("2")
-    labeled("Theme", "textarea").send_keys("a paper boat")
-    button = browser.find_element(By.XPATH, "//button[normalize-space()='Ask the judge']")
-    button.click()
-    wait.until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, ".sheet td.score")) == 6)
-    shown = [float(cell.text) for cell in browser.find_elements(By.CSS_SELECTOR, ".sheet td.score")]
-    assert shown == pytest.approx(expected_scores(answering_judge, grid), abs=1e-3)
-    heading = browser.find_element(By.CSS_SELECTOR, ".sheet h2").text
-    assert heading == f"{np.mean(expected_scores(answering_judge, grid)):.3f} mean P(Yes) of 6 pairs"
-    if folder := os.environ.get("PACO_SCREENSHOTS"):
-        browser.save_screenshot(f"{folder}/demo.png")
-    # A mistake is named on the page.
-    labeled("Editing instruction", "textarea").send_keys("make it blue")
-    button.click()
-    wait.until(lambda _: "give a theme or an editing instruction, not both" in browser.page_source)
 
 
 @pytest.mark.slow

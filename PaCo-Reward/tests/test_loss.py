@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_reward import loss
-from paco_reward.loss import answer_positions_only, count_answers, find_answers
+from paco_reward.loss import answer_positions_only, find_answers
 
 
 def first_token_loss(logits, labels, *arguments, **options):
@@ -98,7 +98,7 @@ def test_released_scheme_equals_numpy(batch, weight):
 def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, weight):
     """Micro-batches with different answer lengths and numbers of answers."""
     micro_batches[0] = (micro_batches[0][0][:1], micro_batches[0][1][:1])  # fewer sequences
-    items = sum(count_answers(torch.tensor(labels)) for _, labels in micro_batches)
+    items = sum(len(find_answers(torch.tensor(labels)).lengths) for _, labels in micro_batches)
     total = sum(first_token_loss(*tensors(batch), weight, "sequence", items) for batch in micro_batches)
     assert total.item() == pytest.approx(numpy_sequence(micro_batches, weight), abs=1e-6, rel=1e-6)
     parts = [first_token_loss(*tensors(b), weight, "released", len(micro_batches)) for b in micro_batches]
@@ -141,7 +141,7 @@ def test_invalid_weight_and_scheme():
     logits, labels = torch.zeros(1, 3, 3), torch.tensor([[-100, 1, 2]])
     with pytest.raises(ValueError, match="first_token_weight"):
         first_token_loss(logits, labels, 1.5)
-    with pytest.raises(ValueError, match="'mean'"):
+    with pytest.raises(ValueError, match="mean"):
         first_token_loss(logits, labels, 0.5, "mean")
 
 

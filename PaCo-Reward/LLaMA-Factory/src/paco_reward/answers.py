@@ -25,17 +25,11 @@ TOP_LOGPROBS = 20  # as requested from servers: the same pairs have a score eith
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge in this process or behind a server.
-
-    Attributes:
-        name: For people.
-        score: P(Yes) or an error for each pair.
-        explain: The whole answer to each pair.
-    """
+    """A judge in this process or behind a server."""
 
     name: str
-    score: Callable[[Sequence[Pair]], list[Verdict]]
-    explain: Callable[[Sequence[Pair]], list[str]]
+    score: Callable[[Sequence[Pair]], list[Verdict]]  # P(Yes) or an error for each pair
+    explain: Callable[[Sequence[Pair]], list[str]]  # the whole answer to each pair
 
 
 def load_judge(args: argparse.Namespace) -> JudgeScorer:
@@ -69,21 +63,13 @@ def judge_named(args: argparse.Namespace) -> Judge:
 
 @dataclass(frozen=True)
 class Answers:
-    """Images, the questions about them, and the answers.
-
-    Attributes:
-        judge: Its name.
-        images: Two or more, RGB.
-        names: One for each image.
-        questions: One under ``""``, on every pair of images; or, about edits of the first image, each under its dimension.
-        verdicts, reasons: One for each of ``pairs``, if they were asked for.
-    """
+    """Images, the questions about them, and the answers of a judge."""
 
     judge: str
-    images: Sequence[Image.Image]
-    names: Sequence[str]
-    questions: Mapping[str, str]
-    verdicts: Sequence[Verdict] = ()
+    images: Sequence[Image.Image]  # two or more, RGB
+    names: Sequence[str]  # of the images
+    questions: Mapping[str, str]  # one under "", on every pair; or, about edits of the first image, each by its dimension
+    verdicts: Sequence[Verdict] = ()  # of ``pairs``, if they were asked for
     reasons: Sequence[str] = ()
 
     @property
@@ -134,11 +120,7 @@ def questions_about(
 ) -> dict[str, str]:
     """``Answers.questions``: on pairs with or without a theme, or, given an instruction, on edits.
 
-    Args:
-        templates: Shipped names or text files: one, or for edits up to two. Default: theme, pair, or the editing questions.
-
-    Raises:
-        ValueError: The instruction is empty, or a template cannot be used here.
+    ``templates``: shipped names or text files, one, or for edits up to two; default: theme, pair, or the editing questions.
     """
     if instruction is not None:
         return editing_texts(load_editing_questions(templates or EDITING), instruction)

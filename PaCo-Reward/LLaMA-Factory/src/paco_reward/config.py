@@ -7,17 +7,11 @@ from typing import Any
 
 from paco_reward.errors import PacoRewardError
 
-GLOBAL_BATCH = "global_batch_size"
-
 logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file of LLaMA-Factory arguments and apply "key=value" overrides, whose values are YAML.
-
-    Raises:
-        PacoRewardError: An override is not key=value, or the file is not readable as YAML.
-    """
+    """Read a YAML file of LLaMA-Factory arguments and apply "key=value" overrides, whose values are YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -35,29 +29,21 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     """The configuration with ``gradient_accumulation_steps`` in place of ``global_batch_size``.
 
     An explicit ``gradient_accumulation_steps`` is kept. Otherwise an optimizer step has the number of sequences,
-    processes x per_device_train_batch_size x accumulation, that is nearest to ``global_batch_size`` (of two equally near
-    ones the smaller).
-
-    Args:
-        config: A training configuration.
-        processes: Number of training processes on all nodes.
-
-    Raises:
-        PacoRewardError: ``global_batch_size`` is not a positive integer.
+    processes (on all nodes) x per_device_train_batch_size x accumulation, that is nearest to ``global_batch_size``.
     """
     config = dict(config)
-    wanted = config.pop(GLOBAL_BATCH, None)
+    wanted = config.pop("global_batch_size", None)
     if wanted is None:
         return config
     if type(wanted) is not int or wanted < 1:
-        raise PacoRewardError(f"{GLOBAL_BATCH} must be a positive integer, not {wanted!r}")
+        raise PacoRewardError(f"global_batch_size must be a positive integer, not {wanted!r}")
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
     steps = config.get("gradient_accumulation_steps")
     if steps is None:
         fewer = max(wanted // at_once, 1)
         steps = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
     if steps * at_once != wanted:
-        logger.warning("a step has %d sequences instead of %s: %d", steps * at_once, GLOBAL_BATCH, wanted)
+        logger.warning("a step has %d sequences instead of global_batch_size: %d", steps * at_once, wanted)
     return config | {"gradient_accumulation_steps": steps}
 
 

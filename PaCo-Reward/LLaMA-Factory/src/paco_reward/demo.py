@@ -29,12 +29,8 @@ PASSWORD = "PACO_DEMO_PASSWORD"
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `demo` to the command line."""
-    parser = commands.add_parser(
-        "demo",
-        help="a page where you show images to a judge",
-        description="Opens a page on this machine: drop images or a grid, give a theme or an editing instruction, and see "
-        "the scores of all pairs, their mean, and the judge's reasons.",
-    )
+    text = "a page on this machine: drop images or a grid, and see the scores of all pairs and the judge's reasons"
+    parser = commands.add_parser("demo", help=text, description=text)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     parser.add_argument("--port", type=int, default=7860, help="default: %(default)s")
     add_asking_options(parser)
@@ -66,17 +62,9 @@ def build(judge: Judge) -> gradio.Blocks:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
     import gradio
 
-    def ask(
-        files: Sequence[tuple[str, str | None]] | None,
-        rows: float,
-        columns: float,
-        theme: str,
-        instruction: str,
-        with_reasons: bool,
-    ) -> Iterator[str]:
+    def ask(files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool) -> Iterator[str]:
         try:
-            answers = asked_about(judge.name, files or [], int(rows or 1), int(columns or 1), theme, instruction)
-            answers = answers.scored(judge)
+            answers = asked_about(judge.name, files or [], int(rows or 1), int(columns or 1), theme, edit).scored(judge)
             yield sheet.fragment(answers)
             if with_reasons:
                 yield sheet.fragment(answers.explained(judge))
@@ -109,11 +97,7 @@ def build(judge: Judge) -> gradio.Blocks:
 def asked_about(
     judge: str, files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
 ) -> Answers:
-    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and the questions.
-
-    Raises:
-        ValueError: There is nothing to compare, too much, or an image cannot be read or cut.
-    """
+    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and the questions."""
     images: list[Image.Image] = []
     names: list[str] = []
     for path, _ in files:

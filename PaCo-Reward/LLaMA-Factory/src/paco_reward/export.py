@@ -31,9 +31,8 @@ def export(
     ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs.
 
     Raises:
-        ValueError, OSError: Base or adapter is missing or incomplete.
-        PacoRewardError: ``output`` overlaps with one of them, or is not empty without ``force``; or the merged model
-            scores differently.
+        PacoRewardError: ``output`` overlaps with an input, or is not empty without ``force``; or the merged model scores
+            differently.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -52,7 +51,9 @@ def export(
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         merged = Path(folder, "merged")
         model.save_pretrained(merged)
-        _copy_processor(base, merged)
+        for file in local_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
+            if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
+                shutil.copyfile(file, merged / file.name)
         if limits := trained_limits(adapter):
             write_limits(merged, limits)
         del model
@@ -71,13 +72,6 @@ def export(
     return difference
 
 
-def _copy_processor(base: str, output: Path) -> None:
-    """Copy the base's tokenizer, image processor and chat template files unchanged."""
-    for file in local_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
-        if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
-            shutil.copyfile(file, output / file.name)
-
-
 def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pair]:
     """Pairs of smooth random images, the second increasingly changed, for comparing two forms of one judge."""
     generator = np.random.default_rng(seed)
@@ -94,11 +88,7 @@ def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pa
 
 
 def largest_difference(before: JudgeScorer, after: JudgeScorer, pairs: Sequence[Pair]) -> float:
-    """The largest |difference| of P(Yes) between two judges on the same pairs.
-
-    Raises:
-        PacoRewardError: A pair has no score.
-    """
+    """The largest |difference| of P(Yes) between two judges on the same pairs, which all need a score."""
     scores = [[verdict.p_yes for verdict in judge.score(pairs)] for judge in (before, after)]
     if any(value is None for values in scores for value in values):
         raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")

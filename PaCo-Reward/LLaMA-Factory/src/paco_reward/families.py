@@ -19,12 +19,7 @@ _NO_LIMIT = 1 << 60
 
 
 def with_template(config: dict[str, Any]) -> dict[str, Any]:
-    """The training configuration without thinking, and with the template of its model unless it names one.
-
-    Raises:
-        OSError: The model has no config.json.
-        PacoRewardError: It is of an unknown type.
-    """
+    """The training configuration without thinking, and with the template of its model unless it names one."""
     config = CHAT_OPTIONS | config
     if config.get("template"):
         return config
@@ -39,12 +34,8 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> None:
-    """Compare the prompt of a training template with the one that servers render, if the model has a chat template.
-
-    Raises:
-        PacoRewardError: They differ.
-    """
-    if not chat_template or not isinstance(chat_template, str):
+    """Refuse a training template whose prompt is not the one that servers render from the model's chat template."""
+    if not isinstance(chat_template, str):
         return
     question = {"role": "user", "content": "Are they consistent?"}
     trained, _ = template.encode_oneturn(tokenizer, [question, {"role": "assistant", "content": "Yes."}])

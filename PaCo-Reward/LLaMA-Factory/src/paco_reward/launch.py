@@ -15,11 +15,7 @@ from paco_reward.worker import train
 
 
 def run(config_path: str | Path, overrides: list[str], environment: dict[str, str]) -> int:
-    """Check a training configuration and run it; returns the exit status.
-
-    Raises:
-        PacoRewardError: A check failed.
-    """
+    """Check a training configuration and run it; returns the exit status."""
     config = load_config(config_path, overrides)
     check_combinations(config)
     check_data(config)

@@ -3,8 +3,9 @@
 The judge answers Yes or No first and then gives its reasons. The score comes from the first token, which therefore has
 a separate weight (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
 
-Notation: B rows, L positions, V vocabulary, K positions that predict a labeled token. An *answer* is a maximal run of labeled positions in a row: one per
-row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have cross-entropies l_0 .. l_{n-1}.
+Notation: B rows, L positions, V vocabulary, K positions that predict a labeled token. An *answer* is a maximal run of
+labeled positions in a row: one per row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have
+cross-entropies l_0 .. l_{n-1}.
 """
 
 from collections.abc import Iterator
@@ -63,12 +64,6 @@ def answer_positions_only(head: nn.Module, mask: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def count_answers(labels: Tensor) -> Tensor:
-    """Number of answers in labels (B, L) int64: a () int64 tensor."""
-    mask = labels[:, 1:] != IGNORE_INDEX
-    return mask[:, :1].sum() + (mask[:, 1:] & ~mask[:, :-1]).sum()
-
-
 def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> Tensor:
     """Weight of each labeled token, (K,) float32.
 
@@ -78,10 +73,8 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
     Raises:
         ValueError: A weight outside [0, 1], or an unknown scheme.
     """
-    if not 0.0 <= weight <= 1.0:
-        raise ValueError(f"first_token_weight must be between 0 and 1, not {weight}")
-    if scheme not in SCHEMES:
-        raise ValueError(f"first_token_scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
+    if not 0.0 <= weight <= 1.0 or scheme not in SCHEMES:
+        raise ValueError(f"first_token_weight {weight} must be in [0, 1], first_token_scheme {scheme} one of {SCHEMES}")
     length = answers.lengths[answers.answer].to(torch.float32)
     rest = (1.0 - weight) / (length - 1).clamp(min=1)
     if scheme == "released":
@@ -90,11 +83,7 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
 
 
 def first_token_loss(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float,
-    scheme: str = "sequence",
-    num_items: Tensor | int | None = None,
+    logits: Tensor, labels: Tensor, weight: float, scheme: str = "sequence", num_items: Tensor | int | None = None
 ) -> Tensor:
     """Loss of one micro-batch, a () float32 tensor.
 

@@ -30,10 +30,7 @@ def auc(p_yes: Any, label: Any) -> float:
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
-    """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (equal-width bins on [0, 1]).
-
-    Guo et al., arXiv 1706.04599, eq. 3, for the binary score P(Yes). Arguments as of ``auc``; NaN without pairs.
-    """
+    """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (arXiv 1706.04599, eq. 3); NaN without pairs."""
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     if not len(p_yes):
         return float("nan")
@@ -75,11 +72,10 @@ def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Seque
 
 
 class JudgeMetrics:
-    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``.
+    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``; supports ``batch_eval_metrics``.
 
-    Returns accuracy (LLaMA-Factory's: share of answer tokens right, averaged over examples), first_token_accuracy, and
-    over the examples whose answer begins with Yes or No judge_accuracy, judge_auc and judge_ece. Supports
-    ``batch_eval_metrics``.
+    accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples. The judge's numbers
+    are over the examples whose answer begins with Yes or No.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from paco_judge.scorer import option_ids
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
-from paco_reward.loss import SCHEMES, answer_positions_only, count_answers, find_answers, first_token_loss
+from paco_reward.loss import SCHEMES, answer_positions_only, find_answers, first_token_loss
 from paco_reward.metrics import JudgeMetrics
 
 TESTED_VERSION = "0.9.5"
@@ -118,10 +118,8 @@ def _arguments_class(base: type) -> type:
                 return
             if not 0.0 <= self.first_token_weight <= 1.0:
                 raise ValueError(f"first_token_weight must be between 0 and 1, not {self.first_token_weight}")
-            if self.first_token_scheme not in SCHEMES:
-                raise ValueError(f"first_token_scheme must be one of {SCHEMES}, not {self.first_token_scheme!r}")
-            if self.stage != "sft":
-                raise ValueError(f"first_token_weight needs stage: sft, not {self.stage}")
+            if self.first_token_scheme not in SCHEMES or self.stage != "sft":
+                raise ValueError(f"first_token_weight needs stage: sft and first_token_scheme: one of {SCHEMES}")
             for name in ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel"):
                 if getattr(self, name):
                     raise ValueError(f"first_token_weight and {name} cannot both be set")
@@ -131,16 +129,12 @@ def _arguments_class(base: type) -> type:
 
 
 def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
-    """Statistics of one evaluation batch.
+    """Of one evaluation batch, (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first
+    token, and the label there (1 Yes, 0 No, NaN other).
 
-    Args:
-        logits: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins with either.
-        labels: (B, L) int64, -100 = ignored.
-
-    Returns:
-        (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first token, and the label
-        there (1 Yes, 0 No, NaN other). Rows without an answer are NaN. With several answers in a row (packed batches)
-        the last three columns describe the first.
+    Rows without an answer are NaN. With several answers in a row (packed batches) the last three columns describe the
+    first. ``logits``: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins with
+    either. ``labels``: (B, L) int64, -100 = ignored.
     """
     logits = logits[0] if isinstance(logits, (list, tuple)) else logits
     mask = find_answers(labels).mask
@@ -202,11 +196,11 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             if self.finetuning_args.first_token_weight is None:
                 return super()._get_num_items_in_batch(batch_samples, device)
             if self.first_token_scheme == "released":
-                count = torch.tensor(len(batch_samples), device=device)
+                count = len(batch_samples)
             else:
-                count = sum(count_answers(batch["labels"]) for batch in batch_samples).to(device)
+                count = sum(len(find_answers(batch["labels"]).lengths) for batch in batch_samples)
             # At least 1: a batch whose answers were all truncated has loss 0, not NaN.
-            return self.accelerator.gather(count).sum().clamp(min=1)
+            return self.accelerator.gather(torch.tensor(count, device=device)).sum().clamp(min=1)
 
     return FirstTokenTrainer
 

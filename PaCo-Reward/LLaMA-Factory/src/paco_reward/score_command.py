@@ -15,13 +15,11 @@ from paco_reward.errors import PacoRewardError
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `score` to the command line."""
-    parser = commands.add_parser(
-        "score",
-        help="score all pairs of some images, or edits of an image",
-        description="Prints the judge's P(Yes) for every pair of the images, and the mean. With --instruction, the other "
-        "images are edits of the first: whether each follows the instruction, whether everything else stayed consistent, "
-        "and the square root of the product.",
+    text = (
+        "Prints the judge's P(Yes) for every pair of the images, and the mean. With --instruction, the other images are "
+        "edits of the first: does each follow the instruction, is all else consistent, and the root of the product."
     )
+    parser = commands.add_parser("score", help="score all pairs of some images, or edits of an image", description=text)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="two or more image files or URLs")
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--theme", help="theme sentence of the images; default: asked without a theme")
@@ -52,9 +50,9 @@ def add_judge_options(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """A positive whole number, for argparse."""
-    if (number := int(text)) < 1:
+    if int(text) < 1:
         raise ValueError
-    return number
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

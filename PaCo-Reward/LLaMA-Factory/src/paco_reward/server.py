@@ -41,21 +41,14 @@ class Server:
         return JudgeClient(self.url, self.model, api_key=self.api_key, max_concurrency=CONCURRENCY, form=self.form)
 
     def ask_all(
-        self,
-        pairs: Mapping[str, Callable[[], Pair]],
-        on_answer: Callable[[str, str], None],
-        what: str,
-        max_tokens: int,
+        self, pairs: Mapping[str, Callable[[], Pair]], on_answer: Callable[[str, str], None], what: str, max_tokens: int
     ) -> dict[str, str]:
-        """Ask for the whole answer to every pair's question, several at a time.
+        """Ask for the whole answer to every pair's question, several at a time; returns the refused ones and why.
 
         Args:
             pairs: By key, openers of pairs (images are large).
             on_answer: Called with key and answer as answers arrive, one at a time.
             what: Named in messages.
-
-        Returns:
-            The refused questions, with the server's reason.
 
         Raises:
             JudgeError: The server does not answer, or does not serve the model.
@@ -73,9 +66,7 @@ class Server:
             pair = pairs[key]()
             urls = [data_url(image, self.form.image_format) for image in pair.images]
             messages = build_messages(*urls, pair.question, self.form)
-            done = client.chat.completions.create(
-                model=served, messages=messages, max_tokens=max_tokens, temperature=0
-            )
+            done = client.chat.completions.create(model=served, messages=messages, max_tokens=max_tokens, temperature=0)
             return done.choices[0].message.content or ""
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:

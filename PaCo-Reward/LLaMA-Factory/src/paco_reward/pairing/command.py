@@ -28,51 +28,36 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``build``."""
     folder, file = {"type": Path, "metavar": "FOLDER"}, {"type": Path, "metavar": "FILE"}
-    parser.add_argument("--output", **folder, required=True, help="the data set's folder")
-    images = parser.add_mutually_exclusive_group()
-    text = "grid images: named in the metadata (image, file, images), or <idx>/*.png, <idx>.png, <idx>_*.png"
-    images.add_argument("--grids", **folder, help=text)
-    text = "images already cut: <idx>/<generation>/*.png in row-major order, or with --rankings also <idx>/*.png"
-    images.add_argument("--sub_figures", **folder, help=text)
-    text = "jsonl with prompt and idx; several lines may be generations of one prompt (PaCo-GRPO's eval_data.jsonl)"
-    parser.add_argument("--metadata", **file, help=text)
-    ranked = parser.add_mutually_exclusive_group()
-    text = "jsonl in ConsistencyRank's form: folder, ref_image, comp_images, rank_images (best first)"
-    ranked.add_argument("--rankings", **file, help=text)
+    count = {"type": positive, "metavar": "N"}
+    images, ranked, reasons = (parser.add_mutually_exclusive_group() for _ in range(3))
+    add = parser.add_argument
+    add("--output", **folder, required=True, help="the data set's folder")
+    images.add_argument("--grids", **folder, help="grid images: named in the metadata, <idx>/*, <idx>.png, <idx>_*.png")
+    images.add_argument("--sub_figures", **folder, help="images already cut, <idx>/<generation>/* in row-major order")
+    add("--metadata", **file, help="jsonl with prompt and idx; several lines may be generations of one prompt")
+    ranked.add_argument("--rankings", **file, help="jsonl with folder, ref_image, comp_images, rank_images (best first)")
     ranked.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
-    text = "jsonl with source, edited, instruction; labels consistency and follows (Yes or No), else the server's"
-    parser.add_argument("--editing", **file, help=text)
-    reasons = parser.add_mutually_exclusive_group()
-    text = "jsonl: folder, images (two names, in the order the reason mentions them), reason (beginning with Yes or No)"
-    reasons.add_argument("--reasons_file", **file, help=text)
-    reasons.add_argument("--reasons", action="store_true", help="have the server's model write a reason for every pair")
+    add("--editing", **file, help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No)")
+    reasons.add_argument("--reasons_file", **file, help="jsonl with folder, images (two names), reason (Yes or No first)")
+    reasons.add_argument("--reasons", action="store_true", help="the server's model writes a reason for every pair")
 
-    parser.add_argument("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
-    parser.add_argument("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
-    parser.add_argument("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
-    text = "shipped template or text file for pairs of sub-figures (default %(default)s)"
-    parser.add_argument("--question", default="theme", metavar="NAME|FILE", help=text)
-    text = "the same for edits: whether the rest is kept, and (if given) whether the instruction is followed"
-    parser.add_argument("--editing_question", nargs="+", default=list(EDITING), metavar="NAME|FILE", help=text)
+    add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
+    add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
+    add("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
+    template = {"metavar": "NAME|FILE", "help": "shipped template or text file (default %(default)s)"}
+    add("--question", default="theme", **template)
+    add("--editing_question", nargs="+", default=list(EDITING), **template)
     add_form_arguments(parser)
 
-    parser.add_argument("--candidates", type=positive, default=4, help="candidates of a set, at most (default 4)")
-    parser.add_argument("--sets_per_prompt", type=positive, default=8, help="sets of a prompt, at most (default 8)")
-    parser.add_argument("--yes_ranks", type=positive, default=1, help="this many of the best are Yes (default 1)")
-    parser.add_argument("--no_ranks", type=positive, default=1, help="this many of the worst are No (default 1)")
-    text = "smallest gap of P(Yes) between Yes and No, of a judge's rankings (default %(default)s)"
-    parser.add_argument("--min_gap", type=float, default=0.1, help=text)
-    text = (
-        "images are near-duplicates if their perceptual hashes differ in at most this many of 64 bits and their colors "
-        "agree (default %(default)s)"
-    )
-    parser.add_argument("--duplicate_bits", type=int, default=4, help=text)
-    text = "share of the themes that go to test, of those without a split in the metadata (default %(default)s)"
-    parser.add_argument("--test_share", type=float, default=0.05, help=text)
-    text = "the same seed, inputs and answers give the same bytes (default %(default)s)"
-    parser.add_argument("--seed", type=int, default=42, help=text)
-    text = "data sets are NAME_train and NAME_test, with reasons NAME_cot_train … (default %(default)s)"
-    parser.add_argument("--name", default="consistency_reward", help=text)
+    add("--candidates", **count, default=4, help="candidates of a set, at most (default %(default)s)")
+    add("--sets_per_prompt", **count, default=8, help="sets of a prompt, at most (default %(default)s)")
+    add("--yes_ranks", **count, default=1, help="this many of the best are Yes (default %(default)s)")
+    add("--no_ranks", **count, default=1, help="this many of the worst are No (default %(default)s)")
+    add("--min_gap", type=float, default=0.1, help="smallest gap of P(Yes) between Yes and No (default %(default)s)")
+    add("--duplicate_bits", type=int, default=4, help="near-duplicates differ in so many of 64 bits (default %(default)s)")
+    add("--test_share", type=float, default=0.05, help="share of the themes that go to test (default %(default)s)")
+    add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
+    add("--name", default="consistency_reward", help="of the data sets: NAME_train, NAME_cot_train … (default %(default)s)")
 
 
 def check(options: argparse.Namespace) -> None:
