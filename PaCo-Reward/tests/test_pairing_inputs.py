@@ -97,6 +97,7 @@ def test_unreadable_and_missing_generations(world, tmp_path, lines):
         ({"grids": None, "metadata": None}, "nothing to build from"),
         ({"sets_only": True, "reasons": True}, "--server"),
         ({"reasons_file": "x.jsonl", "editing": "y.jsonl", "sets_only": True}, "--reasons_file"),
+        ({"grids": None, "metadata": None, "editing": "y.jsonl", "rankings": "x.jsonl"}, "--rankings"),
         ({"sets_only": True, "test_share": 1.0}, "--test_share"),
         ({"sets_only": True, "yes_ranks": 3, "no_ranks": 2}, "--candidates"),
         ({"server": "http://127.0.0.1:9", "api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),

@@ -71,7 +71,8 @@ def check(options: argparse.Namespace) -> None:
         (options.reasons and not options.server, "--reasons are written by a model: give --server URL"),
         (options.reasons_file and options.editing, "--reasons_file has no reasons for edits; build them in a separate run"),
         (not 0 <= options.test_share < 1, "--test_share lies in [0, 1)"),
-        (ranks > options.candidates, f"--yes_ranks and --no_ranks ({ranks}) exceed --candidates ({options.candidates})"),
+        (not images and (options.rankings or options.sets_only), "--rankings and --sets_only need --grids or --sub_figures"),
+        (not options.rankings and ranks > options.candidates, f"--yes_ranks and --no_ranks exceed {options.candidates} --candidates"),
     ):
         if problem:
             raise PacoRewardError(message)
