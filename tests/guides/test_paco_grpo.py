@@ -84,31 +84,27 @@ def save_editing_set(folder: Path) -> Path:
     return folder
 
 
-def train(terminal, block: str, reward: str, port: int, *options: str) -> None:
-    """Train as ``block`` says, at toy size; the reward must reach the weights."""
-    server = f"--config.train.reward_fn_kwargs.{reward}={{'port': {port}, 'model': 'PaCo-Reward-7B'}}"
-    words = " ".join(map(shlex.quote, (*TOY_SIZE, server, *options)))
-    terminal.run(f"export CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7\nconda activate paco-grpo\n{block} {words}", "PaCo-GRPO")
-    before, trained, after = metrics(terminal.clone)
+def test_t2is(terminal, judge_port, open_clip):
+    """At toy size; the editors' commands are those of PaCo-GRPO/README.md (test_readmes.py)."""
+    server = f"--config.train.reward_fn_kwargs.consistency_score={{'port': {judge_port}, 'model': 'PaCo-Reward-7B'}}"
+    clip = f"--config.train.reward_fn_kwargs.subfig_clipT={{'model': '{open_clip}', 'pretrained': None}}"
+    words = " ".join(map(shlex.quote, (*TOY_SIZE, server, clip)))
+    terminal.run(
+        f"""
+export CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7
+conda activate paco-grpo
+bash scripts/single_node/train_flux.sh t2is {words}
+""",
+        "PaCo-GRPO",
+    )
+    check_learning(metrics(terminal.clone), "consistency_score")
+
+
+def check_learning(rows: list[dict], reward: str) -> None:
+    """The judge's scores have reached the weights."""
+    before, trained, after = rows
     assert before["phase"] == after["phase"] == "eval" and trained[f"reward/{reward}_std"] > 0
     assert trained["reward/missing_share"] == 0 and trained["train/grad_norm"] > 0
-
-
-def test_t2is(terminal, judge_port, open_clip):
-    clip = f"--config.train.reward_fn_kwargs.subfig_clipT={{'model': '{open_clip}', 'pretrained': None}}"
-    train(terminal, "bash scripts/single_node/train_flux.sh t2is", "consistency_score", judge_port, clip)
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        "bash scripts/single_node/train_flux_kontext.sh kontext_editing",
-        "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
-    ],
-)
-def test_editing(terminal, judge_port, tmp_path, block):
-    editing_set = save_editing_set(tmp_path / "edits")
-    train(terminal, block, "consistency_for_editing", judge_port, f"--config.dataset={editing_set}")
 
 
 ONE_PORT = """

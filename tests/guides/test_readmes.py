@@ -14,10 +14,11 @@ import pytest
 import yaml
 from PIL import Image
 from terminal import REPOSITORY, free_port
-from test_paco_grpo import TOY_SIZE, save_editing_set
+from test_paco_grpo import TOY_SIZE, check_learning, save_editing_set
 from test_paco_reward import DATA_SETS, save_edit_bench, save_rank_bench
 from test_paco_reward import TOY_SIZE as TOY_JUDGE
 
+from paco_grpo.report.data import read_rows
 from paco_toy.reward_data import draw
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,10 @@ REPLACED = {
         "http://127.0.0.1:8000": "JUDGE_URL",
     },
 }  # fmt: skip
+EDITORS = (
+    "bash scripts/single_node/train_flux_kontext.sh kontext_editing",
+    "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
+)
 TOY_CONFIG = """
 
 def _toy(make):
@@ -139,6 +144,10 @@ def test_trainer(terminal, port):
             (trainer / "runs" / "first" / "checkpoints" / "epoch_0010").symlink_to("epoch_0002")
 
     run_page(terminal, "PaCo-GRPO/README.md", port, after_block=name_run)
+    for command in EDITORS:  # also the guide's
+        assert command in (trainer / "README.md").read_text()
+        (run,) = (trainer / "runs").glob(f"{command.split()[-1]}*")
+        check_learning(read_rows(run / "metrics.jsonl"), "consistency_for_editing")
     assert (trainer / "evaluation" / "results.md").is_file() and (trainer / "generated" / "sheet.png").is_file()
 
 
