@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that `from tiny_flux import …` works under importlib mode
+sys.path.insert(0, str(Path(__file__).parent))  # so that `from tiny_pipelines import …` works under importlib mode
 
 torch.set_num_threads(1)
 settings.register_profile("paco_grpo", deadline=None)  # a busy machine is not a failure

@@ -18,11 +18,7 @@ from diffusers import FluxKontextPipeline, QwenImageEditPlusPipeline, QwenImageP
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
-from tiny_flux import build_tiny_flux
-from tiny_flux2 import build_tiny_flux2
-from tiny_qwen_edit import build_tiny_qwen_edit
-from tiny_sd3 import build_tiny_sd3
-from tiny_z_image import build_tiny_z_image
+from tiny_pipelines import build_tiny_flux, build_tiny_flux2, build_tiny_qwen_edit, build_tiny_sd3, build_tiny_z_image
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.lora import trainable_parameters

@@ -14,7 +14,7 @@ from paco_judge.scorer import JudgeScorer
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests")]
 
 from terminal import REPOSITORY, Terminal
-from tiny_clip import save_clip, save_open_clip
+from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import build
 
 TOY = REPOSITORY / "quickstart" / "models"

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from tiny_clip import save_clip, save_open_clip  # PaCo-GRPO/tests, as the next one
-from tiny_qwen_edit import build_tiny_qwen_edit
+from tiny_pipelines import build_tiny_qwen_edit, save_clip, save_open_clip
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_grpo.rewards.registry import build_rewards

@@ -9,7 +9,7 @@ from fakes import fake_judge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_clip import save_clip, save_open_clip
+from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import load_script, tiny_options, train, write_edits, write_prompts
 
 from paco_grpo.evaluation import benchmarks

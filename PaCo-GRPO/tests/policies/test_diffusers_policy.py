@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 import torch
+from tiny_pipelines import SCHEDULER
 from tiny_policies import NAMES, items, load
-from tiny_qwen_edit import SCHEDULER
 
 from paco_grpo.types import Item
 

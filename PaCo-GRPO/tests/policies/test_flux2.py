@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_flux2 import build_tiny_flux2
+from tiny_pipelines import build_tiny_flux2
 from tiny_policies import picture
 
 from paco_grpo.policies import PolicyLoadError, load_policy, lora

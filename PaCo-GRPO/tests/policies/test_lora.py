@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tiny_flux import build_tiny_flux
+from tiny_pipelines import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load
 
 from paco_grpo.options import ConfigError

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from tiny_flux import build_tiny_flux
+from tiny_pipelines import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load
 from torch._dynamo.utils import counters
 

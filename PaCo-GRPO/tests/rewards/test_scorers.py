@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_clip import save_clip, save_open_clip
+from tiny_pipelines import save_clip, save_open_clip
 
 from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.errors import RewardError

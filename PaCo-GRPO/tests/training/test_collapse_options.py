@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from fakes import fake_judge
-from tiny_clip import save_clip
+from tiny_pipelines import save_clip
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.advantages import compute_advantages

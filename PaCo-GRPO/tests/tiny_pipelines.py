@@ -1,0 +1,333 @@
+"""Pipeline folders of every family with tiny random weights, and CLIPs: the real classes, nothing downloaded.
+
+A builder writes a folder and returns it; images are multiples of 8 pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    ModelMixin,
+    QwenImageEditPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+)
+
+CHARACTERS = [chr(code) for code in range(32, 127)]
+SPECIAL = ["<pad>", "</s>", "<unk>", "<s>"]
+# Qwen-Image's own scheduler, but for the number of tokens at which its shift ends.
+SCHEDULER = {
+    "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256, "max_image_seq_len": 8192,
+    "shift_terminal": 0.02, "time_shift_type": "exponential",
+}  # fmt: skip
+QWEN3 = {
+    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 1024, "pad_token_id": 0,
+}  # fmt: skip
+KLEIN_CHAT = (  # short, and it shows its two switches
+    "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+Z_IMAGE_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+MISTRAL_CHAT = (
+    "<s>{% for message in messages %}{% set text = message.content[0].text %}"
+    "{% if message.role == 'user' %}[INST]{{ text }}[/INST]{% else %}{{ text }}{% endif %}{% endfor %}"
+)
+
+
+def save(pipeline: DiffusionPipeline, folder: str | Path) -> Path:
+    """The folder, with the pipeline in it."""
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def build_vae(
+    kind: type[ModelMixin] = AutoencoderKL, *, channels: tuple[int, ...] = (4, 8, 8), latent_channels: int = 4, **config
+) -> ModelMixin:
+    """A VAE whose latents have ``2 ** (len(channels) - 1)`` times smaller sides."""
+    return kind(
+        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels, layers_per_block=1, latent_channels=latent_channels, norm_num_groups=4,
+        mid_block_add_attention=False, **config,
+    )  # fmt: skip
+
+
+def plain_vae(scaling_factor: float, shift_factor: float, **config) -> ModelMixin:
+    """``build_vae`` without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
+    scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
+    return build_vae(use_quant_conv=False, use_post_quant_conv=False, **scale, **config)
+
+
+def character_tokenizer(special: list[str], **options) -> PreTrainedTokenizerFast:
+    """One token a character, so that any two prompts differ; ``template`` of ``options``: what is around a text."""
+    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    if template := options.pop("template", None):
+        ends = [("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
+        words.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **names, **options)
+
+
+def clip_tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(SPECIAL, template="<s> $A </s>", model_max_length=48)
+
+
+def t5_tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(SPECIAL, template="$A </s>", model_max_length=512)
+
+
+def qwen_tokenizer(*special: str) -> Qwen2Tokenizer:
+    """One token a byte, and one for each text of ``special``."""
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    return Qwen2Tokenizer(
+        vocab={token: number for number, token in enumerate(tokens)}, merges=[], eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", additional_special_tokens=list(special), model_max_length=4096,
+    )  # fmt: skip
+
+
+def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(SPECIAL + CHARACTERS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=2, max_position_embeddings=48, pad_token_id=0, eos_token_id=1, bos_token_id=3,
+    )  # fmt: skip
+
+
+def t5_config(width: int) -> T5Config:
+    return T5Config(
+        vocab_size=len(SPECIAL + CHARACTERS), d_model=width, d_kv=16, d_ff=2 * width, num_layers=2, num_heads=2, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+
+
+def build_tiny_flux(
+    folder: str | Path, *, seed: int = 0, width: int = 32, double_blocks: int = 2, single_blocks: int = 2,
+    vae_channels: tuple[int, ...] = (4, 8, 8), latent_channels: int = 4, guidance_embeds: bool = True,
+    pipeline_class: type[DiffusionPipeline] = FluxPipeline,
+) -> Path:  # fmt: skip
+    """A ``FluxPipeline`` or ``FluxKontextPipeline``; ``width`` is a multiple of 16."""
+    torch.manual_seed(seed)
+    transformer = FluxTransformer2DModel(
+        in_channels=4 * latent_channels, num_layers=double_blocks, num_single_layers=single_blocks, attention_head_dim=16,
+        num_attention_heads=width // 16, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+    )
+    vae = plain_vae(0.8, 0.1, channels=vae_channels, latent_channels=latent_channels)
+    pipeline = pipeline_class(
+        scheduler=scheduler, vae=vae, text_encoder=CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
+        text_encoder_2=T5EncoderModel(t5_config(32)), tokenizer_2=t5_tokenizer(), transformer=transformer,
+    )  # fmt: skip
+    return save(pipeline, folder)
+
+
+def build_tiny_sd3(folder: str | Path, *, dual: bool = True) -> Path:
+    """A ``StableDiffusion3Pipeline``; ``dual``: with a second attention in the first block, as 3.5 medium has in many."""
+    torch.manual_seed(0)
+    clips = []
+    for width in (16, 24):
+        config = clip_config(width, layers=2)
+        config.projection_dim = width
+        clips.append(CLIPTextModelWithProjection(config))
+    transformer = SD3Transformer2DModel(
+        sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        caption_projection_dim=32, joint_attention_dim=48, pooled_projection_dim=16 + 24, pos_embed_max_size=32,
+        qk_norm="rms_norm", dual_attention_layers=(0,) if dual else (),
+    )  # fmt: skip
+    vae = plain_vae(1.5305, 0.0609)
+    pipeline = StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, transformer=transformer, text_encoder=clips[0],
+        tokenizer=clip_tokenizer(), text_encoder_2=clips[1], tokenizer_2=clip_tokenizer(),
+        text_encoder_3=T5EncoderModel(t5_config(48)), tokenizer_3=t5_tokenizer(),
+    )  # fmt: skip
+    return save(pipeline, folder)
+
+
+def build_tiny_z_image(folder: str | Path) -> Path:
+    """A ``ZImagePipeline``."""
+    torch.manual_seed(0)
+    transformer = ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[8, 4, 4],
+        axes_lens=[256, 64, 64],
+    )  # fmt: skip
+    torch.nn.init.normal_(transformer.x_pad_token)  # zeros in a new model, which would hide what they do
+    torch.nn.init.normal_(transformer.cap_pad_token)
+    vae = plain_vae(0.3611, 0.1159)
+    tokenizer = qwen_tokenizer("<think>", "</think>")
+    tokenizer.chat_template = Z_IMAGE_CHAT
+    text = Qwen3Config(
+        vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.2, bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **QWEN3
+    )
+    pipeline = ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, text_encoder=Qwen3Model(text), tokenizer=tokenizer,
+        transformer=transformer,
+    )  # fmt: skip
+    return save(pipeline, folder)
+
+
+def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bool = False) -> Path:
+    """A ``Flux2KleinPipeline`` or ``Flux2Pipeline``.
+
+    The VAE's batch-norm statistics are random, else wrong normalization would go unseen.
+    """
+    torch.manual_seed(0)
+    vae = build_vae(AutoencoderKLFlux2)
+    vae.bn.running_mean.normal_(std=0.3)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * QWEN3["hidden_size"], axes_dims_rope=(4, 4, 4, 4), guidance_embeds=not klein,
+    )  # fmt: skip
+    parts = {"scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "vae": vae, "transformer": transformer}
+    text = QWEN3 | {"initializer_range": 0.15}
+    if klein:
+        tokenizer = qwen_tokenizer("<think>", "</think>")
+        tokenizer.chat_template = KLEIN_CHAT
+        config = Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text)
+        encoder = Qwen3ForCausalLM(config)
+        return save(Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts), folder)
+    more = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]  # one token for the fixed system message
+    tokenizer = character_tokenizer(["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more)
+    vision = {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "head_dim": 16, "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    text |= {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31}
+    image = tokenizer.convert_tokens_to_ids("[IMG]")
+    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision, image_token_index=image))
+    processor = PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT)
+    return save(Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts), folder)
+
+
+def build_tiny_qwen_edit(
+    folder: str | Path, *, pipeline_class: type[DiffusionPipeline] = QwenImageEditPipeline, zero_cond_t: bool = False
+) -> Path:
+    """A ``QwenImagePipeline`` or one of its editors."""
+    torch.manual_seed(0)
+    tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
+    tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    tokenizer = qwen_tokenizer(*(f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")))
+    sizes = {
+        "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64, "patch_size": 4,
+        "merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**sizes), tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template="")
+    vae = AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[-0.3, 0.2, 0.1, -0.1], latents_std=[0.9, 1.1, 1.3, 0.8],
+    )  # fmt: skip
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
+    )  # fmt: skip
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096, "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 1, "out_hidden_size": 32, "patch_size": 4,
+        "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0], "initializer_range": 0.2,
+    }  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, initializer_range=0.2, **ids))
+    others = {} if pipeline_class is QwenImagePipeline else {"processor": processor}
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    return save(
+        pipeline_class(scheduler=scheduler, vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others), folder
+    )
+
+
+def save_clip(folder: Path) -> str:
+    """A transformers CLIP model and its processor; returns the folder, for ``pickscore`` and ``clipscore``."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {
+        "vocab_size": 32, "max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = sizes | {"image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(processor, fast).save_pretrained(folder)
+    return str(folder)
+
+
+def save_open_clip(folder: Path) -> tuple[str, str]:
+    """An OpenCLIP model, registered in this process; returns its name and its file of weights, for ``subfig_clipT``.
+
+    Another process names it ``local-dir:FOLDER``.
+    """
+    import open_clip
+    from safetensors.torch import save_file
+
+    sizes = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny-test.json").write_text(json.dumps(sizes))
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes, "preprocess_cfg": {}}))
+    open_clip.add_model_config(folder)
+    torch.manual_seed(0)
+    weights = open_clip.create_model("tiny-test").state_dict()
+    file = folder / "open_clip_model.safetensors"
+    save_file({name: value.contiguous() for name, value in weights.items()}, file)
+    return "tiny-test", str(file)
