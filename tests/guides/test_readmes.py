@@ -23,7 +23,7 @@ from paco_toy.reward_data import draw
 
 pytestmark = pytest.mark.slow
 
-GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a [TOP]-[RIGHT]:b [BOTTOM]-[LEFT]:c [BOTTOM]-[RIGHT]:d"
+GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
 # Page → {command: what runs instead}. Commands that cannot run here only read their options.
 REPLACED = {
     "README.md": {
@@ -106,6 +106,14 @@ def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=la
 
 
 @pytest.fixture
+def terminal(new_terminal):
+    """A clone of its own for each page: no server and no checkpoints of the page before."""
+    terminal = new_terminal(Path(sys.prefix))
+    yield terminal
+    terminal.stop_servers()
+
+
+@pytest.fixture
 def port(terminal, open_clip, tiny_judge) -> int:
     """Toy sizes and data in the clone; returns the judge's port."""
     port, clone = free_port(), terminal.clone
@@ -148,7 +156,7 @@ def test_trainer(terminal, port):
         assert command in (trainer / "README.md").read_text()
         (run,) = (trainer / "runs").glob(f"{command.split()[-1]}*")
         check_learning(read_rows(run / "metrics.jsonl"), "consistency_for_editing")
-    assert (trainer / "evaluation" / "results.md").is_file() and (trainer / "generated" / "sheet.png").is_file()
+    assert (trainer / "evaluation" / "t2is" / "results.md").is_file() and (trainer / "generated" / "sheet.png").is_file()
 
 
 def test_judge(terminal, port, tiny_judge, pairing_tools):
