@@ -204,44 +204,48 @@ def launch(environment: Mapping[str, str], foreground: bool) -> int:
     folder = LabelFolder.from_environment(environment)
     folder.path.mkdir(mode=0o700, exist_ok=True)
     label, port = f"label {folder.label!r}", f"port {settings.port}"
-    with locked(folder.path / "lock", label), locked(folder.path.parent / f"port-{settings.port}.lock", port):
-        if running := [server for server in folder.read() if server.alive()]:
-            raise LaunchError(
-                f"{label} is in use: {running[0].title} at {running[0].url}. End it with "
-                f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
-            )
-        engine, models, processes = make_plan(settings, environment)
-        for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
-            check_weights(model)
-        try:
+    processes: list[Planned] = []
+    ready = False
+    try:
+        with locked(folder.path / "lock", label), locked(folder.path.parent / f"port-{settings.port}.lock", port):
+            if running := [server for server in folder.read() if server.alive()]:
+                raise LaunchError(
+                    f"{label} is in use: {running[0].title} at {running[0].url}. End it with "
+                    f"`VLLM_LABEL={folder.label} bash vllm_server/stop.sh`, or choose another VLLM_LABEL"
+                )
+            engine, models, processes = make_plan(settings, environment)
+            for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
+                check_weights(model)
             for process in processes:  # the gateway first: it occupies the public port while models load
                 start(process, folder.path, None if foreground else folder.log(process.server.title))
                 folder.write([each.server for each in processes if each.child])
             wait_until_ready(processes, settings)
-        except BaseException:  # a failed launch (Ctrl-C included) leaves no process behind
-            _end(folder, processes, 5.0)
-            raise
-    front = processes[0].server
-    print(f"Ready:  {', '.join(front.names)} at {front.url}/v1 (pid {front.pid})")
-    for process in processes:
-        if process.server.log:
-            print(f"Log:    {process.server.log}")
-    print(f"Stop:   VLLM_LABEL={folder.label} bash vllm_server/stop.sh", flush=True)
-    if not foreground:
-        return 0
-    try:
+        ready = True
+        front = processes[0].server
+        print(f"Ready:  {', '.join(front.names)} at {front.url}/v1 (pid {front.pid})")
+        for process in processes:
+            if process.server.log:
+                print(f"Log:    {process.server.log}")
+        print(f"Stop:   VLLM_LABEL={folder.label} bash vllm_server/stop.sh", flush=True)
+        if not foreground:
+            return 0
         while all(process.child.poll() is None for process in processes):
             time.sleep(_POLL_S)
         status = next(status for process in processes if (status := process.child.poll()) is not None)
-    except Interrupted:
-        print("Stopping…", flush=True)
-        status = 0
+    except BaseException as error:  # a launch that fails or is interrupted leaves no process behind
+        _end(folder, processes, 20.0 if ready else 5.0)
+        if ready and isinstance(error, Interrupted):
+            print("Stopped", flush=True)
+            return 0
+        raise
     _end(folder, processes, 20.0)
     return status if status >= 0 else 128 - status
 
 
 def _end(folder: LabelFolder, processes: list[Planned], grace_period_s: float) -> None:
     started = [process for process in processes if process.child]
+    if not started:
+        return
     end([process.server for process in started], grace_period_s)
     for process in started:
         process.child.wait()

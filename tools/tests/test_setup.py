@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -82,5 +83,7 @@ def test_this_environment_agrees_with_the_pins():
     if not Path(sys.executable).is_relative_to(REPO):
         return  # a developer's own environment
     pinned = read_pins(REPO / f"constraints/py3{sys.version_info[1]}.txt")
-    have = {normalized(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    # Not of sys.path: setuptools adds its own copies of some packages to it.
+    site = [sysconfig.get_path("purelib")]
+    have = {normalized(found.metadata["Name"]): found.version for found in importlib.metadata.distributions(path=site)}
     assert {n: v for n, v in have.items() if n in pinned and v.split("+")[0] != pinned[n]} == {}
