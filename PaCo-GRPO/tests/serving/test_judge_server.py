@@ -3,23 +3,17 @@
 import asyncio
 import base64
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
 import zlib
 from unittest import mock
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from PIL import Image
-from serving_tools import ROOT, free_port, wait_for
 
 from paco_grpo.asgi import ApiError
-from paco_judge.client import JudgeClient, Pair
+from paco_judge.client import Pair
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import p_yes_from_top_logprobs
@@ -218,32 +212,3 @@ async def test_a_request_whose_caller_left_is_not_computed(engine, tiny, monkeyp
         await engine.ask(parse_request(json.dumps(body(pairs_of(tiny, 1)[0])).encode(), ["Judge"]), Left())
     working.cancel()
     assert error.value.status == 499
-
-
-@pytest.mark.slow
-def test_the_judges_client_and_openais_with_a_real_process(judge_folder, scorer, tiny):
-    port = free_port()
-    command = [sys.executable, "-m", "vllm_server.judge_server", "--model", str(judge_folder), "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([*command, "--served-model-name", "Judge", "--max-model-len", "1024"], env=environment)
-    base = f"http://127.0.0.1:{port}"
-    try:
-
-        def up():
-            try:
-                return httpx.get(f"{base}/health", trust_env=False).status_code == 200
-            except httpx.HTTPError:
-                return server.poll() is not None
-
-        wait_for(up, 300)
-        pairs = pairs_of(tiny, 20)
-        verdicts = JudgeClient(base, model="judge", deadline_s=300).score_blocking(pairs)
-        for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
-            assert found.ok == expected.ok
-            assert not found.ok or found.p_yes == pytest.approx(expected.p_yes, abs=1e-5)
-        client = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
-        whole = client.chat.completions.create(**body(pairs[0], max_tokens=7))
-        assert whole.usage.completion_tokens <= 7 and len(whole.choices[0].logprobs.content) == 1
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) in (0, -signal.SIGTERM)

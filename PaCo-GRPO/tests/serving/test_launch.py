@@ -12,12 +12,15 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import openai
 import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 from serving_tools import VLLM_PYTHON, all_ended, free_port, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages
 from vllm_server import engines
 from vllm_server.launch import launch
 from vllm_server.plan import LaunchError, LaunchSettings
@@ -266,11 +269,20 @@ def test_state_outlives_a_login(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_transformers_engine_is_launched(shell, judge_folder, tiny):
+def test_the_transformers_engine_gives_the_scores_of_the_scorer_and_speaks_with_openais_client(
+    shell, judge_folder, scorer, tiny
+):
     assert "Engine: transformers" in shell.launch(VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers")
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "Do the two images show the same? Yes or No") for i in range(8)]
+    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)]
     verdicts = JudgeClient(shell.url, model="judge", deadline_s=120).score_blocking(pairs)
-    assert all(verdict.ok or "neither Yes nor No" in verdict.error for verdict in verdicts)
+    for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
+        assert found.ok == expected.ok and (not found.ok or found.p_yes == pytest.approx(expected.p_yes, abs=1e-5))
+    client = openai.OpenAI(base_url=f"{shell.url}/v1", api_key="any", max_retries=0)
+    messages = build_messages(*map(data_url, pairs[0].images), pairs[0].question)
+    answer = client.chat.completions.create(
+        model="Judge", messages=messages, max_tokens=7, temperature=0, logprobs=True, top_logprobs=20
+    )
+    assert answer.usage.completion_tokens <= 7 and len(answer.choices[0].logprobs.content) == 1
     pid = shell.status()[0]["pid"]
     shell.stop()
     all_ended([pid])
