@@ -2,7 +2,7 @@
 
     .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, with a judge of its own; 13 min each
     .venv/bin/python quickstart/study.py rewards                       # two runs at a time, judged by quickstart/out/judge
-    .venv/bin/python quickstart/study.py rewards --other_judge DIR     # and evaluated by another judge as well
+    .venv/bin/python quickstart/study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
     .venv/bin/python quickstart/study.py objectives --seeds 0
     .venv/bin/python quickstart/study.py rewards --table               # no training: the table of finished runs
 
@@ -19,6 +19,10 @@ hacks
     identical_panels, fixed_character, lines: planted rewards that need no prompt, which health must notice
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the quickstart's reward
+
+The other judge of results.csv has another base, other pairs and another wording. In a second clone: `python -m toy_models.build
+judge --seed 7 --out ../quickstart/models` from tools/; `theme` and `pair` changed in PaCo-Reward/judge/paco_judge/questions.toml;
+`bash quickstart/run.sh --seed 100`. DIR is then its quickstart/out/judge, FILE a text file with its `theme`.
 
 Every run is evaluated on 24 open prompts with 8 images each (`scripts/evaluate.py --images_per_prompt 8`): w, b and kappa by the
 oracle, by the judge and by the other judge. `warnings` are the health signals with the epoch of the first. Errors are between seeds. A row has the commit and the judge (the SHA-256 of its
@@ -116,14 +120,17 @@ def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
     return [kind.config, *(f"--config.{key}={value}" for key, value in (options | dict(kind.options)).items())]
 
 
-def agreement_command(folder: Path, seed: int, other: bool) -> list[str]:
-    """The evaluation of w, b and kappa; of the last checkpoint in ``folder``, or of the base model if there is none."""
+def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list[str]:
+    """The evaluation of w, b and kappa; of the last checkpoint in ``folder``, or of the base model if there is none.
+
+    ``other``: the options of the other judge's rewards; empty if there is none.
+    """
     between = f"{ORACLE}between_images"
     rewards = ["consistency_score", "between_images", f"{ORACLE}consistency", between]
     kwargs = {name: SERVED for name in JUDGED} | {between: {"named_only": False}}
     if other:
         names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
-        rewards, kwargs = rewards + names, kwargs | {name: SERVED | {"model": OTHER} for name in names}
+        rewards, kwargs = rewards + names, kwargs | {name: SERVED | dict(other) for name in names}
     options = {
         "dataset": "../quickstart/out/world/open_prompts", "test.seed": 1000 + seed, "num_threads": 1,
         "test.reward_fn": dict.fromkeys(rewards, 1.0), "test.reward_fn_kwargs": kwargs,
@@ -213,8 +220,22 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train(study: str, todo: Sequence[tuple[str, int]], judge: Path, other: Path | None, epochs: int, jobs: int) -> None:
-    """Train ``jobs`` runs at a time, one thread each, beside one server of the judges; each finished run becomes a row."""
+def train(
+    study: str,
+    todo: Sequence[tuple[str, int]],
+    judge: Path,
+    other: Path | None,
+    question: Path | None,
+    epochs: int,
+    jobs: int,
+) -> None:
+    """Train ``jobs`` runs at a time, one thread each, beside one server of the judges; each finished run becomes a row.
+
+    ``question``: the other judge's wording, if it has its own.
+    """
+    other_options = {"model": OTHER} if other else {}
+    if other and question:
+        other_options["question"] = str(question.resolve())
     OUT.mkdir(parents=True, exist_ok=True)
     models = {SERVED["model"]: judge} | ({OTHER: other} if other else {})
     server = {**os.environ, "VLLM_PORT": "8077", "VLLM_LABEL": "paco-study"}
@@ -236,7 +257,7 @@ def train(study: str, todo: Sequence[tuple[str, int]], judge: Path, other: Path 
             if name != "base":
                 run(["bash", "scripts/single_node/train_flux.sh", *arguments_of(name, STUDIES[study][name], seed, epochs)])
             minutes = (time.monotonic() - began) / 60
-            run(agreement_command(folder, seed, other is not None))
+            run(agreement_command(folder, seed, other_options))
         policy = policy_measures(folder) if name != "base" else {}
         more = {"minutes": minutes, "warnings": warnings_of(log.read_text(errors="replace"))}
         return row_of(study, name, seed, judge_id(judge), policy, more | agreement_columns(folder))
@@ -260,6 +281,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
     parser.add_argument("--other_judge", type=Path, help="a second judge, which only evaluates")
+    parser.add_argument("--other_question", type=Path, help="text file with the other judge's question")
     parser.add_argument("--any_commit", action="store_true", help="runs of other commits count as finished")
     parser.add_argument("--table", action="store_true", help="no training")
     arguments = parser.parse_args()
@@ -286,7 +308,8 @@ def main() -> None:
                 more = {"judge_accuracy": judged["judge"]["lora"]["accuracy"], "kendalltau": judged["rank"]["kendalltau"]}
                 keep(row_of(study, study, seed, "own", policy_measures(out / "runs" / "toy_t2is_awm"), more))
         elif todo:
-            train(study, todo, judge, arguments.other_judge, arguments.epochs, arguments.jobs)
+            other = (arguments.other_judge, arguments.other_question)
+            train(study, todo, judge, *other, arguments.epochs, arguments.jobs)
     results = read_results().query("study == @study")
     print(table(results))
     for against in ("variety",) if study == "rewards" else ():

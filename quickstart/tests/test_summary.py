@@ -107,7 +107,7 @@ def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
 @pytest.mark.parametrize("other", [False, True])
 def test_the_evaluation_takes_its_options_and_its_results_become_columns(other, tmp_path, monkeypatch):
     monkeypatch.chdir(study.GRPO)
-    command = study.agreement_command(tmp_path, 1, other)
+    command = study.agreement_command(tmp_path, 1, {"model": "Other", "question": "pair"} if other else {})
     options, _ = read_options(["--config", command[3], *(word for word in command if word.startswith("--config."))])
     pairs = pairs_of(map(short_name, options.test.reward_fn))
     assert {within for within, _ in pairs} == set(list(study.JUDGES.values())[: 3 if other else 2])
