@@ -1,3 +1,1 @@
 """PaCo-Reward: a pairwise consistency judge on LLaMA-Factory (arXiv 2512.04784)."""
-
-__version__ = "0.2.0"

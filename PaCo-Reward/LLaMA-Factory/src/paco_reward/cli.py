@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paco_judge.client import JudgeError
-from paco_reward import __version__, demo, score_command
+from paco_reward import demo, score_command
 from paco_reward.answers import load_judge
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import command as build_command
@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="paco-reward", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"paco-reward {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a judge with a LLaMA-Factory configuration")

@@ -1,6 +1,5 @@
 """Local ShareGPT data sets, read as LLaMA-Factory reads them."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from paco_judge.client import Pair
 from paco_judge.images import load_image
+from paco_judge.json_io import DamagedJson, lines, parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm
 from paco_reward.errors import PacoRewardError
 
@@ -62,10 +62,8 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
 
 def _read_json(file: Path) -> Any:
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        lines = [line for line in text.split("\n") if line.strip()]
-        return [json.loads(line) for line in lines] if file.suffix == ".jsonl" else json.loads(text)
-    except ValueError as error:
+        return [parse(line) for _, line in lines(file)] if file.suffix == ".jsonl" else parse(file.read_bytes())
+    except DamagedJson as error:
         raise PacoRewardError(f"{file} cannot be read: {error}") from error
 
 

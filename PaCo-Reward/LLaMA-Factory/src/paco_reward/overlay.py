@@ -11,7 +11,6 @@
 
 import importlib.metadata
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -30,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Install the overlay in this process; idempotent.
-
-    Raises:
-        PacoRewardError: An untested LLaMA-Factory, or one without the expected seams.
-    """
+    """Install the overlay in this process; idempotent. Raises PacoRewardError: The libraries are other versions."""
     version = importlib.metadata.version("llamafactory")
     if version != TESTED_VERSION:
         raise PacoRewardError(f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}")
@@ -50,47 +45,36 @@ def install() -> None:
     arguments = _arguments_class(base)
     for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
         group[group.index(base)] = arguments
-    workflow.load_tokenizer = _loading(workflow.load_tokenizer)
-    workflow.get_template_and_fix_tokenizer = _checking(workflow.get_template_and_fix_tokenizer)
-    MMPluginMixin._preprocess_image = _naming(MMPluginMixin._preprocess_image)
+    _change_inputs(workflow, MMPluginMixin)
     workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
 
 
-def _loading(load_tokenizer: Callable) -> Callable:
-    """LLaMA-Factory's loading of tokenizer and processor; the processor limits images."""
+def _change_inputs(workflow: Any, plugin: Any) -> None:
+    """The processor limits images, the template's prompts are those that servers render, a damaged image is named."""
+    load_tokenizer, get_template = workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer
+    preprocess_image = plugin._preprocess_image
 
-    def load(model_args: Any) -> dict[str, Any]:
+    def limited(model_args: Any) -> dict[str, Any]:
         loaded = load_tokenizer(model_args)
         if hasattr(loaded["processor"], "image_processor"):
             limit_images(loaded["processor"], model_args.image_max_pixels)
         return loaded
 
-    return load
-
-
-def _checking(get_template: Callable) -> Callable:
-    """LLaMA-Factory's choice of a template, whose prompts must be those that servers render."""
-
-    def get(tokenizer: Any, data_args: Any) -> Any:
+    def checked(tokenizer: Any, data_args: Any) -> Any:
         chat_template = tokenizer.chat_template  # LLaMA-Factory gives its own to a tokenizer without one
         template = get_template(tokenizer, data_args)
         check_prompt(template, tokenizer, chat_template)
         return template
 
-    return get
-
-
-def _naming(preprocess: Callable) -> Callable:
-    """LLaMA-Factory's preparation of an image; errors of its decoder name the file."""
-
-    def prepared(self: Any, image: Any, **kwargs: Any) -> Any:
+    def named(self: Any, image: Any, **kwargs: Any) -> Any:
         try:
             image.load()
         except (OSError, SyntaxError, ValueError) as error:
             raise OSError(f"image {getattr(image, 'filename', '')} cannot be read: {error}") from error
-        return preprocess(self, image, **kwargs)
+        return preprocess_image(self, image, **kwargs)
 
-    return prepared
+    workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer = limited, checked
+    plugin._preprocess_image = named
 
 
 def _arguments_class(base: type) -> type:
@@ -174,10 +158,14 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
-            chosen = {"weight": finetuning_args.first_token_weight, "scheme": finetuning_args.first_token_scheme}
-            self.compute_loss_func = partial(_outputs_loss, **chosen)
+            weight, scheme = finetuning_args.first_token_weight, finetuning_args.first_token_scheme
+
+            def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
+                return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)
+
+            self.compute_loss_func = loss
             place = f"{self.args.process_index + 1} of {self.args.world_size}"
-            logger.warning(f"first-token-weighted loss in process {place}: weight %(weight)g, scheme %(scheme)s", chosen)
+            logger.warning(f"first-token-weighted loss in process {place}: weight {weight:g}, scheme {scheme}")
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             """As in LLaMA-Factory, without logits that the weighted loss does not need."""
@@ -214,10 +202,3 @@ def _compute_frozen_towers_without_gradients(model: Any) -> None:
     for name, module in model.named_modules():
         if name.endswith("visual") and not any(parameter.requires_grad for parameter in module.parameters()):
             module.forward = torch.no_grad()(module.forward)
-
-
-def _outputs_loss(
-    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None, *, weight: float, scheme: str
-) -> torch.Tensor:
-    """``first_token_loss`` as the trainer's ``compute_loss_func``."""
-    return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)

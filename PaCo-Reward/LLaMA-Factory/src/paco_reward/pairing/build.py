@@ -37,14 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 def build(options: Namespace) -> dict[str, Any]:
-    """Build the data set; a killed run resumes, with the server's earlier answers.
+    """Build the data set; returns the content of stats.json: ``counts`` and, for each data set, its numbers.
 
-    Returns:
-        The content of stats.json: ``counts`` and, for each data set, its numbers.
-
-    Raises:
-        ValueError: A problem of options, inputs or server, before anything is cut or asked; or a server that stopped
-            answering.
+    Problems of options, inputs and server are raised before anything is cut or asked (ValueError, OSError, JudgeError).
     """
     output, folder = options.output, options.grids or options.sub_figures
     question = load_question(options.question, ("theme",))

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import FORMATS
+from paco_judge.json_io import lines
 from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
 
@@ -94,24 +95,19 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 @dataclass(frozen=True)
 class PromptItem:
-    """One prompt with its sub-figures, which are named inside the prompt's folder.
+    """One prompt with its sub-figures, which are named inside the prompt's folder."""
 
-    ``folder``: its name in every file written (the metadata's ``idx``). ``place``: the line it was read from. ``group``:
-    equal for prompts that share a theme; train and test are split by it. ``split``: ``train`` or ``test`` where the
-    metadata decides, else empty. ``sources``: by name, the file and the panel of it to be cut out (None: all of it).
-    ``generations``: names of the rows x cols sub-figures of each, row-major; a name in none of them is of unknown
-    generation, and only a file of rankings can pair it.
-    """
-
-    folder: str
+    folder: str  # the metadata's idx
     prompt: str
     theme: str
     rows: int
     cols: int
-    place: str
-    group: str = ""
-    split: str = ""
+    place: str  # the line it was read from
+    group: str = ""  # of prompts that share a theme; train and test are split by it
+    split: str = ""  # train or test, where the metadata decides
+    # By name, the file and the panel of it to be cut out (None: all of it).
     sources: dict[str, tuple[Path, int | None]] = field(default_factory=dict)
+    # Names of each one's panels, row-major. Other names are of unknown generation: only a file of rankings pairs them.
     generations: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -122,15 +118,14 @@ class PromptItem:
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
     """Every line that is not empty. Raises PacoRewardError: a line is not such a row, or there is none."""
     rows = []
-    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(kind.model_validate_json(line))
-            except ValidationError as error:
-                found = error.errors()[0]
-                where = ".".join(map(str, found["loc"]))
-                raise PacoRewardError(f"{file} line {number}: {where} {found['msg']}") from error
-            rows[-1].place = f"{file} line {number}"
+    for number, line in lines(file):
+        place = f"{file} line {number}"
+        try:
+            rows.append(kind.model_validate_json(line.removeprefix(codecs.BOM_UTF8)))
+        except ValidationError as error:
+            found = error.errors()[0]
+            raise PacoRewardError(f"{place}: {'.'.join(map(str, found['loc']))} {found['msg']}") from error
+        rows[-1].place = place
     if not rows:
         raise PacoRewardError(f"{file} holds no lines")
     return rows
@@ -139,10 +134,8 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
     """All prompts with the paths of their images; ``grids``: the folder holds grids, not sub-figures.
 
-    Raises:
-        PacoRewardError: A missing folder or image, a line without a prompt, a prompt whose panels do not match its
-            layout, a generation with another number of sub-figures than its prompt has panels, or one theme in both
-            splits.
+    Raises PacoRewardError, naming the line: an image is missing, panels do not match the layout, or one theme is in both
+    splits.
     """
     if not folder.is_dir():
         raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
