@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
-from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge, outcome, start_script
+from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge
 from PIL import Image
 
 from paco_eval.engines import ask_once, make_engine, server_engine
@@ -66,11 +64,10 @@ def test_results_of_something_else_are_not_mixed(name, change, request, capsys):
     assert "line 1" in capsys.readouterr().err and command.file.read_text() == before
 
 
-@COMMANDS
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
-def test_other_weights_at_the_same_path_do_not_take_over_results(name, changed, request, tmp_path, capsys):
+def test_other_weights_at_the_same_path_do_not_take_over_results(changed, rank, tmp_path, capsys):
     """The last byte of a large file is enough; the same weights at another path continue."""
-    command, model = request.getfixturevalue(name), tmp_path / "models" / "judge"
+    command, model = rank, tmp_path / "models" / "judge"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(bytes(10**6) + b"a")
@@ -97,38 +94,6 @@ def test_two_runs_do_not_write_one_file(rank, capsys):
         assert rank(BrightnessJudge()) == 2
     assert str(rank.file) in capsys.readouterr().err
     assert rank(BrightnessJudge(), "--results_dir", rank.file / "below") == 2
-
-
-@pytest.mark.slow
-@COMMANDS
-def test_a_killed_command_continues(name, fake_judge, request, tmp_path):
-    """SIGKILL between items, the same command again: every item once, what was written stays; then the table."""
-    command, count = request.getfixturevalue(name), {"rank": 5, "edits": 20}[name]
-    script, folder = {
-        "rank": ("eval_vllm.py", RANK_FOLDER),
-        "edits": ("evaluate_vllm_PaCoReward.sh", EDIT_FOLDER),
-    }[name]
-    with fake_judge.FakeJudge(models=["judge"], delay_s=0.2) as judge:
-        arguments = [*command.arguments, "--server", judge.url, "--model", "judge", "--batch_size", "1"]
-        first = start_script(script, *arguments, folder=folder)
-        deadline = time.monotonic() + 120
-        while not (command.file.exists() and command.file.read_bytes().count(b"\n") >= 2):
-            assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0][-2000:]
-            time.sleep(0.01)
-        first.send_signal(signal.SIGKILL)
-        assert outcome(first)[0] == -signal.SIGKILL
-        kept = command.file.read_bytes()
-        kept = kept[: kept.rfind(b"\n") + 1]
-        status, output = outcome(start_script(script, *arguments, folder=folder))
-    assert kept.count(b"\n") < count
-    assert status == 0 and f"{count}/{count}" in output, output[-2000:]
-    assert command.file.read_bytes().startswith(kept) and [row["index"] for row in command.rows] == list(range(count))
-    if name == "edits":
-        assert (tmp_path / "summary.txt").read_text() in output
-        return
-    table = ["--results_dir", command.file.parent, "--output_file", tmp_path / "s.txt", "--output_format", "txt"]
-    status, output = outcome(start_script("print_eval_table.py", *table))
-    assert status == 0 and "judge-v3" in output and (tmp_path / "s.txt").read_text() == output
 
 
 # ---------------------------------------------------------------- batches and failing engines
@@ -205,7 +170,6 @@ def test_ask_once_repeats_only_pairs_without_a_score():
 # ---------------------------------------------------------------- engines
 
 
-@COMMANDS
 @pytest.mark.parametrize(
     "arguments, named",
     [
@@ -217,13 +181,12 @@ def test_ask_once_repeats_only_pairs_without_a_score():
         (("--adapter", "a", "--server", "http://127.0.0.1:9"), "--adapter"),
     ],
 )
-def test_unavailable_engines(name, arguments, named, request, capsys, monkeypatch):
-    command = request.getfixturevalue(name)
+def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert command.main("--model", "some/judge", *arguments) == 2
+    assert rank.main("--model", "some/judge", *arguments) == 2
     reported = capsys.readouterr().err
     assert named in reported and reported.startswith("error: ") and reported.count("\n") == 1
-    assert list(command.file.parent.iterdir()) == []
+    assert list(rank.file.parent.iterdir()) == []
 
 
 def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
@@ -256,14 +219,13 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
 
 
-@pytest.mark.parametrize("package, module", [("pillow", "PIL"), ("scipy", "scipy"), ("pandas", "pandas")])
-@pytest.mark.parametrize("script", ["eval_vllm.py", "eval.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
-def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
-    """The interpreter is a real one without the package: a finder before all others denies it."""
+@pytest.mark.parametrize("script", ["eval_vllm.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
+def test_a_missing_package_is_one_sentence(script, tmp_path):
+    """The interpreter is a real one without scipy: a finder before all others denies it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util, sys\nfind = importlib.util.find_spec\n"
-        f"importlib.util.find_spec = lambda name, package=None: None if name == {module!r} else find(name, package)\n"
-        f"sys.modules[{module!r}] = None\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'scipy' else find(name, package)\n"
+        "sys.modules['scipy'] = None\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run(
@@ -272,8 +234,7 @@ def test_a_missing_package_is_one_sentence(package, module, script, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
-    assert f" lacks {package}; run: pip install -r " in run.stderr
+    assert " lacks scipy; run: pip install -r " in run.stderr

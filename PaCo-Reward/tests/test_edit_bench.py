@@ -8,7 +8,7 @@ import calculate_statistics
 import numpy as np
 import pandas as pd
 import pytest
-from bench_tools import TASKS, BrightnessJudge, edit_lines, save_jsonl
+from bench_tools import TASKS, BrightnessJudge, edit_lines
 from calculate_statistics import GROUP_OF, GROUPS, KINDS, group_table, parse_row, task_table
 from edit_reward_bench import load_bench
 from evaluation import parse
@@ -47,7 +47,9 @@ def share(rows, kind):
 def test_tables_of_random_results(rows):
     results = pd.DataFrame([{"model": "m"} | parse_row(row) for row in rows])
     table = group_table(results)
-    assert {*zip(table["dimension"], table["right when"])} == {(row["dimension"], kind) for row in rows for kind in KINDS}
+    assert {*zip(table["dimension"], table["right when"])} == {
+        (row["dimension"], kind) for row in rows for kind in KINDS
+    }
     for line in table.to_dict("records"):
         mine, kind = [row for row in rows if row["dimension"] == line["dimension"]], line["right when"]
         for group in (*GROUPS, *(["other"] if any(row["task_type"] == "own_task" for row in rows) else [])):
@@ -246,14 +248,6 @@ def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
     bench[0].prepare()
     with pytest.raises(ItemError, match=r"output_images\[0\]"):
         bench[1].prepare()
-
-
-def test_line_separators_inside_a_text_do_not_end_a_json_line(examples, tmp_path):
-    text = "one\u2028two\x85three\x0bfour"
-    bench = load_bench(
-        str(save_jsonl([{**examples[0], "instruction": text}, examples[1]], tmp_path / "odd")), QUESTIONS
-    )
-    assert text in contents(bench)[0][0]
 
 
 def test_the_default_data_set(edits, tmp_path, monkeypatch):

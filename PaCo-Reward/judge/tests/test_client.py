@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import importlib.util
 import io
 import logging
@@ -45,48 +44,10 @@ def client(judge: FakeJudge, **settings) -> JudgeClient:
     return JudgeClient(judge.url, **({"model": judge.models[0], "deadline_s": 20.0} | settings))
 
 
-def in_thread(asking: JudgeClient, asked: list[Pair]) -> tuple[threading.Thread, list]:
-    found: list = []
-    thread = threading.Thread(target=lambda: found.extend(asking.score_blocking(asked)))
-    thread.start()
-    return thread, found
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def raw_server(sent: bytes, hold: bool = False):
-    """Sends the same bytes on every connection once the request has begun; ``hold`` keeps connections open."""
-    connections = []
-
-    def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = server.accept()
-                connections.append(connection)
-                connection.recv(1 << 16)
-                connection.sendall(sent)
-                if not hold:
-                    connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
-    for connection in connections:
-        connection.close()
-
-
-def resolved(url: str, **settings) -> JudgeClient:
-    """A client that has asked a good server for its models, pointed at ``url`` afterwards."""
-    with FakeJudge() as good:
-        asking = client(good, **settings)
-        asking.check()
-    asking.base_url = url
-    return asking
 
 
 def test_the_request_follows_the_protocol():
@@ -110,12 +71,8 @@ def test_the_form_of_a_request_is_part_of_what_is_cached():
     assert (plain, changed, again) == pytest.approx((0.2, 0.4, 0.4))
     urls = [data_url(image, "jpeg") for image in asked[0].images]
     assert judge.requests[1]["messages"] == build_messages(*urls, "form", form)
-    decoded = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
-    own = io.BytesIO()
-    picture(1).save(own, "JPEG")
-    for image in (decoded, as_received(picture(1), "jpeg")):
-        np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(own)))
-    np.testing.assert_array_equal(np.asarray(as_received(picture(1), "png")), np.asarray(picture(1)))
+    sent = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
+    np.testing.assert_array_equal(np.asarray(as_received(picture(1), "jpeg")), np.asarray(sent))
 
 
 def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch):
@@ -156,10 +113,10 @@ def test_the_cache_drops_the_oldest(monkeypatch):
             assert len(judge.requests) == requests
 
 
-def test_concurrency_is_bounded_and_connections_are_kept_alive():
+def test_concurrency_is_bounded():
     with FakeJudge(delay_s=0.01) as judge:
-        client(judge, max_concurrency=5).score_blocking(batch(40, "bounded"))
-        assert 1 < judge.max_in_flight <= 5 and len(judge.connections) <= 6
+        client(judge, max_concurrency=5).score_blocking(batch(20, "bounded"))
+        assert 1 < judge.max_in_flight <= 5
 
 
 def test_verdicts_are_in_the_order_of_the_pairs():
@@ -231,24 +188,6 @@ def test_retry_after_is_respected():
     with FakeJudge(respond) as judge:
         assert client(judge).score_blocking(batch(1, "retry-after"))[0].ok
     assert moments[1] - moments[0] >= 0.79
-
-
-@pytest.mark.parametrize(
-    ("sent", "hold", "cause"),
-    [
-        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", False, "ClientResponseError"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{", False, "ClientPayloadError"),
-        (b"", False, "ServerDisconnectedError"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{", True, "no answer"),
-    ],
-    ids=["not http", "half an answer", "closed at once", "stops in the middle"],
-)
-def test_broken_answers_are_retried_until_the_deadline(sent, hold, cause):
-    with raw_server(sent, hold) as (url, connections):
-        start = time.monotonic()
-        (verdict,) = resolved(url, deadline_s=1.0).score_blocking(batch(1, f"raw {sent!r} {hold}"))
-        assert time.monotonic() - start < 3 and (len(connections) > 1) != hold
-        assert cause in verdict.error and "deadline" in verdict.error
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,6 @@ def test_values_are_inserted_once_and_as_they_are(value):
         assert found and load_question(name).text(**{about: value}) == before + value + after
 
 
-@given(st.text(), st.booleans())
-def test_a_file_is_asked_as_it_is(tmp_path_factory, text, breaks):
-    """Braces that are no fields, other signs and inner line breaks stay; one line break at the end does not count."""
-    text = "?" + text.replace("\r", "").replace("{", "{ ").rstrip("\n")
-    file = tmp_path_factory.mktemp("question") / "mine.v1.txt"
-    file.write_text(text + "\n" * breaks, encoding="utf-8", newline="")
-    question = load_question(str(file), ())
-    assert question.name == "mine.v1" and question.text() == text and question.fields == set()
-
-
 def test_a_file_with_fields(template):
     question = load_question(template('{rows} x {cols}: {"a": {theme}}\n'), ("theme", "rows", "cols"))
     assert question.fields == {"theme", "rows", "cols"}
