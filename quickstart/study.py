@@ -115,7 +115,7 @@ def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
         "seed": seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": f"{name}-seed{seed}", "resume_from": "latest",
         "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": epochs, "num_threads": 1,
         "train.reward_fn": dict(kind.rewards), "train.reward_fn_kwargs": {n: SERVED for n in kind.rewards if n in JUDGED},
-        "test.seed": 1000 + seed, "test.num_images": 192, "test.reward_fn_kwargs": {"consistency_score": SERVED},
+        "test.seed": 1000 + seed, "test.num_images": 96, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
     return [kind.config, *(f"--config.{key}={value}" for key, value in (options | dict(kind.options)).items())]
 
