@@ -1,6 +1,4 @@
-"""Text, schedule, noise, sizes, precision and pixels of the policies that wrap a diffusers pipeline."""
-
-import logging
+"""Text cache, sizes, schedules, precision and pixels of the policies that wrap a diffusers pipeline."""
 
 import numpy as np
 import pytest
@@ -28,10 +26,8 @@ def velocity_of(policy, name, *prompts):
 
 @pytest.mark.parametrize(("name", "limit"), [("flux", 512), ("qwen_image_edit", 1024)])
 def test_sequence_length_has_a_limit(tiny_folder, name, limit):
-    for length in (0, limit + 1):
-        with pytest.raises(ValueError, match=rf"config\.max_sequence_length.*{limit}"):
-            load(name, tiny_folder(name), max_sequence_length=length)
-    load(name, tiny_folder(name), max_sequence_length=limit)
+    with pytest.raises(ValueError, match=rf"config\.max_sequence_length.*{limit}"):
+        load(name, tiny_folder(name), max_sequence_length=limit + 1)
 
 
 def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
@@ -47,19 +43,12 @@ def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
     assert flux._texts.num_bytes == size and ("prompt 4", ()) in flux._texts
 
 
-def test_sizes_are_rounded_with_a_log_line(flux, caplog):
-    assert flux.size_multiple == 8
-    with caplog.at_level(logging.INFO):
-        assert flux.round_size(33, 40) == (32, 40)
-        assert "33x40" in caplog.text and "32x40" in caplog.text
-        caplog.clear()
-        assert flux.round_size(32, 8) == (32, 8)
-        assert caplog.text == ""
+def test_sizes_are_rounded(flux):
+    assert flux.round_size(33, 40) == (32, 40)
     with pytest.raises(ValueError, match="7x32"):
         flux.round_size(7, 32)
-    for size in ((33, 40), (32, 44)):
-        with pytest.raises(ValueError, match="round_size"):
-            flux.sigmas(4, *size)
+    with pytest.raises(ValueError, match="round_size"):
+        flux.sigmas(4, 33, 40)
 
 
 def test_schedules(flux, tiny_folder):
@@ -78,7 +67,6 @@ def test_schedules(flux, tiny_folder):
         assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
         assert sigmas[0] == 1 and sigmas[-1] == 0 and bool((sigmas.diff() < 0).all())
         np.testing.assert_allclose(sigmas[:-1].numpy(), expected, rtol=1e-5)
-    assert bool((flux.sigmas(10, 64, 64)[1:-1] > flux.sigmas(10, 16, 16)[1:-1]).all())
     assert len(flux.sigmas(1, 16, 16)) == 2
     with pytest.raises(ValueError, match=r"num_steps = 1\b"):
         qwen.sigmas(1, 32, 32)
@@ -94,14 +82,10 @@ def test_low_precision_returns_float32(tiny_folder, name):
     assert low.decode(low.initial_latents([1], 32, 32), 32, 32)[0].size == (32, 32)
 
 
-@BY_NAME
-def test_images_are_the_bytes_that_diffusers_makes(tiny_folder, name):
-    policy = load(name, tiny_folder(name))
-    latents = 3 * policy.initial_latents([1, 2, 3], 32, 48)  # beyond the range of pixels, so that some are clamped
-    unpacked = policy.pipeline._unpack_latents(latents, 32, 48, policy.pipeline.vae_scale_factor)
+def test_images_are_the_bytes_that_diffusers_makes(flux):
+    latents = 3 * flux.initial_latents([1, 2, 3], 32, 48)  # beyond the range of pixels, so that some are clamped
+    unpacked = flux.pipeline._unpack_latents(latents, 32, 48, flux.pipeline.vae_scale_factor)
     with torch.no_grad():
-        expected = policy.pipeline.image_processor.postprocess(policy._pixels(unpacked), output_type="pil")
-    found = policy.decode(latents, 32, 48)
-    assert [image.size for image in found] == [(48, 32)] * 3
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.mode == "RGB" and np.array_equal(np.asarray(ours), np.asarray(theirs))
+        expected = flux.pipeline.image_processor.postprocess(flux._pixels(unpacked), output_type="pil")
+    for ours, theirs in zip(flux.decode(latents, 32, 48), expected, strict=True):
+        assert ours.mode == "RGB" and ours.size == (48, 32) and ours.tobytes() == theirs.tobytes()

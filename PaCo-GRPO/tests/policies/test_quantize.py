@@ -5,15 +5,12 @@ import importlib.util
 import diffusers
 import pytest
 import torch
-from named import load as load_named
 from tiny_policies import NAMES, disturb, items, load
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError, load_policy
 from paco_grpo.policies.lora import add_lora, save_diffusers, trainable_parameters
 from paco_grpo.policies.performance import quantize
-from paco_grpo.training.checks import check_run
 
 BY_KIND = pytest.mark.parametrize("kind", ("nf4", "int8"))
 BY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -23,10 +20,6 @@ def velocity_of(policy, name):
     conditioning = policy.encode(items(name, "a red fox", "two blue hats"))
     sigma = torch.full((2,), 0.6, device=policy.device)
     return policy.velocity(policy.initial_latents([1, 2], 32, 32), sigma, conditioning, 32, 32)
-
-
-def relative(found, exact):
-    return float((found - exact).norm() / exact.norm())
 
 
 def quantized_weights(policy):
@@ -41,7 +34,8 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
     layers = dict(quantize.quantizable(whole.transformer))
     assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
     with torch.no_grad():
-        error = relative(velocity_of(small, name), velocity_of(whole, name))
+        exact = velocity_of(whole, name)
+        error = float((velocity_of(small, name) - exact).norm() / exact.norm())
     assert 0 < error < (0.05 if kind == "int8" else 0.35), error
     add_lora(small, rank=4, alpha=8)
     disturb(small)
@@ -49,7 +43,6 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
     velocity_of(small, name).square().sum().backward()
     parameters = trainable_parameters(small)
     gradients = [p.grad for p in parameters if p.grad is not None]  # Qwen's last text layers lead nowhere
-    assert all(torch.isfinite(g).all() for g in gradients)
     assert sum(bool(g.abs().sum() > 0) for g in gradients) > 0.8 * len(parameters)
     for key, weight in quantized_weights(small).items():
         assert torch.equal(weight, before[key])
@@ -87,19 +80,7 @@ def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_f
         assert torch.equal(ours, theirs)
 
 
-def test_a_sample_does_not_depend_on_its_batch(tiny_flux_dir):
-    policy = load("flux", tiny_flux_dir, quantize="int8")
-    latents, sigma = policy.initial_latents([1, 2], 32, 32), torch.tensor([0.6, 0.6])
-    conditioning = policy.encode(items("flux", "a red fox", "two blue hats"))
-    with torch.no_grad():
-        both = policy.velocity(latents, sigma, conditioning, 32, 32)
-        alone = policy.velocity(latents[:1], sigma[:1], conditioning.select([0]), 32, 32)
-    assert torch.allclose(both[:1], alone, atol=1e-5)
-
-
 def test_a_missing_library_is_reported_before_loading(tiny_flux_dir, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.quantize.*paco-grpo\[quantize\]"):
         load_policy(tiny_flux_dir, quantize="nf4")
-    with pytest.raises(ConfigError, match=r"config\.pretrained\.quantize.*bitsandbytes"):
-        check_run(load_named("toy_t2is", ("pretrained.quantize", "nf4"), ("sample.merge_lora", "0")))

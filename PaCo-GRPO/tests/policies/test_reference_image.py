@@ -11,10 +11,7 @@ from paco_grpo.policies import PolicyLoadError, load_policy
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
-
-@pytest.fixture(params=EDITORS)
-def name(request):
-    return request.param
+BY_NAME = pytest.mark.parametrize("name", EDITORS)
 
 
 @pytest.fixture
@@ -31,65 +28,62 @@ def size_of(item, resolution, mode, policy):
     return sized.height, sized.width
 
 
-def size_read(policy, item):
-    return policy.reference_size(item.image, item)
-
-
-def test_sizes_are_rounded_as_in_the_pipelines_with_one_log_line(policy, name, caplog):
+@BY_NAME
+def test_sizes_are_rounded_as_in_the_pipelines(policy, name):
     # FluxKontextPipeline: round(sqrt(area·ratio)), then down; QwenImageEditPipeline: to the nearest multiple of 32
     kontext = name == "flux_kontext"
-    assert policy.size_multiple == 8
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            assert size_of(edit(150, 100), 100, "aspect", policy) == ((80, 120) if kontext else (96, 128))
-        assert size_of(edit(150, 100), 100, "exact", policy) == ((80, 120) if kontext else (96, 128))
-        assert size_of(edit(160, 96), 100, "exact", policy) == ((72, 128) if kontext else (64, 128))
-    assert caplog.text.count("item of 100x150") == 1
+    for mode in ("aspect", "exact"):
+        assert size_of(edit(150, 100), 100, mode, policy) == ((80, 120) if kontext else (96, 128))
+    assert size_of(edit(160, 96), 100, "exact", policy) == ((72, 128) if kontext else (64, 128))
     assert size_of(edit(150, 100, (47, 70)), 100, "exact", policy) == (40, 64)  # its own size, as both pipelines round
     assert size_of(edit(150, 100, (40, 80)), 100, "aspect", policy) == ((64, 136) if kontext else (64, 128))
     assert policy.fit_area(1024**2, 3 / 2) == (832, 1248)  # 836 and 1254 before rounding
     assert policy.fit_area(16, 1.0) == ((8, 8) if kontext else (32, 32))  # at least one multiple
 
 
+@BY_NAME
 def test_reference_size(policy, name, caplog):
     # the generated size if the shapes agree up to rounding, else its area in the image's shape
-    assert size_read(policy, edit(600, 400, (64, 96))) == (64, 96)
-    assert size_read(policy, edit(400, 400, (64, 96))) == ((72, 72) if name == "flux_kontext" else (64, 64))
-    assert size_read(policy, edit(128, 64)) == (64, 128)  # no size: the image's own
-    for shape in ((150, 100), (100, 150), (640, 480), (1000, 563), (77, 77)):  # a size that came from the image's shape
+    def size_read(item):
+        return policy.reference_size(item.image, item)
+
+    assert size_read(edit(600, 400, (64, 96))) == (64, 96)
+    assert size_read(edit(400, 400, (64, 96))) == ((72, 72) if name == "flux_kontext" else (64, 64))
+    assert size_read(edit(128, 64)) == (64, 128)  # no size: the image's own
+    for shape in ((150, 100), (640, 480), (77, 77)):  # a size that came from the image's shape
         size = size_of(edit(*shape), 384, "aspect", policy)
-        height, width = size_read(policy, edit(*shape, size))
+        height, width = size_read(edit(*shape, size))
         assert abs(height - size[0]) <= 32 and abs(width - size[1]) <= 32
         assert abs(np.log(width / height * shape[1] / shape[0])) < 0.06
     with caplog.at_level(logging.INFO):
         conditioning = policy.encode([edit(600, 400, (64, 96)), edit(600, 400, (64, 96))])
     assert caplog.text.count("reference image of 400x600") == 1
     assert conditioning.reference_grid.tolist() == [[[8, 12]]] * 2 and conditioning.reference.shape == (2, 96, 16)
-    keys = {policy.batch_key(edit(w, h, (64, 96))) for w, h in ((600, 400), (300, 200), (400, 400))}
-    assert len(keys) == 2
 
 
-def test_references_of_different_size_do_not_share_a_forward(policy):
-    chosen = [edit(64, 64, (64, 64)), edit(256, 64, (64, 64)), edit(64, 64, (64, 64))]
-    conditioning = policy.encode(chosen)
-    assert len({policy.batch_key(item) for item in chosen}) == 2
-    latents, sigma = policy.initial_latents([1, 2, 3], 64, 64), torch.full((3,), 0.5)
+@pytest.mark.parametrize("name", [*EDITORS, "flux2_klein"])
+def test_references_of_different_size_or_number_do_not_share_a_forward(policy, name):
+    chosen = [edit(64, 64, (64, 64)), edit(256, 64, (64, 64))]
+    if policy.several_images:
+        chosen += [Item(2, "x", 64, 64, image=picture(1, 64, 64), more_images=(picture(2, 64, 64),)), Item(3, "x", 64, 64)]
+    assert len({policy.batch_key(item) for item in chosen}) == len(chosen)
+    conditioning, sigma = policy.encode(chosen), torch.full((len(chosen),), 0.5)
+    latents = policy.initial_latents(range(len(chosen)), 64, 64)
     with pytest.raises(ValueError, match="batch_key"):
         policy.velocity(latents, sigma, conditioning, 64, 64)
-    # a shorter reference is padded to the longest; the padding is never read
-    wide = edit(70, 64, (40, 40)), edit(64, 64, (64, 64))
-    alone, padded = policy.encode(wide[:1]), policy.encode(wide).select([0])
-    assert padded.reference.shape[1] > alone.reference.shape[1]
-    one = policy.velocity(latents[:1], sigma[:1], alone, 64, 64)
-    torch.testing.assert_close(policy.velocity(latents[:1], sigma[:1], padded, 64, 64), one, rtol=0, atol=1e-5)
+    for row, item in enumerate(chosen):  # padding behind a row's own references is never read
+        parts = policy.encode([item]), conditioning.select([row])
+        velocities = [policy.velocity(latents[:1], sigma[:1], part, 64, 64) for part in parts]
+        torch.testing.assert_close(*velocities, rtol=0, atol=1e-5)
 
 
+@BY_NAME
 def test_everything_is_encoded_once(policy, name):
     calls = {"text": 0, "vae": 0}
     policy.text_encoders()[-1].register_forward_pre_hook(lambda *_: calls.update(text=calls["text"] + 1))
     policy.pipeline.vae.encoder.register_forward_pre_hook(lambda *_: calls.update(vae=calls["vae"] + 1))
     # Kontext's text does not see the image; Qwen's does, and true CFG adds the negative prompt for each image
-    texts = 2 if name == "flux_kontext" else 4
+    texts, reads = 2 if name == "flux_kontext" else 4, []
     first = policy.encode(items(name, "a", "b"))
     assert calls == {"text": texts, "vae": 2}
     second = policy.encode([*items(name, "a", "b"), *items(name, "a")])
@@ -98,33 +92,26 @@ def test_everything_is_encoded_once(policy, name):
     assert torch.equal(first.reference, second.reference[:2])
     policy.encode(items(name, "a", size=(64, 64), reference=(32, 32)))
     assert calls["vae"] == 3  # the same picture at another size
-    policy.encode(items(name, "c"))
-    assert calls["vae"] == 3 and calls["text"] > texts
-
-
-def test_a_lazy_image_is_read_once(policy):
-    reads = []
-    item = Item(0, "x", 32, 32, image=lambda: reads.append(1) or picture(1))
-    policy.encode([item])
+    policy.encode([Item(0, "x", 32, 32, image=lambda: reads.append(1) or picture(1))])
     assert len(reads) == 1
 
 
+@BY_NAME
 def test_an_item_without_an_image_is_named(policy):
     with pytest.raises(ValueError, match="item 4"):
         policy.encode([Item(4, "x", 32, 32)])
 
 
-def test_embedded_guidance_takes_no_negative_prompt(tiny_folder):
+@pytest.mark.parametrize("name", ["flux_kontext", "flux2"])
+def test_embedded_guidance_takes_no_negative_prompt(tiny_folder, name):
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.negative_prompt"):
-        load_policy(tiny_folder("flux_kontext"), negative_prompt=" ")
+        load_policy(tiny_folder(name), negative_prompt=" ")
 
 
 def test_qwen_warns_of_half_a_cfg(tiny_folder, caplog):
     name = "qwen_image_edit"
-    folder = tiny_folder(name)
-    policy = load(name, folder)
-    assert policy.guided and not caplog.text
+    assert load(name, tiny_folder(name)).guided and not caplog.text
     for options in ({"negative_prompt": None}, {"guidance_scale": 1.0}):
         caplog.clear()
-        assert not load(name, folder, **options).guided
+        assert not load(name, tiny_folder(name), **options).guided
         assert "config.sample.guidance_scale" in caplog.text
