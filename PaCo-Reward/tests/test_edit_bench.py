@@ -10,13 +10,12 @@ import pandas as pd
 import pytest
 from bench_tools import TASKS, BrightnessJudge, edit_lines
 from calculate_statistics import GROUP_OF, GROUPS, KINDS, group_table, parse_row, task_table
-from edit_reward_bench import load_bench
-from evaluation import parse
+from evaluation import command_line, load_bench
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from paco_eval.results import BenchError, ItemError
+from paco_eval.results import BenchError
 from paco_judge.client import Pair
 from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_questions
 
@@ -97,9 +96,9 @@ def test_table_files(edits, tmp_path, capsys):
     good = '{"scores": [0.5, 0.1], "dimension": "overall", "task_type": "extract"}'
     for bad in ("{}", good.replace("overall", "beauty"), good.replace("0.5", '"a"'), good.replace("0.1", "null"), "["):
         second.write_text(f"{good}\n{bad}\n")
-        assert calculate_statistics.main(command) == 1
+        assert calculate_statistics.main(command) == 2
         assert "second_judge.jsonl line 2" in capsys.readouterr().err
-    assert calculate_statistics.main(["--results_dir", str(tmp_path), *command[2:]]) == 1
+    assert calculate_statistics.main(["--results_dir", str(tmp_path), *command[2:]]) == 2
 
 
 # ---------------------------------------------------------------- scores
@@ -166,7 +165,7 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     lines = capsys.readouterr().err.splitlines()
     named = {
         4: "output_images[0]", 5: "input_image", 6: "output_images[1]", 8: "beauty", 9: "output_images",
-        10: "instruction", 11: "task_type", 13: "key", 14: "input_image", 15: "broken row", 16: "key",
+        10: "instruction", 11: "task_type", 13: "key", 14: "input_image", 15: "lacks", 16: "key",
         17: "output_images", 18: "output_images",
     }  # fmt: skip
     for row, cause in named.items():
@@ -246,7 +245,7 @@ def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
     bench = load_bench(str(tmp_path / "saved"), QUESTIONS)
     assert len(bench) == 3
     bench[0].prepare()
-    with pytest.raises(ItemError, match=r"output_images\[0\]"):
+    with pytest.raises(ValueError, match=r"output_images\[0\]"):
         bench[1].prepare()
 
 
@@ -281,16 +280,16 @@ def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
     ):
         assert edits.main("--dataset", dataset) == 2
         reported = capsys.readouterr().err
-        assert reported.startswith("error: dataset ") and reported.count("\n") == 1 and named in reported, reported
+        assert reported.startswith("error: ") and reported.count("\n") == 1 and named in reported, reported
     assert not (tmp_path / "results").exists()
 
 
 def test_command_line_defaults(capsys):
-    assert parse([]).model == "X-GenGroup/PaCo-Reward-7B"
-    assert parse(["--server", "http://h:1"]).model == "PaCo-Reward-7B"
-    published = parse(["--benchmark_dir", "b", "--result_dir", "r", "--backbone", "m"])
+    assert command_line([]).model == "X-GenGroup/PaCo-Reward-7B"
+    assert command_line(["--server", "http://h:1"]).model == "PaCo-Reward-7B"
+    published = command_line(["--benchmark_dir", "b", "--result_dir", "r", "--backbone", "m"])
     assert (published.dataset, published.results_dir, published.model) == ("b", "r", "m")
-    assert parse(["--port", "8001"]).server == "http://127.0.0.1:8001"
+    assert command_line(["--port", "8001"]).server == "http://127.0.0.1:8001"
     with pytest.raises(SystemExit):
-        parse(["--batch_size", "0"])
+        command_line(["--batch_size", "0"])
     assert "--batch_size" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from calculate_statistics import parse_row as parse_edit_row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paco_eval.results import BenchError, ResultsFile, read_jsonl, read_results
+from paco_eval.results import BenchError, open_results, read_results, read_rows
 
 DAMAGED = [b"\xff", b"[" * 100_000, b"1" * 5000, b"\0\0", b"[1]", b"{"]
 JSON = st.recursive(
@@ -43,9 +43,9 @@ def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
     good = b'{"model": "m", "index": 0}\n'
     file = write(tmp_path / "m.jsonl", good + line + b"\n")
     for read in (
-        lambda: ResultsFile(file, [{"index": 0}], {"model": "m"}).__enter__(),
-        lambda: read_results(tmp_path, lambda row: {"index": row["index"]}, "eval_vllm.py"),
-        lambda: read_jsonl(file),
+        lambda: open_results(file, [{"index": 0}], {"model": "m"}).__enter__(),
+        lambda: read_results(tmp_path, lambda row: {"index": row["index"]}),
+        lambda: read_rows(file),
     ):
         with pytest.raises(BenchError, match=r"m.jsonl line 2") as caught:
             read()
@@ -58,10 +58,10 @@ def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
 def test_any_results_are_read_or_one_error(tmp_path, content):
     file = write(tmp_path / "m.jsonl", content)
     for read in (
-        lambda: ResultsFile(file, [{"index": 0}, {"index": 1}], {"model": "m"}).__enter__().__exit__(),
-        lambda: read_results(tmp_path, parse_edit_row, "evaluation.py"),
-        lambda: read_results(tmp_path, print_eval_table.parse_row, "eval_vllm.py"),
-        lambda: read_jsonl(file),
+        lambda: open_results(file, [{"index": 0}, {"index": 1}], {"model": "m"}).__enter__(),
+        lambda: read_results(tmp_path, parse_edit_row),
+        lambda: read_results(tmp_path, print_eval_table.parse_row),
+        lambda: read_rows(file),
     ):
         try:
             read()
@@ -95,12 +95,12 @@ def room(file: Path, more: int):
 def test_a_full_disk_costs_a_benchmark_one_row_at_most(tmp_path):
     file = tmp_path / "m.jsonl"
     items = [{"index": index} for index in range(3)]
-    with ResultsFile(file, items, {"model": "m"}) as results:
-        results.append({"index": 0})
+    with open_results(file, items, {"model": "m"}) as (_, append):
+        append({"index": 0})
         whole = file.read_bytes()
-    with room(file, 5), pytest.raises(OSError), ResultsFile(file, items, {"model": "m"}) as results:
-        results.append({"index": 1})
-    with ResultsFile(file, items, {"model": "m"}) as results:
-        assert len(results.done) == 1 and file.read_bytes() == whole
-        results.append({"index": 1})
+    with room(file, 5), pytest.raises(OSError), open_results(file, items, {"model": "m"}) as (_, append):
+        append({"index": 1})
+    with open_results(file, items, {"model": "m"}) as (done, append):
+        assert len(done) == 1 and file.read_bytes() == whole
+        append({"index": 1})
     assert [json.loads(line)["index"] for line in file.read_text().splitlines()] == [0, 1]

@@ -202,6 +202,6 @@ def test_tables(rank, tmp_path, capsys):
     assert "pm" not in output.read_text() and r"\begin{tabular}{lr" in output.read_text()
     capsys.readouterr()
     (tmp_path / "results" / "other.jsonl").write_text('{"a": 1}\n')
-    assert print_eval_table.main(base) == 1
+    assert print_eval_table.main(base) == 2
     assert "other.jsonl line 1" in capsys.readouterr().err
-    assert print_eval_table.main(["--results_dir", str(tmp_path / "none"), *base[2:]]) == 1
+    assert print_eval_table.main(["--results_dir", str(tmp_path / "none"), *base[2:]]) == 2

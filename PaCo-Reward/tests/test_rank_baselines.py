@@ -153,8 +153,6 @@ def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
     "arguments, named",
     [
         (("histogram", "--weights", "x"), "--weights"),
-        (("clip_i", "--server", "http://x"), "--server"),
-        (("clip_i", "--prompt_template", "2"), "--prompt_template"),
         (("dreamsim", "--clip_model", "x"), "--clip_model"),
         (("some/vlm", "--dreamsim_type", "x"), "--dreamsim_type"),
         (("clip_i", "--clip_model", "ViT-B-32"), "--weights"),

@@ -14,9 +14,10 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.engines import add_engine_arguments, make_engine, results_of
-from paco_eval.results import BenchError, ItemError, Row, read_jsonl
-from paco_eval.runner import Item, Prepared, broken, open_image, question_of, run_benchmark
+from paco_eval.data import open_image
+from paco_eval.engines import make_engine, results_of
+from paco_eval.results import BenchError, Row, read_rows
+from paco_eval.runner import Item, Prepared, run_benchmark
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
 from paco_judge.questions import Question, form_of, load_question, record
@@ -42,37 +43,32 @@ METRICS = {  # name in results files -> heading in tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the benchmark, the question and the engine."""
+    """Add the options about the benchmark and the question."""
     parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
     question = parser.add_mutually_exclusive_group()
     text = "shipped template, or text file with {theme}, {criterion} or neither"
     question.add_argument("--question", metavar="NAME|FILE", help=text)
     text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
     question.add_argument("--prompt_template", type=int, choices=tuple(TEMPLATES), help=text)
-    add_engine_arguments(parser)
 
 
 def run_judge(args: argparse.Namespace) -> int:
-    """Rank with the judge ``args.model``; returns the number of items without a result. Raises BenchError."""
+    """Rank with the judge ``args.model``; returns the number of items without a result. Raises ValueError, OSError."""
     version = args.prompt_template or DEFAULT_TEMPLATE
-    if args.question:
-        version = (question := question_of(args, ("theme", "criterion"))).name
-    else:
-        question = load_question(TEMPLATES[version])
+    question = load_question(args.question or TEMPLATES[version], ("theme", "criterion"))
     items = load_bench(args.dataset_dir, question)
-    file, stamp = results_of(args, f"-v{version}", record((question,), form_of(args)))
+    asked = record((question,), form_of(args))
+    file, stamp = results_of(args, f"-v{question.name if args.question else version}", asked)
     return run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
 
 
 def find_bench(dataset_dir: str | None) -> Path:
     """The benchmark folder: ``dataset_dir`` or the one in it; default: the first in ., .. or ../... Raises BenchError."""
     places = [Path(dataset_dir)] if dataset_dir else [Path("."), Path(".."), Path("../..")]
-    for place in places:
-        for folder in (place / BENCH, place):
-            if (folder / RANKS).is_file():
-                return folder
-    searched = ", ".join(str(place.resolve()) for place in places)
-    raise BenchError(f"no {BENCH} with {RANKS} in {searched}; download it with {DOWNLOAD}, or pass --dataset_dir")
+    for folder in (folder for place in places for folder in (place / BENCH, place)):
+        if (folder / RANKS).is_file():
+            return folder
+    raise BenchError(f"no {BENCH} in {', '.join(map(str, places))}; download it with {DOWNLOAD}, or pass --dataset_dir")
 
 
 def unpack_images(root: Path) -> None:
@@ -84,8 +80,6 @@ def unpack_images(root: Path) -> None:
     archive, images = root / "images.zip", root / "images"
     if images.is_dir():
         return
-    if not archive.is_file():
-        raise BenchError(f"{root} holds neither images/ nor images.zip; download them with {DOWNLOAD}")
     try:
         with TemporaryDirectory(prefix="images-", dir=root) as folder, ZipFile(archive) as packed:
             unpacked = Path(folder) / "images"
@@ -93,7 +87,7 @@ def unpack_images(root: Path) -> None:
             inner = unpacked / "images"  # the archive may hold the folder or what is in it
             (inner if inner.is_dir() else unpacked).rename(images)
     except (OSError, BadZipFile) as error:
-        raise BenchError(f"{archive} cannot be unpacked ({error}); download it again") from error
+        raise BenchError(f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}") from error
 
 
 def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
@@ -104,55 +98,38 @@ def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
     """
     root = find_bench(dataset_dir)
     unpack_images(root)
-    prompts = {str(row.get("idx")): row for row in read_jsonl(root / PROMPTS)} if question.fields else {}
+    prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)} if question.fields else {}
     items = []
-    for index, row in enumerate(read_jsonl(root / RANKS)):
+    for index, row in enumerate(read_rows(root / RANKS)):
         fields = {"index": index, "folder": str(row.get("folder")), "ref_image": str(row.get("ref_image"))}
-        try:
-            order = _true_order(row)
-            make = partial(prepare, root, prompts, question, fields, row["comp_images"], order)
-        except (KeyError, TypeError, ValueError) as error:
-            make = partial(broken, error)
-        items.append(Item(fields, f"item {row.get('folder', f'line {index + 1}')}", make))
+        items.append(Item(fields, f"item {fields['folder']}", partial(prepare, root, prompts, question, row)))
     return items
 
 
-def _true_order(row: Row) -> list[int]:
-    """The candidates' indices, best first. Raises KeyError, TypeError, ValueError: The row is broken."""
-    listed, ranked = list(row["comp_images"]), list(row["rank_images"])
-    if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed) or len(listed) < 2:
-        raise ValueError(f"rank_images {ranked} are not a permutation of two or more comp_images {listed}")
-    if not all(isinstance(name, str) and name for name in (row["folder"], row["ref_image"], *listed)):
-        raise ValueError("folder, ref_image and comp_images must be names")
-    return [listed.index(name) for name in ranked]
-
-
-def prepare(
-    root: Path, prompts: dict[str, Row], question: Question, fields: Row, listed: list[str], order: list[int]
-) -> Prepared:
+def prepare(root: Path, prompts: dict[str, Row], question: Question, row: Row) -> Prepared:
     """An item's pairs, candidate after candidate, and the function that makes its row from their scores.
 
     Args:
         root: The benchmark folder.
         prompts: Rows with ``prompt`` and ``criteria`` by ``idx``; folder ``0012`` may be idx 12.
         question: Asked about the reference and each candidate.
-        fields: Folder and reference image of the item.
-        listed, order: Its candidates, and their true order.
+        row: ``folder``, ``ref_image``, ``comp_images``, and ``rank_images``: the same, best first.
 
     Raises:
-        ItemError: An unreadable image, or a prompt or criterion that ``question`` needs is missing.
+        ValueError, KeyError, TypeError, AttributeError: A field or an image of the item is missing or damaged.
     """
-    row = prompts.get(fields["folder"]) or prompts.get(fields["folder"].lstrip("0") or "0", {})
-    if question.fields and not row:
-        raise ItemError(f"{PROMPTS} has no row with idx {fields['folder']}")
-    try:
-        theme = split_prompt(row["prompt"]).theme if "theme" in question.fields else ""
-        asked = question.texts(row.get("criteria") or {}, theme=theme)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:  # the last two: a value of another type
-        raise ItemError(f"{PROMPTS}: {error}") from error
+    listed, ranked, name = list(row["comp_images"]), list(row["rank_images"]), row["folder"]
+    if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed) or len(listed) < 2:
+        raise ValueError(f"rank_images {ranked} are not a permutation of two or more comp_images {listed}")
+    order = [listed.index(image) for image in ranked]
+    prompt = prompts.get(name) or prompts.get(name.lstrip("0") or "0", {})
+    if question.fields and not prompt:
+        raise ValueError(f"{PROMPTS} has no row with idx {name}")
+    theme = split_prompt(prompt["prompt"]).theme if "theme" in question.fields else ""
+    asked = question.texts(prompt.get("criteria") or {}, theme=theme)
     texts = [text for dimension in asked.values() for text in dimension]
-    folder = root / "images" / fields["folder"]
-    names = (fields["ref_image"], *listed)
+    folder = root / "images" / name
+    names = (row["ref_image"], *listed)
     reference, *candidates = (open_image(n, root if (root / n).is_file() else folder, "") for n in names)
     pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
@@ -162,13 +139,9 @@ def prepare(
             mean_over_dimensions({dimension: [next(answers) for _ in named] for dimension, named in asked.items()})
             for _ in candidates
         ]
-        return {
-            "comp_images": listed,
-            "rank_images": [listed[i] for i in order],
-            "scores": scores,
-            "predicted_images": [listed[i] for i in predicted_order(scores)],
-            "metrics": rank_metrics(scores, order),
-        }
+        predicted = [listed[i] for i in predicted_order(scores)]
+        found = {"comp_images": listed, "rank_images": ranked, "scores": scores, "predicted_images": predicted}
+        return found | {"metrics": rank_metrics(scores, order)}
 
     return pairs, to_row
 

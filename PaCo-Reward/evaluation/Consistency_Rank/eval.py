@@ -29,29 +29,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 from consistency_rank import add_arguments, load_bench, run_judge
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
-from paco_eval.engines import check_engine_arguments
 from paco_eval.results import BenchError, fingerprint
-from paco_eval.runner import exit_status, run_benchmark
+from paco_eval.runner import exit_status, new_parser, parse, run_benchmark
 from paco_judge.questions import load_question
 
-BASELINE_OPTIONS = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
-FORM_OPTIONS = ("image_labels", "image_format", "answer_tokens")
-VLM_OPTIONS = ("model", "engine", "server", "adapter", "prompt_template", "question", *FORM_OPTIONS)
+OPTIONS_OF = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Run the scorer; returns the number of items without a result. Raises BenchError."""
-    unused = [name for name, scorers in BASELINE_OPTIONS.items() if args.scorer not in scorers]
-    unused += VLM_OPTIONS if args.scorer in BASELINES else ()
-    if given := [f"--{name}" for name in unused if getattr(args, name) is not None]:
-        raise BenchError(f"--scorer {args.scorer} does not use {', '.join(given)}")
+    """Run the scorer; returns the number of items without a result."""
+    for option, scorers in OPTIONS_OF.items():
+        if getattr(args, option) and args.scorer not in scorers:
+            raise BenchError(f"--scorer {args.scorer} does not use --{option}")
     if args.scorer not in BASELINES:
         return run_judge(args)
     items = load_bench(args.dataset_dir, load_question("pair"))  # a baseline ignores the question
     options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
     exact, short = baseline_names(*options)
-    folders = sorted(Path(args.weights).glob("*/")) if args.weights else []  # DreamSim has subfolders
-    stamp = {"model": exact, "weights": fingerprint(args.weights, *folders)}
+    places = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
+    stamp = {"model": exact, "weights": fingerprint(*places)}
     file = Path(args.results_dir) / f"{short}.jsonl"
     return run_benchmark(
         items, file, stamp, lambda: (args.scorer, make_baseline(*options, args.batch_size)), args.batch_size
@@ -60,17 +56,16 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; exit status as in eval_vllm.py."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--scorer", help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name; default: --model")
     parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
     parser.add_argument("--clip_model", help=f"OpenCLIP architecture, or hf-hub:NAME; default: {CLIP_MODEL}")
     parser.add_argument("--dreamsim_type", help=f"type of DreamSim; default: {DREAMSIM_TYPE}")
     add_arguments(parser)
-    args = parser.parse_args(arguments)
-    if args.scorer not in BASELINES:
-        args.model = args.scorer or args.model
-        check_engine_arguments(parser, args)
-    return exit_status(lambda: evaluate(args))
+    args = parse(parser, arguments)
+    if args.scorer not in (None, *BASELINES):
+        args.model = args.scorer
+    return exit_status(evaluate, args)
 
 
 if __name__ == "__main__":

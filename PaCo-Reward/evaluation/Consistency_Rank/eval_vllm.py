@@ -13,7 +13,6 @@ of all models and baselines (eval.py) in the folder. Exit status: 0 all items ha
 run could not continue, 130 stopped by Ctrl-C.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,17 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from consistency_rank import add_arguments, run_judge
 
-from paco_eval.engines import check_engine_arguments
-from paco_eval.runner import exit_status
+from paco_eval.runner import exit_status, new_parser, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add_arguments(parser)
-    args = parser.parse_args(arguments)
-    check_engine_arguments(parser, args)
-    return exit_status(lambda: run_judge(args))
+    return exit_status(run_judge, parse(parser, arguments))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pandas as pd
 from consistency_rank import METRICS
 
 from paco_eval.results import Row, as_latex, as_text, read_results
-from paco_eval.runner import print_table
+from paco_eval.runner import exit_status, new_parser
 
 
 def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
@@ -42,22 +42,22 @@ def parse_row(row: Row) -> Row:
     return metrics
 
 
+def tables(args: argparse.Namespace) -> None:
+    """Print and write the table."""
+    table = make_table(read_results(Path(args.results_dir), parse_row), args.print_std)
+    text = as_latex(table) if args.output_format == "latex" else as_text(table)
+    Path(args.output_file).write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--results_dir", default="results")
     parser.add_argument("--output_file", default="results_summary.txt")
     parser.add_argument("--output_format", choices=("txt", "latex"), default="txt")
     parser.add_argument("--print_std", action="store_true", help="mean and standard deviation over items")
-    args = parser.parse_args(arguments)
-
-    def text() -> str:
-        table = make_table(read_results(Path(args.results_dir), parse_row, "eval_vllm.py"), args.print_std)
-        written = as_latex(table) if args.output_format == "latex" else as_text(table)
-        Path(args.output_file).write_text(written, encoding="utf-8")
-        return written
-
-    return print_table(text)
+    return exit_status(tables, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

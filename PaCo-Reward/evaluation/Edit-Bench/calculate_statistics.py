@@ -6,7 +6,6 @@ A pair is right when the better edit's score is higher (strict) or not lower (le
 pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`: no such pairs among the results.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import pandas as pd
 
 from paco_eval.results import BenchError, Row, read_results, write_tables
-from paco_eval.runner import print_table
+from paco_eval.runner import exit_status, new_parser
 from paco_judge.questions import EDIT_DIMENSIONS
 
 GROUPS = {
@@ -70,32 +69,28 @@ def task_table(results: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def save_tables(results_dir: Path, output: Path, model: str | None = None) -> str:
-    """Write ``<output>.txt`` and ``<output>.tex`` from the results in the folder; returns the text.
-
-    Args:
-        model: Only results files whose name begins with it.
+def save_tables(results_dir: Path, output: str, model: str | None = None) -> None:
+    """Print the tables and write ``<output>.txt`` and ``.tex``; ``model``: of files whose name begins with it alone.
 
     Raises:
         BenchError: No results, or an invalid line.
-        OSError: A file cannot be read or written.
     """
-    results = read_results(results_dir, parse_row, "evaluate_vllm_PaCoReward.sh")
+    results = read_results(results_dir, parse_row)
     if model:
         results = results[results["model"].str.startswith(Path(model).name)]
         if results.empty:
             raise BenchError(f"no results of {model} in {results_dir}")
-    return write_tables(output, group_table(results), task_table(results), names=3)
+    write_tables(output, group_table(results), task_table(results), names=3)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--results_dir", "--result_dir", default="results")
     parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")
     parser.add_argument("--backbone", help="only the results of this model")
     args = parser.parse_args(arguments)
-    return print_table(lambda: save_tables(Path(args.results_dir), Path(args.output), args.backbone))
+    return exit_status(lambda args: save_tables(Path(args.results_dir), args.output, args.backbone), args)
 
 
 if __name__ == "__main__":

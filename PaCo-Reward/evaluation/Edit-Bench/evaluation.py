@@ -21,31 +21,75 @@ models in the folder are printed (again with: python calculate_statistics.py). E
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from calculate_statistics import save_tables
-from edit_reward_bench import HUB_NAME, load_bench
 
-from paco_eval.engines import (
-    ScorePairs,
-    add_engine_arguments,
-    ask_once,
-    check_engine_arguments,
-    make_engine,
-    results_of,
-)
-from paco_eval.results import BenchError
-from paco_eval.runner import exit_status, run_benchmark
-from paco_judge.questions import EDITING, form_of, load_editing_questions, record
+from paco_eval.data import Source, open_source
+from paco_eval.engines import ScorePairs, ask_once, make_engine, results_of
+from paco_eval.results import Row
+from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark
+from paco_judge.client import Pair
+from paco_judge.questions import EDITING, Question, editing_texts, form_of, load_editing_questions, record
+from paco_judge.verdict import Verdict, editing_score
+
+HUB_NAME = "EditScore/EditReward-Bench"
+TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
+IMAGE_COLUMNS = ("input_image", "output_images")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="evaluate_vllm_PaCoReward.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def load_bench(
+    dataset: str | None, questions: Sequence[Question], split: str | None = None, resize_edits: bool = False
+) -> list[Item]:
+    """Read all rows but not their images.
+
+    Args:
+        dataset, split: As in ``open_source``.
+        questions: One or two (``paco_judge.questions.load_editing_questions``).
+        resize_edits: Give every edit the size of its input image (Pillow's default resampling).
+
+    Raises:
+        BenchError: The data set is missing, not readable, empty, or lacks a column.
+    """
+    source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
+    items = []
+    for index, row in enumerate(source.rows):
+        fields = {"index": index, "key": row.get("key"), "dimension": row.get("dimension")}
+        make = partial(prepare, source, index, questions, resize_edits)
+        items.append(Item(fields, f"row {index} {fields['key']} {fields['dimension']}", make))
+    return items
+
+
+def prepare(source: Source, index: int, questions: Sequence[Question], resize_edits: bool) -> Prepared:
+    """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: A value or an image of the row cannot be used.
+    """
+    row = source.rows[index]
+    if not isinstance(row["key"], list) or len(row["key"]) != 2:
+        raise ValueError(f"key must name two edits, not {row['key']!r}")
+    task, asked = str(row["task_type"]), editing_texts(questions, row["instruction"], row["dimension"])
+    before, *edits = source.pictures(index)
+    if resize_edits:
+        edits = [edit.resize(before.size) for edit in edits]
+    pairs = [Pair(before, edit, question) for edit in edits for question in asked.values()]
+
+    def to_row(values: list[float]) -> Row:
+        answers = [dict(zip(asked, values[: len(asked)])), dict(zip(asked, values[len(asked) :]))]
+        scores = [editing_score(*map(Verdict, answer.values())) for answer in answers]
+        return {"task_type": task, "answers": answers, "scores": scores}
+
+    return pairs, to_row
+
+
+def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command."""
+    parser = new_parser(__doc__)
     text = f"hub name, folder or file; default: EditReward-Bench in ., .. or ../.., else {HUB_NAME}"
     parser.add_argument("--dataset", "--dataset_dir", "--benchmark_dir", help=text)
     parser.add_argument("--split", help="split of the data set; default: train, or the only one")
@@ -53,43 +97,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     text += "alone decides every dimension; default: " + " ".join(EDITING)
     parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
     parser.add_argument("--resize_edits", action="store_true", help="show edits at the size of their input image")
-    add_engine_arguments(parser)
     parser.add_argument("--output", default="results_summary", help="the tables: <output>.txt and <output>.tex")
-    args = parser.parse_args(arguments)
-    check_engine_arguments(parser, args)
-    return args
+    return parse(parser, arguments)
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Score the rows without a result and print the tables; returns the number of rows left without.
-
-    Raises:
-        BenchError: The run cannot continue.
-    """
+    """Score the rows without a result and print the tables; returns the number of rows left without."""
 
     def make() -> tuple[str, ScorePairs]:
         name, engine = make_engine(args)
         return name, ask_once(engine)  # the same edit occurs in several rows
 
-    try:
-        questions = load_editing_questions(args.question or EDITING)
-    except ValueError as error:
-        raise BenchError(f"--question: {error}") from error
+    questions = load_editing_questions(args.question or EDITING)
     version = "-v" + "+".join(question.name for question in questions) if args.question else ""
     asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
     items = load_bench(args.dataset, questions, args.split, args.resize_edits)
     file, stamp = results_of(args, version, asked)
     failed = run_benchmark(items, file, stamp, make, args.batch_size)
     if file.exists():
-        print(save_tables(Path(args.results_dir), Path(args.output)))
-        print(f"tables: {args.output}.txt, {args.output}.tex")
+        save_tables(Path(args.results_dir), args.output)
     return failed
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    args = parse(arguments)
-    return exit_status(lambda: evaluate(args))
+    return exit_status(evaluate, command_line(arguments))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from paco_eval.data import Source, open_source
-from paco_eval.engines import add_engine_arguments, check_engine_arguments, make_engine, results_of
-from paco_eval.results import ItemError, Row, read_results, write_tables
-from paco_eval.runner import Item, Prepared, broken, exit_status, open_image, question_of, run_benchmark
+from paco_eval.engines import make_engine, results_of
+from paco_eval.results import Row, read_results, write_tables
+from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark
 from paco_judge.client import Pair
-from paco_judge.questions import Question, form_of, record
+from paco_judge.questions import Question, form_of, load_question, record
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"
 QUESTION = "editing_consistency"
@@ -42,13 +42,7 @@ def load_bench(dataset: str | None, question: Question, compares: bool, split: s
     from_one = any(str(row["winner"]) == "2" for row in source.rows)
     items = []
     for index, row in enumerate(source.rows):
-        instruction = str(row["instruction"]).strip()
-        text = question.text(instruction=instruction, prompt=instruction)
-        try:
-            told = {"task": str(row["task"]), "winner": winner_index(row["winner"], from_one)}
-            make = partial(prepare, source, index, text, told, compares)
-        except ValueError as error:
-            make = partial(broken, error)
+        make = partial(prepare, source, index, question, compares, from_one)
         items.append(Item({"index": index, "key": str(row["key"])}, f"row {index} [{row['key']}]", make))
     return items
 
@@ -62,15 +56,14 @@ def winner_index(winner: Any, from_one: bool) -> int:
     raise ValueError(f"winner must be {' or '.join(names)}, or A or B, not {winner!r}")
 
 
-def prepare(source: Source, index: int, question: str, told: Row, compares: bool) -> Prepared:
-    """A row's two questions and the function that makes its result. Raises ItemError: An image cannot be read."""
-    stored = source.images(index)
-    edits = stored.get("edited_images")
-    if not isinstance(edits, list) or len(edits) != 2:
-        raise ItemError("edited_images must hold 2 images")
-    before = open_image(stored.get("source_image"), source.root, "source_image")
-    a, b = (open_image(image, source.root, f"edited_images[{i}]") for i, image in enumerate(edits))
-    pairs = [Pair(before, one, question, (other,) if compares else ()) for one, other in ((a, b), (b, a))]
+def prepare(source: Source, index: int, question: Question, compares: bool, from_one: bool) -> Prepared:
+    """A row's two questions and the function that makes its result. Raises ValueError: A value or image is damaged."""
+    row = source.rows[index]
+    instruction = str(row["instruction"]).strip()
+    text = question.text(instruction=instruction, prompt=instruction)
+    told = {"task": str(row["task"]), "winner": winner_index(row["winner"], from_one)}
+    before, a, b = source.pictures(index)
+    pairs = [Pair(before, one, text, (other,) if compares else ()) for one, other in ((a, b), (b, a))]
     return pairs, lambda scores: told | {"scores": scores}
 
 
@@ -83,42 +76,39 @@ def parse_row(row: Row) -> Row:
     return {"task": str(row["task"]), "right": not tie and scores[winner] > scores[1 - winner], "ties": tie}
 
 
-def save_tables(results_dir: Path, output: Path) -> str:
-    """Write ``<output>.txt`` and ``.tex``: accuracy per task and over all pairs, for each model. Returns the text."""
-    results = read_results(results_dir, parse_row, "evaluation.py")
+def save_tables(results_dir: Path, output: str) -> None:
+    """Print the table and write ``<output>.txt`` and ``.tex``: for each model accuracy per task and over all pairs."""
+    results = read_results(results_dir, parse_row)
     by_model = results.groupby("model")
     table = results.pivot_table(index="model", columns="task", values="right", aggfunc="mean")
     table.insert(0, "pairs", by_model.size())
     table = table.assign(average=by_model["right"].mean(), ties=by_model["ties"].sum().astype(int)).reset_index()
-    return write_tables(output, table)
+    write_tables(output, table)
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Score the rows without a result and print the table; returns the number of rows left without."""
-    question = question_of(args, ("instruction", "prompt"), "compare" if args.compare else "question")
+    question = load_question(args.compare or args.question, ("instruction", "prompt"))
     items = load_bench(args.dataset, question, bool(args.compare), args.split)
     asked = record((question,), form_of(args)) | {"compares": bool(args.compare)}
     file, stamp = results_of(args, "" if question.name == QUESTION else f"-v{question.name}", asked)
     failed = run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
     if file.exists():
-        print(save_tables(Path(args.results_dir), Path(args.output)))
+        save_tables(Path(args.results_dir), args.output)
     return failed
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     text = f"hub name, folder or file; default: VCReward-Bench in ., .. or ../.., else {HUB_NAME}"
     parser.add_argument("--dataset", "--dataset_dir", help=text)
     parser.add_argument("--split", help="split of the data set; default: train, or the only one")
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--question", default=QUESTION, metavar="NAME|FILE", help="about one edit; default: %(default)s")
     asked.add_argument("--compare", metavar="NAME|FILE", help="about both edits: is the first better?")
-    add_engine_arguments(parser)
     parser.add_argument("--output", default="results_summary", help="the table: <output>.txt and <output>.tex")
-    args = parser.parse_args(arguments)
-    check_engine_arguments(parser, args)
-    return exit_status(lambda: evaluate(args))
+    return exit_status(evaluate, parse(parser, arguments))
 
 
 if __name__ == "__main__":

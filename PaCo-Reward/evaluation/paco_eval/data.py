@@ -1,24 +1,37 @@
-"""Data sets from the hub or from disk, whose images stay undecoded: a broken image affects only its row."""
+"""Data sets of edits from the hub or from disk, whose images stay undecoded: a broken image affects only its row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_eval.results import BenchError, first_line, read_jsonl
+from PIL import Image
+
+from paco_eval.results import BenchError, Row, first_line, read_rows
+from paco_judge.images import UnreadableImage, read_image
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows without their images, and a function that returns the stored images of one row."""
+    """Rows without their images. ``stored``: the images of one row, paths relative to ``root`` or dicts of bytes."""
 
-    root: Path  # relative image paths start here
-    rows: list[dict[str, Any]]
-    images: Callable[[int], dict[str, Any]]  # values: paths, or dicts of bytes and path
+    root: Path
+    rows: list[Row]
+    columns: tuple[str, str]  # of the images: before the edit, after two edits
+    stored: Callable[[int], Row]
+
+    def pictures(self, index: int) -> list[Image.Image]:
+        """A row's image and its two edits, RGB. Raises ValueError, naming the column; KeyError."""
+        before, after = self.columns
+        row = self.stored(index)
+        if not isinstance(row[after], list) or len(row[after]) != 2:
+            raise ValueError(f"{after} must hold 2 images")
+        named = {before: row[before]} | {f"{after}[{n}]": image for n, image in enumerate(row[after])}
+        return [open_image(image, self.root, column) for column, image in named.items()]
 
 
 def open_source(
-    dataset: str | None, hub_name: str, texts: Sequence[str], images: Sequence[str], split: str | None = None
+    dataset: str | None, hub_name: str, texts: tuple[str, ...], images: tuple[str, str], split: str | None = None
 ) -> Source:
     """Open a data set.
 
@@ -40,47 +53,57 @@ def open_source(
     if path.is_dir() and not any(path.rglob("*.parquet")) and len(found := sorted(path.rglob("*.jsonl"))) == 1:
         path = found[0]
     if path.is_file() and path.suffix == ".jsonl":
-        rows = loaded = read_jsonl(path)
+        rows = read_rows(path)
         columns, stored = {column for row in rows for column in row}, rows.__getitem__
     else:
-        remedy = f"; download it with `hf download {hub_name} --repo-type dataset --local-dir {local_name}`"
-        loaded = _load(dataset, path, split, remedy)
+        try:
+            loaded = _load(dataset, path, split)
+        except BenchError:
+            raise
+        except Exception as error:  # hub, network, cache and format errors share no base class
+            remedy = f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` (HF_ENDPOINT: a mirror)"
+            raise BenchError(f"dataset {dataset} cannot be read: {first_line(error)}; download it with {remedy}") from error
         columns = loaded.column_names
-    if not len(loaded):
-        raise BenchError(f"dataset {dataset} holds no rows")
-    if missing := [column for column in (*texts, *images) if column not in columns]:
-        raise BenchError(
-            f"dataset {dataset} lacks the columns {', '.join(missing)}; it has {', '.join(sorted(columns))}"
-        )
-    if not isinstance(loaded, list):
-        rows = loaded.select_columns(list(texts)).with_format("arrow")[:].to_pylist()
-        undecoded = loaded.select_columns(list(images)).with_format("arrow")
+        undecoded = loaded.with_format("arrow")
+        rows = undecoded.select_columns([name for name in texts if name in columns])[:].to_pylist()
         stored = lambda index: undecoded[index].to_pylist()[0]
-    return Source(path if path.is_dir() else path.parent, rows, stored)
+    missing = [column for column in (*texts, *images) if column not in columns]
+    if missing or not rows:
+        lack = f"lacks the columns {', '.join(missing)}" if rows else "holds no rows"
+        raise BenchError(f"dataset {dataset} {lack}; it has {', '.join(sorted(columns))}")
+    return Source(path if path.is_dir() else path.parent, rows, images, stored)
 
 
-def _load(name: str, path: Path, split: str | None, remedy: str) -> Any:
-    """The split of a data set of the package ``datasets``. Raises BenchError."""
+def _load(name: str, path: Path, split: str | None) -> Any:
+    """The split of a data set of the package ``datasets``."""
     import datasets
 
-    if path.exists():
-        datasets.disable_progress_bars()
-    try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        elif path.exists():
-            files = [str(file) for file in ([path] if path.is_file() else sorted(path.rglob("*.parquet")))]
-            if not files:
-                raise FileNotFoundError("it holds no parquet files")
-            loaded = datasets.load_dataset("parquet", data_files=files, split="train")
-        else:
-            loaded = datasets.load_dataset(name)
-    except Exception as error:  # hub, network, cache and format errors share no base class
-        hint = "" if path.exists() else " (set HF_ENDPOINT to a mirror that you can reach)"
-        raise BenchError(f"dataset {name} cannot be read: {first_line(error)}{hint}{remedy}") from error
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        loaded = datasets.load_from_disk(str(path))
+    elif path.exists():
+        files = [str(file) for file in ([path] if path.is_file() else sorted(path.rglob("*.parquet")))]
+        loaded = datasets.load_dataset("parquet", data_files=files, split="train")
+    else:
+        loaded = datasets.load_dataset(name)
     if not isinstance(loaded, dict):
         return loaded
-    wanted = split or ("train" if "train" in loaded else next(iter(loaded)))
-    if wanted not in loaded or (split is None and "train" not in loaded and len(loaded) > 1):
+    wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
+    if wanted not in loaded:
         raise BenchError(f"dataset {name} has the splits {', '.join(loaded)}; choose one with --split")
     return loaded[wanted]
+
+
+def open_image(stored: Any, root: Path, column: str) -> Image.Image:
+    """An RGB image of a data set's cell: a path relative to ``root``, encoded bytes, or a dict with either.
+
+    Raises:
+        ValueError: There is none, or it cannot be read; the message names ``column``.
+    """
+    if isinstance(stored, dict):
+        stored = stored.get("bytes") or stored.get("path")
+    if not isinstance(stored, (bytes, str)) or not stored:
+        raise ValueError(f"{column} holds no image but {stored!r}")
+    try:
+        return read_image(stored if isinstance(stored, bytes) else root / stored)
+    except UnreadableImage as error:
+        raise ValueError(f"image {column} {'' if isinstance(stored, bytes) else stored} {error}") from error

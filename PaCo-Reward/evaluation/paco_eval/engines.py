@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from paco_eval.results import BenchError, Row, fingerprint, first_line
-from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError, Pair
+from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import as_received, content_digest
 from paco_judge.questions import CHAT_OPTIONS, RequestForm, add_form_arguments, build_messages, form_of
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
-HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
 TOP_LOGPROBS = 20
 MAX_MODEL_LEN = 8192
 # vLLM reads these when it is imported; the user's own values win. On a CPU its default sizes would take all memory.
@@ -24,15 +23,12 @@ VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-VLLM_REMEDY = (
-    "install it in an environment next to this one (bash setup.sh --vllm) and use the repository's "
-    ".venv-vllm/bin/python, or `pip install vllm` here, or choose --engine transformers, or --server URL"
-)
+VLLM_REMEDY = "use .venv-vllm/bin/python (bash setup.sh --vllm), or choose --engine transformers, or --server URL"
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of every benchmark command."""
-    text = f"folder, hub name, or served name with --server; default: {HUB_MODEL}, of a server {DEFAULT_MODEL}"
+    text = "folder, hub name, or served name with --server; default: the published PaCo-Reward-7B"
     parser.add_argument("--model", "--backbone", help=text)
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
@@ -45,17 +41,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_form_arguments(parser)
 
 
-def check_engine_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fill in ``args.server`` and ``args.model``; wrong values end the command as argparse does."""
-    if args.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
-    if args.port is not None:
-        args.server = args.server or f"http://127.0.0.1:{args.port}"
-    args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
-
-
 def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
-    """The name of the engine that the command line selects, and the engine. Raises BenchError."""
+    """The name of the engine that the command line selects, and the engine.
+
+    Raises:
+        ValueError, OSError, ImportError: The model cannot be loaded, or a package is missing.
+        JudgeError: The server does not answer, or serves another model.
+    """
     name = "server" if args.server else args.engine or "vllm"
     if args.adapter and name != "transformers":
         raise BenchError(f"--adapter needs --engine transformers, not {name}; or export the merged model first")
@@ -63,7 +55,11 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     if name == "server":
         return name, server_engine(args.server, args.model, form)
     if name == "transformers":
-        return name, transformers_engine(args.model, args.adapter, args.batch_size, form)
+        from paco_judge.scorer import JudgeScorer
+
+        judge = JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form)
+        # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
+        return name, lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
     return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
@@ -81,33 +77,16 @@ def results_of(args: argparse.Namespace, version: str, asked: Row) -> tuple[Path
     return Path(args.results_dir) / f"{short}{version}.jsonl", stamp
 
 
-def transformers_engine(model: str, adapter: str | None, batch_size: int, form: RequestForm) -> ScorePairs:
-    """transformers on the first GPU or the CPU. Raises BenchError: A package or the model is missing."""
-    try:
-        from paco_judge.scorer import JudgeScorer
-
-        judge = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
-    except ImportError as error:
-        raise BenchError(f"--engine transformers needs packages that {sys.executable} lacks ({error})") from error
-    except (OSError, ValueError) as error:
-        raise BenchError(first_line(error)) from error
-    # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
-    return lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
-
-
 def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 600.0) -> ScorePairs:
     """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
 
     Raises:
-        BenchError: No answer, or another model is served. The engine raises it too when the server is gone.
+        JudgeError: No answer, or another model is served. The engine raises it too when the server is gone.
     """
 
     def connect() -> JudgeClient:
-        try:
-            client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s, form=form)
-            client.check()
-        except (JudgeError, ValueError) as error:
-            raise BenchError(f"--server: {error}") from error
+        client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s, form=form)
+        client.check()
         return client
 
     client = connect()
@@ -138,15 +117,14 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {VLLM_REMEDY}") from error
     if current_platform.is_unspecified():
         raise BenchError(f"vLLM in {sys.executable} finds no device that it was built for; {VLLM_REMEDY}")
+    text = AutoConfig.from_pretrained(model).get_text_config()
     on_cpu = {}
     if current_platform.is_cpu():
-        on_cpu = {"enforce_eager": True}
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import everything again
+        # vLLM has Qwen3.5's linear attention in bfloat16 alone there.
+        on_cpu = {"enforce_eager": True, "dtype": "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"}
     print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
     try:
-        text = AutoConfig.from_pretrained(model).get_text_config()
-        if on_cpu:  # vLLM has Qwen3.5's linear attention in bfloat16 alone there
-            on_cpu["dtype"] = "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"
         llm = LLM(
             model=model,
             tensor_parallel_size=tensor_parallel_size,
@@ -155,10 +133,8 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
             limit_mm_per_prompt={"image": 3, "video": 0},
             **on_cpu,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise BenchError(
-            f"vLLM cannot load {model}: {first_line(error)} (VLLM_LOGGING_LEVEL=INFO shows more)"
-        ) from error
+    except RuntimeError as error:
+        raise BenchError(f"{first_line(error)} (VLLM_LOGGING_LEVEL=INFO shows more)") from error
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
     def verdict(output: Any) -> Verdict:
@@ -167,22 +143,22 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens"
         return Verdict(p_yes, missing if p_yes is None else None)
 
+    def messages(pair: Pair) -> list[dict[str, Any]]:
+        """With images in place of their URLs."""
+        asked = build_messages("", "", pair.question, form, [""] * len(pair.more_images))
+        images = (as_received(image, form.image_format) for image in pair.images)
+        for part in asked[0]["content"]:
+            if part["type"] == "image_url":
+                part["type"] = "image_pil"
+                part["image_pil"] = next(images)
+                del part["image_url"]
+        return asked
+
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        messages = [_vllm_messages(pair, form) for pair in pairs]
-        return [*map(verdict, llm.chat(messages, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS))]
+        asked = [messages(pair) for pair in pairs]
+        return [*map(verdict, llm.chat(asked, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS))]
 
     return score
-
-
-def _vllm_messages(pair: Pair, form: RequestForm) -> list[dict[str, Any]]:
-    """The messages of a pair, with images in place of their URLs."""
-    message = build_messages("", "", pair.question, form, [""] * len(pair.more_images))[0]
-    images = (as_received(image, form.image_format) for image in pair.images)
-    content = [
-        {"type": "image_pil", "image_pil": next(images)} if part["type"] == "image_url" else part
-        for part in message["content"]
-    ]
-    return [{"role": message["role"], "content": content}]
 
 
 def ask_once(engine: ScorePairs) -> ScorePairs:
@@ -192,8 +168,8 @@ def ask_once(engine: ScorePairs) -> ScorePairs:
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         keys = [(pair.question, *map(content_digest, pair.images)) for pair in pairs]
         new = {key: pair for key, pair in zip(keys, pairs) if key not in known}
-        answers = dict(zip(new, engine(list(new.values())), strict=True)) if new else {}
+        answers = known | dict(zip(new, engine(list(new.values())), strict=True)) if new else known
         known.update({key: verdict for key, verdict in answers.items() if verdict.ok})
-        return [known[key] if key in known else answers[key] for key in keys]
+        return [answers[key] for key in keys]
 
     return score

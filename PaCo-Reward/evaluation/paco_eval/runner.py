@@ -5,35 +5,29 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from PIL import Image
 from tqdm import tqdm
 
-from paco_eval.engines import ScorePairs
-from paco_eval.results import BenchError, ItemError, ResultsFile, Row, first_line, key_of
-from paco_judge.client import Pair
-from paco_judge.images import UnreadableImage, read_image
-from paco_judge.questions import Question, load_question
+from paco_eval.engines import ScorePairs, add_engine_arguments
+from paco_eval.results import BenchError, Row, first_line, key_of, open_results
+from paco_judge.client import DEFAULT_MODEL, JudgeError, Pair
 from paco_judge.verdict import Verdict
+
+HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
+GIVE_UP_AFTER = 16  # items in a row on which the engine fails: then it is the engine, not the items
 
 # The pairs of an item, and the function that makes its row from their scores (in the same order).
 Prepared = tuple[list[Pair], Callable[[list[float]], Row]]
-GIVE_UP_AFTER = 16  # items in a row on which the engine fails: then it is the engine, not the items
 
 
 @dataclass(frozen=True)
 class Item:
-    """``fields`` identify it in a results file, ``name`` in messages. ``prepare`` raises ItemError."""
+    """``fields`` identify it in a results file, ``name`` in messages. ``prepare`` raises ValueError, KeyError or
+    TypeError if its row or its images cannot be used."""
 
     fields: Row
     name: str
     prepare: Callable[[], Prepared]
-
-
-def broken(reason: object) -> Prepared:
-    """The ``prepare`` of an item that cannot be read."""
-    raise ItemError(f"broken row: {reason}")
 
 
 def run_benchmark(
@@ -43,8 +37,7 @@ def run_benchmark(
 
     Args:
         items: The benchmark.
-        file: Results file; one of another model, question or benchmark is refused.
-        stamp: As in ``ResultsFile``.
+        file, stamp: As of ``open_results``.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
 
@@ -54,18 +47,18 @@ def run_benchmark(
     if not items:
         raise BenchError("the benchmark has no items")
     failed = []
-    with ResultsFile(file, [item.fields for item in items], stamp) as results:
-        print(f"{len(items)} items, {len(results.done)} already in {file}", flush=True)
-        if todo := [item for item in items if key_of(item.fields) not in results.done]:
+    with open_results(file, [item.fields for item in items], stamp) as (done, append):
+        print(f"{len(items)} items, {len(done)} already in {file}", flush=True)
+        if todo := [item for item in items if key_of(item.fields) not in done]:
             engine_name, engine = make_engine()
             pace = {} if sys.stderr.isatty() else {"mininterval": 10.0}  # seconds between lines of a log
-            with tqdm(total=len(items), initial=len(results.done), unit="item", **pace) as progress:
+            with tqdm(total=len(items), initial=len(done), unit="item", **pace) as progress:
                 for item, row in score_items(todo, engine, batch_size):
-                    if isinstance(row, ItemError):
+                    if isinstance(row, str):
                         failed.append(item.name)
                         tqdm.write(f"{item.name}: {row}", file=sys.stderr)
                     else:
-                        results.append({"engine": engine_name, **item.fields, **row})
+                        append({"engine": engine_name, **item.fields, **row})
                         progress.update()
     if failed:
         names = ", ".join(failed[:10]) + (" …" if len(failed) > 10 else "")
@@ -73,7 +66,7 @@ def run_benchmark(
     return len(failed)
 
 
-def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | ItemError]]:
+def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | str]]:
     """Every item with its row, or with the reason why it has none.
 
     Items are collected until they hold ``batch_size`` pairs, which the engine gets at once. If the engine fails on a
@@ -87,33 +80,29 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
     for position, item in enumerate(items, start=1):
         try:
             batch.append((item, item.prepare()))
-        except ItemError as error:
-            yield item, error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield item, f"its row lacks {error}" if isinstance(error, KeyError) else first_line(error)
         if sum(len(pairs) for _, (pairs, _) in batch) < batch_size and position < len(items):
             continue
-        for (one, (_, to_row)), verdicts in zip(batch, _score([pairs for _, (pairs, _) in batch], engine)):
-            if isinstance(verdicts, Exception):
-                failures += 1
-                cause = f"{type(verdicts).__name__}: {first_line(verdicts)}"
-                yield one, ItemError(f"the engine failed: {cause}")
-                if failures >= GIVE_UP_AFTER:
-                    raise BenchError(f"the engine failed on {failures} items in a row; last error: {cause}")
-                continue
-            failures = 0
-            missing = next((verdict.error for verdict in verdicts if not verdict.ok), None)
-            yield one, ItemError(missing) if missing is not None else to_row([verdict.p_yes for verdict in verdicts])
+        found = _score([pairs for _, (pairs, _) in batch], engine) if batch else ()
+        for (one, (_, to_row)), verdicts in zip(batch, found, strict=True):
+            failures = failures + 1 if isinstance(verdicts, str) else 0
+            missing = verdicts if failures else next((verdict.error for verdict in verdicts if not verdict.ok), None)
+            yield one, missing if missing is not None else to_row([verdict.p_yes for verdict in verdicts])
+            if failures >= GIVE_UP_AFTER:
+                raise BenchError(f"no score for {failures} items in a row: {verdicts}")
         batch = []
 
 
-def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict] | Exception]:
-    """The verdicts of each item's pairs, or the exception that they cause."""
+def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict] | str]:
+    """The verdicts of each item's pairs, or why the engine has none."""
     try:
-        verdicts = iter(engine([pair for pairs in batch for pair in pairs]) if batch else ())
-    except BenchError:
+        verdicts = iter(engine([pair for pairs in batch for pair in pairs]))
+    except (BenchError, JudgeError):
         raise
     except Exception as error:  # noqa: BLE001 - a model or processor may refuse one image in any way
         if len(batch) == 1:
-            yield error
+            yield f"the engine failed: {type(error).__name__}: {first_line(error)}"
             return
         for pairs in batch:
             yield from _score([pairs], engine)
@@ -122,51 +111,33 @@ def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict
         yield [next(verdicts) for _ in pairs]
 
 
-def exit_status(run: Callable[[], int]) -> int:
+def new_parser(text: str | None) -> argparse.ArgumentParser:
+    """The parser of a command with this help text."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """A benchmark's command line, with the options of its engine."""
+    add_engine_arguments(parser)
+    args = parser.parse_args(arguments)
+    if args.batch_size < 1:
+        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    if args.port is not None:
+        args.server = args.server or f"http://127.0.0.1:{args.port}"
+    args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
+    return args
+
+
+def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
     """The exit status of a command whose ``run`` returns the number of items without a result.
 
     0: every item has a result. 1: some have none. 2: the run could not continue. 130: stopped by Ctrl-C.
     """
     try:
-        return 1 if run() else 0
+        return 1 if run(args) else 0
     except KeyboardInterrupt:
         print("stopped; run the same command to continue", file=sys.stderr)
         return 130
-    except (BenchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, JudgeError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
-
-
-def print_table(make: Callable[[], str]) -> int:
-    """Print the text of a table; the exit status of the command."""
-    try:
-        print(make(), end="")
-    except (OSError, BenchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def question_of(args: argparse.Namespace, about: Sequence[str], option: str = "question") -> Question:
-    """The template that an option names. Raises BenchError."""
-    try:
-        return load_question(getattr(args, option), about)
-    except ValueError as error:
-        raise BenchError(f"--{option}: {error}") from error
-
-
-def open_image(stored: Any, root: Path, column: str) -> Image.Image:
-    """An RGB image of a data set's cell: a path relative to ``root``, encoded bytes, or a dict with either.
-
-    Raises:
-        ItemError: There is none, or it cannot be read; the message names ``column``.
-    """
-    if isinstance(stored, dict):
-        stored = stored.get("bytes") or stored.get("path")
-    if not isinstance(stored, bytes) and not (isinstance(stored, str) and stored):
-        raise ItemError(f"{column} holds no image but {stored!r}")
-    try:
-        return read_image(stored if isinstance(stored, bytes) else root / stored)
-    except UnreadableImage as error:
-        name = column if isinstance(stored, bytes) else f"{column} {root / stored}".strip()
-        raise ItemError(f"image {name} {error}") from error
