@@ -105,8 +105,8 @@ _METHODS = {
     "backward": (Updater, "_backward"),
     "update": (Updater, "_optimizer_step"),
     "write": (ckpt, "save_tensors"),
-    "begin": (ckpt.CheckpointWriter, "begin"),
-    "commit": (ckpt.CheckpointWriter, "commit"),
+    "begin": (ckpt, "begin"),
+    "commit": (ckpt, "commit"),
     "find": (ckpt, "find_checkpoint"),
     "rows": (MetricsFile, "rows"),
 }

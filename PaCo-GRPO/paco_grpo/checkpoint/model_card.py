@@ -62,21 +62,16 @@ def write_model_card(
         "## Evaluation\n\n" + _evaluation(evaluation),
         f"## Configuration\n\n```yaml\n{options_to_yaml(options)}```",
     ]
-    text = "\n\n".join(parts) + "\n"
-    replacement = folder / ".README.md.tmp"
-    replacement.write_text(text, encoding="utf-8")
-    replacement.replace(folder / "README.md")
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _evaluation(row: Mapping | None) -> str:
     if row is None:
         return "Not evaluated yet when this was saved."
-    head = f"After epoch {row['epoch']}, {row['eval/num_images']:.0f} images of the test set."
-    lines = [head, "", "| reward | mean |", "|---|---|"]
+    lines = [f"After epoch {row['epoch']}, {row['eval/num_images']:.0f} images of the test set.", "", "| reward | mean |", "|---|---|"]
     for key, value in row.items():
-        if not (key.startswith("eval/") and key.endswith("_mean")):
-            continue
-        name = key[len("eval/") : -len("_mean")]
-        error = row.get(f"eval/{name}_stderr")
-        lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
+        if key.startswith("eval/") and key.endswith("_mean"):
+            name = key.removeprefix("eval/").removesuffix("_mean")
+            error = row.get(f"eval/{name}_stderr")
+            lines.append(f"| `{name}` | {value:.4f}" + (f" ± {error:.4f} |" if error is not None else " |"))
     return "\n".join(lines)

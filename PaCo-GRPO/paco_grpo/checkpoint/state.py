@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.fsdp2 import save_transformer
-from paco_grpo.distributed.processes import Replicated, any_process, main_decides
+from paco_grpo.distributed.processes import Replicated, any_process, shard_like
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.base import unwrap
@@ -122,6 +125,31 @@ def restore_rng(saved: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
 
 
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state of each parameter as ``number.entry``; what options give (learning rate, betas) is not saved."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        f"{number}.{entry}": torch.as_tensor(value)
+        for number, parameter in enumerate(parameters)
+        for entry, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Tensor]) -> None:
+    """The inverse of ``optimizer_tensors``, whose tensors are whole and on the CPU."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in saved.items():
+        number, entry = key.split(".", 1)
+        like = parameters[int(number)]
+        if value.shape == like.shape:
+            value = shard_like(value, like)
+        elif value.dtype == torch.int64:  # a step that the optimizer counts in Python
+            value = value.item()
+        state.setdefault(int(number), {})[entry] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -136,96 +164,88 @@ class Checkpoints:
         self.accelerator = state.strategy.accelerator
 
     def save(self, rng: Mapping[str, Any], evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
-        """Write a checkpoint atomically; a collective operation.
+        """Write a checkpoint into a hidden folder that is renamed when complete; a collective operation.
 
         Args:
             rng: Global generators of this process at the start of the epoch that would come next.
             evaluation: The latest evaluation's row of metrics.jsonl, for the model cards.
             name: Folder name; default by the epoch, and then old checkpoints beyond the limit are removed.
 
-        Returns:
-            The checkpoint's folder.
-
         Raises:
             CheckpointError: On every process, when one could not write; the earlier checkpoints are intact.
         """
-        writer = files.CheckpointWriter(self.root, name or files.checkpoint_name(self.state.progress.epoch))
-        is_main = self.accelerator.is_main_process
-        self._together(writer, writer.begin if is_main else None)
-        self._together(writer, lambda: self._write(rng, evaluation, writer.folder))
-        self._together(writer, writer.commit if is_main else None)
+        final = self.root / (name or files.checkpoint_name(self.state.progress.epoch))
+        folder, is_main, rank = self.root / f".{final.name}.partial", self.accelerator.is_main_process, self.accelerator.process_index
+        saved = folder / "state"
+        steps = [
+            lambda: is_main and files.begin(folder),
+            lambda: (saved / f"rng_{rank}.json").write_text(json.dumps(rng), encoding="utf-8"),
+            *(
+                partial(files.save_tensors, saved / f"{part}.safetensors", tensors, is_main)
+                for part, tensors in (self._parts() | {"optimizer": optimizer_tensors(self.state.optimizer)}).items()
+            ),
+            lambda: self._write_average(folder, evaluation),
+            lambda: is_main and (saved / "trainer.json").write_text(json.dumps(self._numbers(), indent=1), encoding="utf-8"),
+            lambda: is_main and files.commit(folder, final),
+        ]
+        for step in steps:  # a full disk on one process must not leave the others in a collective operation
+            problem = None
+            try:
+                step()
+            except (OSError, SafetensorError) as error:
+                problem = error
+            if any_process(self.accelerator, problem is not None):
+                if is_main:
+                    shutil.rmtree(folder, ignore_errors=True)
+                finished = [path.name for path in files.list_checkpoints(self.root)[-1:]]
+                raise files.CheckpointError(
+                    f"checkpoint {final} could not be written ({problem or 'another process failed'}); "
+                    f"{f'{finished[0]} is intact' if finished else 'there is no earlier one'}. "
+                    "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
+                ) from problem
         if name is None and is_main:
             files.prune(self.root, self.options.num_checkpoint_limit)
-        logger.info("saved %s", writer.final)
-        return writer.final
+        logger.info("saved %s", final)
+        return final
 
     def load(self, folder: Path) -> None:
         """Restore everything that ``save`` wrote, including the global generators of this process.
 
         Raises:
-            CheckpointError: On every process: a file is missing or damaged, or belongs to another model or rank.
+            CheckpointError: A file is missing or damaged, or belongs to another model or rank.
         """
-        state, saved, problem = self.state, folder / "state", None
+        state, saved = self.state, folder / "state"
         try:
-            for name, parameters in {"trainable": state.parameters, **state.snapshots}.items():
-                files.load_parameters(saved / f"{name}.safetensors", parameters)
-            if state.ema:
-                files.load_parameters(saved / "ema.safetensors", state.ema.shadow)
-            with files.reading(saved / "optimizer.json"):
-                optimizer = files.load_optimizer(saved)
+            for part, tensors in self._parts().items():
+                files.load_into(saved / f"{part}.safetensors", tensors)
+            load_optimizer(state.optimizer, load_file(saved / "optimizer.safetensors"))
             rng = saved / f"rng_{self.accelerator.process_index}.json"
             if rng.is_file():
-                with files.reading(rng):
-                    restore_rng(files.load_json(rng))
+                restore_rng(json.loads(rng.read_text(encoding="utf-8")))
             else:
                 logger.warning("the checkpoint was written by fewer processes; this one keeps its own generators")
-        except files.CheckpointError as error:
-            problem = error
-        if any_process(self.accelerator, problem is not None):
-            raise problem or files.CheckpointError(f"another process could not read the checkpoint {folder}")
-        with files.reading(saved / "optimizer.json"):
-            state.strategy.load_optimizer_state(state.optimizer, optimizer)
-        with files.reading(saved / "trainer.json"):
-            numbers = main_decides(self.accelerator, lambda: files.load_json(saved / "trainer.json"))
+            numbers = json.loads((saved / "trainer.json").read_text(encoding="utf-8"))
             state.progress = Progress(**numbers["progress"])
             state.step, state.recompute_old = numbers["step"], numbers["recompute"]
             state.sampler.load_state_dict(numbers["sampler"])
+        except Exception as error:
+            raise files.CheckpointError(f"cannot resume from {folder} ({type(error).__name__}: {error})") from error
 
     def write_cards(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         """Write the model cards of the adapters in checkpoint ``folder`` (main process)."""
-        for name in ("adapter", "diffusers"):
-            if (folder / name).is_dir():
-                write_model_card(
-                    folder / name,
-                    self.options,
-                    self.state.policy,
-                    epoch=self.state.progress.epoch,
-                    step=self.state.step,
-                    evaluation=evaluation,
-                )
+        for place in filter(Path.is_dir, (folder / "adapter", folder / "diffusers")):
+            progress = {"epoch": self.state.progress.epoch, "step": self.state.step}
+            write_model_card(place, self.options, self.state.policy, evaluation=evaluation, **progress)
 
-    def _write(self, rng: Mapping[str, Any], evaluation: Mapping[str, Any] | None, folder: Path) -> None:
-        state, saved, is_main = self.state, folder / "state", self.accelerator.is_main_process
-        files.save_json(saved / f"rng_{self.accelerator.process_index}.json", rng)
-        parts = {"trainable": state.parameters, **state.snapshots} | ({"ema": state.ema.shadow} if state.ema else {})
-        actions = [
-            functools.partial(files.save_tensors, saved / f"{name}.safetensors", tensors, is_main)
-            for name, tensors in parts.items()
-        ]
-        actions.append(lambda: files.save_optimizer(saved, state.optimizer.state_dict(), is_main))
-        actions.append(lambda: self._write_average(folder, evaluation))
-        # Each action gathers sharded weights from all processes, so a full disk on one must not end them early.
-        problems = [problem for problem in map(_attempt, actions) if problem is not None]
-        if problems:
-            raise problems[0]
-        if is_main:
-            numbers = {
-                "progress": dataclasses.asdict(state.progress),
-                "step": state.step,
-                "recompute": state.recompute_old,
-                "sampler": state.sampler.state_dict(),
-            }
-            files.save_json(saved / "trainer.json", numbers)
+    def _parts(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """File → weights."""
+        ema = {"ema": self.state.ema.shadow} if self.state.ema else {}
+        return {"trainable": self.state.parameters, **self.state.snapshots, **ema}
+
+    def _numbers(self) -> dict[str, Any]:
+        state = self.state
+        numbers = {"step": state.step, "recompute": state.recompute_old, "sampler": state.sampler.state_dict()}
+        return {"progress": dataclasses.asdict(state.progress)} | numbers
 
     def _write_average(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
@@ -237,26 +257,3 @@ class Checkpoints:
                 save_peft(policy, folder / "adapter")
                 save_diffusers(policy, folder / "diffusers")
                 self.write_cards(folder, evaluation)
-
-    def _together(self, writer: files.CheckpointWriter, action: Callable[[], None] | None) -> None:
-        """Run ``action`` on this process; all processes fail if one does."""
-        problem = _attempt(action) if action is not None else None
-        if not any_process(self.accelerator, problem is not None):
-            return
-        if self.accelerator.is_main_process:
-            writer.discard()
-        finished = files.list_checkpoints(self.root)
-        intact = f"{finished[-1]} is intact" if finished else "there is no earlier checkpoint"
-        raise files.CheckpointError(
-            f"checkpoint {writer.final} could not be written ({problem or 'another process failed'}); {intact}. "
-            "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
-        ) from problem
-
-
-def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Run it; the write error it raised, if any."""
-    try:
-        action()
-    except (OSError, SafetensorError) as error:
-        return error
-    return None

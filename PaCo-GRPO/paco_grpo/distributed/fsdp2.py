@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,8 +15,6 @@ from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, unwrap
 from paco_grpo.policies.lora import lora_parameters
 
-logger = logging.getLogger(__name__)
-
 
 class FSDP2(Replicated):
     """The transformer's weights are sharded over the processes, block by block.
@@ -27,35 +23,10 @@ class FSDP2(Replicated):
     every process, so optimizer, average, checkpoints and saved adapters are those of ``Replicated``. Without LoRA
     everything is sharded (parameters, gradients and optimizer); checkpoints hold full tensors for any number of
     processes.
-
-    Args:
-        accelerator: The processes; started with accelerate's own FSDP settings, these apply.
-
-    Raises:
-        ConfigError: FSDP version 1.
     """
 
     name = "fsdp2"
     lockstep = True
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
-        # Gathered weights are freed after a block's forward, and gathered again for its backward.
-        self.block_classes, self.settings = None, {"reshard_after_forward": True}
-        if accelerator.distributed_type != DistributedType.FSDP:
-            return
-        plugin = accelerator.state.fsdp_plugin
-        if plugin.fsdp_version != 2:
-            raise ConfigError(
-                "the accelerate configuration asks for FSDP version 1, which torch has deprecated; set fsdp_version: 2 as "
-                "in scripts/accelerate_configs/fsdp2.yaml"
-            )
-        if plugin.activation_checkpointing:
-            logger.warning("fsdp_activation_checkpointing is ignored; use config.enable_gradient_checkpointing=True")
-        self.block_classes = plugin.transformer_cls_names_to_wrap
-        self.settings = {"reshard_after_forward": plugin.reshard_after_forward}
-        if plugin.cpu_offload is not None:
-            self.settings["offload_policy"] = plugin.cpu_offload
 
     @property
     def loading_device(self) -> torch.device:
@@ -68,19 +39,16 @@ class FSDP2(Replicated):
         policy.device = device
         policy.move_encoders(device)
         transformer = unwrap(policy.transformer)
-        names = set(self.block_classes or transformer._no_split_modules or ())
+        names = set(transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
         if not blocks:
-            raise ConfigError(
-                f"FSDP2: {type(transformer).__name__} has no blocks called {', '.join(sorted(names)) or '(none named)'}; "
-                "correct fsdp_transformer_layer_cls_to_wrap in the accelerate configuration"
-            )
+            raise ConfigError(f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its blocks")
         kept_whole = set(lora_parameters(policy))
         for parameter in kept_whole:
             parameter.data = parameter.data.to(device)
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
         for module in (*blocks, transformer):
-            fully_shard(module, mesh=mesh, ignored_params=kept_whole, **self.settings)
+            fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=True)
         for module in transformer.modules():
             if isinstance(module, FSDPModule):  # sums, not means, and the only reduction that gloo supports
                 module.set_gradient_divide_factor(1.0)
@@ -94,13 +62,7 @@ class FSDP2(Replicated):
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
-    """Write ``transformer`` as diffusers reads it, whether or not it is sharded.
-
-    Args:
-        transformer: A diffusers model.
-        folder: To write to.
-        write: False: this process only takes part in gathering.
-    """
+    """Write ``transformer`` as diffusers reads it; without ``write``, this process only takes part in gathering."""
     if not isinstance(transformer, FSDPModule):
         if write:
             transformer.save_pretrained(folder)

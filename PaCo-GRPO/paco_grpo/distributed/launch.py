@@ -41,24 +41,23 @@ def start_processes(options: RunOptions) -> Replicated:
 
 
 def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
-    """The strategy that accelerate was started with, or that ``config.train.sharding`` names.
+    """The strategy that ``config.train.sharding`` names.
 
     Raises:
-        ConfigError: It is not supported.
+        ConfigError: accelerate was started with one of its own, or an option cannot be combined with sharding.
     """
     kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP:
-        return FSDP2(accelerator)
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise ConfigError(
-            f"accelerate was started with {kind}, which is not supported; use scripts/accelerate_configs/fsdp2.yaml or no "
-            "ACCELERATE_CONFIG"
-        )
-    if options.train.sharding == "fsdp2" and accelerator.num_processes > 1:
-        return FSDP2(accelerator)
-    if options.train.sharding == "fsdp2":
+        raise ConfigError(f"accelerate was started with {kind}; use MULTI_GPU, and config.train.sharding='fsdp2' to shard")
+    if options.train.sharding is None:
+        return Replicated(accelerator)
+    if accelerator.num_processes == 1:
         logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is sharded")
-    return Replicated(accelerator)
+        return Replicated(accelerator)
+    for option, value in (("speed.compile", options.speed.compile), ("pretrained.quantize", options.pretrained.quantize)):
+        if value:
+            raise ConfigError(f"config.{option} cannot be combined with config.train.sharding='fsdp2'")
+    return FSDP2(accelerator)
 
 
 class StopSignal:

@@ -6,12 +6,12 @@ Every function that takes an ``Accelerator`` is a collective operation: all proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -36,44 +36,33 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
     """What ``decide`` returns, or raises, on the main process, on every process.
 
-    Files are read this way where they decide how a run goes on: on a network file system processes may see different
-    states of a folder, and processes that decide differently wait for each other forever.
+    For files that decide how a run goes on: on a network file system, processes may see different states of a folder, and
+    processes that decide differently wait for each other forever.
     """
-    decision, problem, forwarded = None, None, None
+    decision, problem = None, None
     if accelerator.is_main_process:
         try:
             decision = decide()
         except Exception as error:  # noqa: BLE001 - raised below, on every process
-            problem = forwarded = error
-            if not isinstance(error, (RuntimeError, ValueError, OSError)):  # others may not survive pickling
-                forwarded = RuntimeError(f"on the main process: {type(error).__name__}: {error}")
+            known = isinstance(error, (RuntimeError, ValueError, OSError))  # others may not survive pickling
+            problem = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     if accelerator.num_processes > 1:
-        decision, forwarded = broadcast_object_list([decision, forwarded])
-    if problem or forwarded:
-        raise problem or forwarded
+        decision, problem = broadcast_object_list([decision, problem])
+    if problem:
+        raise problem
     return decision
 
 
-def gather_rows(accelerator: Accelerator, local: np.ndarray, total: int) -> np.ndarray:
+def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
     """Rows of all processes in global order, when process r of P holds rows r, r + P, … of ``total``.
 
-    Args:
-        accelerator: The processes.
-        local: (n_r, columns) float64; NaN allowed.
-        total: Number of rows over all processes; needs no divisibility.
-
-    Returns:
-        (total, columns) float64 on every process: each row once, padding dropped.
+    ``local`` is (n_r, columns), the result (total, columns) on every process.
     """
-    processes = accelerator.num_processes
-    if processes == 1:
-        return local
-    share = -(-total // processes)
-    padded = np.full((share, local.shape[1]), np.nan)
-    padded[: len(local)] = local
-    stacked = accelerator.gather(torch.from_numpy(padded).to(accelerator.device)).cpu().numpy()
-    by_row = stacked.reshape(processes, share, -1).transpose(1, 0, 2).reshape(processes * share, -1)
-    return by_row[:total]
+    everyone = gather_object([local])
+    rows = np.empty((total, local.shape[1]))
+    for rank, part in enumerate(everyone):
+        rows[rank :: len(everyone)] = part
+    return rows
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,9 +82,8 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Replicated:
     """How weights, gradients and optimizer states are spread over the processes; the mathematics does not depend on it.
 
-    Losses are divided by the number of kept samples of all processes before they come here, so a strategy *sums*
-    gradients. This one sums them once per optimizer step: LoRA gradients are small, so one message costs less than
-    hooks on every backward.
+    Losses are divided by the number of kept samples of all processes, so a strategy *sums* gradients. This one does it
+    once per optimizer step: LoRA gradients are small, so one message costs less than hooks on every backward.
 
     Attributes:
         name: For the log and plan.json.
@@ -119,15 +107,12 @@ class Replicated:
     def synced_batches(
         self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Batch, bool]]:
-        """This process's ``batches``; in lockstep, as many as the process with the most has. A collective operation.
+        """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with the most has.
 
         Args:
             batches: This process's batches.
-            dummy: Yielded while only other processes have a batch.
+            dummy: Yielded while only other processes have a batch; its result is to be dropped.
             should_stop: Asked before each batch; None = never.
-
-        Yields:
-            (batch, is_dummy); the result of a dummy is to be dropped.
 
         Raises:
             Stopped: On every process, because one was asked to stop: in lockstep at the same batch, otherwise when each
@@ -145,20 +130,8 @@ class Replicated:
         if should_stop is not None and any_process(self.accelerator, stop):
             raise Stopped
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss``."""
-        loss.backward()
-
     def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Sum the gradients of all processes in place, in one message, and clip them; nothing is read from the device.
-
-        Args:
-            parameters: All on one device; those without a gradient contribute zeros.
-            max_norm: The gradients are scaled down to this norm.
-
-        Returns:
-            The norm before clipping (0-dim).
-        """
+        """Sum the gradients of all processes in place, in one message, and clip them; returns the norm before (0-dim)."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -168,17 +141,3 @@ class Replicated:
             for parameter, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.grad.copy_(summed.view_as(parameter))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def step(self, optimizer: Any) -> None:
-        """One optimizer step with the gradients of ``finish_gradients``, which are cleared."""
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def load_optimizer_state(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Restore a ``state_dict`` whose tensors are whole and on the CPU."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, entries in saved["state"].items():
-            for name, value in entries.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
-                    entries[name] = shard_like(value, parameters[index])
-        optimizer.load_state_dict(saved)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from PIL import Image
 
 from paco_grpo.distributed.processes import gather_rows
@@ -64,19 +63,18 @@ class SampleObserver:
             self._rows[number] = [*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255]
 
     def metrics(
-        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray, accelerator: Accelerator
+        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray
     ) -> dict[str, float]:
         """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes (collective).
 
         Args:
             clean_latents: (1, N, C) of each sample of this process; sizes may differ.
             item_ids: (N,) of the samples of all processes, by global position.
-            accelerator: The processes.
         """
         latents = [x.flatten(1).float() for x in clean_latents]
         spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
         images = np.array([self._rows[number] for number in range(len(latents))])
-        everyone = gather_rows(accelerator, np.concatenate([spread.astype(np.float64), images], axis=1), len(item_ids))
+        everyone = gather_rows(np.concatenate([spread.astype(np.float64), images], axis=1), len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
         values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
         values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)

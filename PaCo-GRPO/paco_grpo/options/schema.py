@@ -112,9 +112,7 @@ class TrainOptions:
     adam_weight_decay: NonNegative = option(1e-4, "AdamW decoupled weight decay")
     adam_epsilon: Positive = option(1e-8, "AdamW term added to the root of the second moment")
     use_8bit_adam: bool = option(False, "AdamW state in 8 bits (bitsandbytes)")
-    sharding: Literal["fsdp2"] | None = option(
-        None, "transformer sharded over processes; None: as accelerate was started"
-    )
+    sharding: Literal["fsdp2"] | None = option(None, "transformer sharded over processes")
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Count = option(1, "passes over the samples of an epoch")
     gradient_step_per_epoch: Count | None = option(None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)")

@@ -18,8 +18,7 @@ from accelerate.utils import set_seed
 from filelock import FileLock
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
-from paco_grpo.checkpoint.files import CheckpointError
-from paco_grpo.checkpoint.lock import LOCK_FILE, claim_folder, lock_folder
+from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
@@ -35,14 +34,12 @@ from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
-from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, reward_weights, short_name, write_records
+from paco_grpo.rewards.registry import CheckedReward, Reward, RewardError, reward_weights, short_name, write_records
 from paco_grpo.training.checks import (
     check_device,
     check_earlier_run,
     check_items,
-    check_prompts,
     check_run,
-    check_sharding,
     check_writable,
     text_length,
 )
@@ -56,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
 USER_ERRORS = (
-    ConfigError, DataError, PolicyLoadError, AccelerationError, RewardError, JudgeError, TrackingError, CheckpointError,
+    ConfigError, DataError, PolicyLoadError, AccelerationError, RewardError, JudgeError, TrackingError,
+    files.CheckpointError,
 )  # fmt: skip
-_FIRST_DISK_CHECK = 16 * 2**20  # before the size of a checkpoint is known
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Run:
         return self.state.strategy.accelerator
 
     def end_processes(self) -> None:
-        """Close the process group; a collective operation."""
+        """Close the process group."""
         if self.accelerator.num_processes > 1:
             self.accelerator.end_training()
 
@@ -119,55 +116,31 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """
     objective = check_run(options)
     strategy = start_processes(options)
-    if strategy.lockstep:
-        check_sharding(options)
-    folder, lock = _run_folder(options, configuration_name, strategy.accelerator)
+    parent, locks = Path(options.save_dir).expanduser().absolute(), []
+
+    def claim() -> str:
+        check_writable(parent)
+        name = options.run_name or files.claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        check_writable(parent / name)
+        locks.append(files.lock_folder(parent / name))
+        return name
+
+    folder = parent / main_decides(strategy.accelerator, claim)
+    lock = locks[0] if locks else None
     try:
         return _build(dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy)
     except BaseException:
         if lock is not None:
-            _discard(folder)
+            if {path.name for path in folder.iterdir()} <= {files.LOCK_FILE, "questions.json"}:  # nothing was done yet
+                shutil.rmtree(folder)
             lock.release()
         raise
-
-
-def _run_folder(
-    options: RunOptions, configuration_name: str, accelerator: Accelerator
-) -> tuple[Path, FileLock | None]:
-    """The run's folder on every process, and its lock on the main process."""
-    parent, locks = Path(options.save_dir).expanduser().absolute(), []
-
-    def claim() -> str:
-        name = options.run_name
-        if not name:
-            check_writable(parent)
-            name = claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        check_writable(parent / name, _FIRST_DISK_CHECK)
-        lock = lock_folder(parent / name)
-        try:
-            check_earlier_run(options, parent / name)
-        except BaseException:
-            _discard(parent / name)
-            lock.release()
-            raise
-        locks.append(lock)
-        return name
-
-    folder = parent / main_decides(accelerator, claim)
-    check_writable(folder, _FIRST_DISK_CHECK)
-    return folder, locks[0] if locks else None
-
-
-def _discard(folder: Path) -> None:
-    """Remove the folder of a refused start, unless it holds more than such a start writes."""
-    if {path.name for path in folder.iterdir()} <= {LOCK_FILE, "questions.json"}:
-        shutil.rmtree(folder)
 
 
 def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
     accelerator = strategy.accelerator
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
-    digest = main_decides(accelerator, lambda: check_prompts(options, folder, items["train"]))
+    digest = main_decides(accelerator, lambda: check_earlier_run(options, folder, items["train"]))
     check_items(options, items)
     # What is saved and used from here on.
     options = dataclasses.replace(
@@ -191,9 +164,6 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
     check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
-    sampler = GroupSampler(
-        len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt
-    )
     state = TrainState(
         policy=policy,
         parameters=parameters,
@@ -201,7 +171,9 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=_optimizer(options, list(parameters.values())),
         strategy=strategy,
-        sampler=sampler,
+        sampler=GroupSampler(
+            len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt
+        ),
     )
     # Without LoRA there is no base model left to compare with.
     probe_items = items["test"][: options.health.probe_images] if options.use_lora else []
@@ -253,7 +225,7 @@ def _reward_sets(
     def build(name: str, kwargs: Mapping) -> Reward:
         identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
         if identity not in built:  # the same scorer for training and test is loaded once
-            (built[identity],) = build_rewards({name: 1.0}, {name: kwargs}, accelerator.device).values()
+            built[identity] = CheckedReward(name, kwargs, accelerator.device)
         return built[identity]
 
     trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}
@@ -278,11 +250,7 @@ def _reward_sets(
 
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
-    """``config.pretrained.model`` in the precision and with the guidance of ``options``.
-
-    Raises:
-        PolicyLoadError: It cannot be loaded.
-    """
+    """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
     policy = load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
@@ -303,13 +271,8 @@ def find_adapter(place: str) -> Path:
     Raises:
         PolicyLoadError: It is none of these.
     """
-    folder = Path(place).expanduser()
-    if (folder / "transformer").is_dir() and not (folder / "adapter").is_dir():
-        raise PolicyLoadError(
-            f"--adapter {place} is a checkpoint of a run without LoRA, whose whole transformer was trained: put "
-            "transformer/ in place of the base model's and leave out --adapter"
-        )
-    return find_lora(folder / "adapter" if (folder / "adapter").is_dir() else place)
+    adapter = Path(place).expanduser() / "adapter"
+    return find_lora(adapter if adapter.is_dir() else place)
 
 
 def load_adapter(policy: Policy, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks that need to know objectives, models, rewards or this machine; all run before weights are loaded."""
+"""Checks before weights are loaded: of mistakes that otherwise end, or spoil, a run after hours."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import logging
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,18 +23,14 @@ from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import load_options, options_to_dict
-from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
+from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
-from paco_grpo.policies.performance import quantize
 from paco_grpo.policies.performance.attention import attention_problem, try_attention
 from paco_grpo.policies.performance.compile import require_compiler
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +44,27 @@ def raise_if_any(problems: Iterable[str]) -> None:
 
 
 def check_run(options: RunOptions) -> Objective:
-    """Refuse options that contradict each other, the objective, the rewards or the model.
-
-    Only small configuration files of the model are read, or fetched from the hub.
-
-    Returns:
-        The objective.
+    """Refuse options that contradict each other, the objective, the rewards or the model; returns the objective.
 
     Raises:
         ConfigError: All problems found, one line each; every line names the option to change.
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
     train, problems = options.train, contradictions(options)
-    if train.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
-        problems.append("train.use_8bit_adam=True needs bitsandbytes: pip install 'paco-grpo[adam8bit]'")
-    if options.pretrained.quantize and (problem := quantize.missing_library()):
-        problems.append(f"pretrained.quantize={options.pretrained.quantize!r}: {problem}")
+    for name, value in (("train.use_8bit_adam", train.use_8bit_adam), ("pretrained.quantize", options.pretrained.quantize)):
+        if value and importlib.util.find_spec("bitsandbytes") is None:
+            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'")
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         problems.append(f"speed.attention={problem}")
     objective = None
     try:
         describe(train.aggregate_fn)
         objective = get_objective(train.loss_type).for_run(train)
+        problems += objective.check(options)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    if objective:
-        problems += _objective_problems(options, objective)
+    if objective and objective.snapshots and not options.use_lora:
+        problems.append(f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter")
     raise_if_any(problems)
     if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
         logger.warning("config.sample.num_images_per_prompt=1: images of different prompts are compared with each other")
@@ -89,15 +80,13 @@ def contradictions(options: RunOptions) -> list[str]:
     steps, group, latents = sample.noise_steps, sample.num_images_per_prompt, sample.latents_per_prompt
     rules = (
         (not options.dataset, "dataset is empty; give the folder of the prompt set"),
-        (not train.reward_fn, "train.reward_fn is empty; give a reward: --config.train.reward_fn.jpeg_compressibility=1"),
+        (not any(train.reward_fn.values()),
+         "train.reward_fn gives no reward a weight, such as --config.train.reward_fn.jpeg_compressibility=1"),
         (max(steps, default=0) >= sample.num_steps,
          f"sample.noise_steps={steps}: with sample.num_steps={sample.num_steps}, steps are 0 to {sample.num_steps - 1}"),
         ((sample.num_noise_steps or 0) > len(steps), "sample.num_noise_steps is more than sample.noise_steps has"),
         (train.timesteps == (), "train.timesteps is empty; None trains on every noise step"),
         (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
-        (latents > 1 and not sample.same_latent, "sample.latents_per_prompt has no effect without sample.same_latent"),
-        (train.reward_fn and not any(train.reward_fn.values()),
-         "train.reward_fn has only rewards of weight 0, which are monitored; give one a weight"),
         (train.reference == "start" and train.lora_path is None, "train.reference='start' needs train.lora_path"),
         (train.lora_path is not None and not options.use_lora, "train.lora_path needs use_lora=True"),
         (train.beta > 0 and not options.use_lora,
@@ -107,12 +96,12 @@ def contradictions(options: RunOptions) -> list[str]:
         (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
     )  # fmt: skip
     rewards = {**train.reward_fn, **options.test.reward_fn}
-    names = [
+    names = (
         ("train.reward_fn_kwargs", train.reward_fn_kwargs, rewards),
         ("test.reward_fn_kwargs", options.test.reward_fn_kwargs, rewards),
         ("train.aggregate_fn_kwargs.reward_weights", train.aggregate_fn_kwargs.get("reward_weights") or (),
          [short_name(name) for name in train.reward_fn]),
-    ]  # fmt: skip
+    )  # fmt: skip
     unknown = [
         f"{option} has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"
         for option, given, known in names
@@ -122,36 +111,9 @@ def contradictions(options: RunOptions) -> list[str]:
     return [problem for applies, problem in rules if applies] + unknown
 
 
-def check_sharding(options: RunOptions) -> None:
-    """Refuse what cannot be combined with weights that accelerate or ``config.train.sharding`` shards."""
-    raise_if_any(
-        f"{option} cannot be combined with sharded weights (FSDP2)"
-        for option, value in (("speed.compile", options.speed.compile), ("pretrained.quantize", options.pretrained.quantize))
-        if value
-    )
-
-
-def _objective_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
-    train, sample = options.train, options.sample
-    yield from objective.check(options)
-    images = sample.unique_sample_num_per_epoch * sample.num_images_per_prompt
-    steps = train.gradient_step_per_epoch or objective.gradient_steps
-    if steps > images:
-        yield f"train.gradient_step_per_epoch={steps} is more than the {images} images of an epoch"
-    if train.decay_type and not objective.snapshots:
-        yield f"train.decay_type={train.decay_type} has no effect: train.loss_type={train.loss_type!r} keeps no old policy"
-    if not options.use_lora and objective.snapshots:
-        yield f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter"
-
-
 def check_model(options: RunOptions) -> None:
-    """Refuse what the model cannot do; see ``check_run``."""
+    """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
     model, sample, problems = options.pretrained.model, options.sample, []
-    if not policy_class(model).has_true_cfg and sample.negative_prompt is not None:
-        problems.append(
-            f"sample.negative_prompt={sample.negative_prompt!r} is set, but the guidance of {model} is embedded, not true "
-            "CFG: leave it at None"
-        )
     if options.train.dgpo_reference == "guided":
         guides = getattr(policy_class(model), "would_guide", None)
         if options.train.loss_type != "dgpo" or not (guides and guides(sample.guidance_scale, sample.negative_prompt)):
@@ -160,7 +122,8 @@ def check_model(options: RunOptions) -> None:
                 "sample.guidance_scale and sample.negative_prompt turn on"
             )
     multiple, fewest = size_multiple(model), fewest_steps(model)
-    for group, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
+    for group in ("sample", "test"):
+        steps = getattr(options, group).num_steps
         if steps < fewest:
             problems.append(f"{group}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0")
     for group in ("train", "test"):
@@ -182,23 +145,18 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None and shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
-        promise = "nvidia-smi lists GPUs" if "GPU " in listed else ""
+        promised = "GPU " in subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
     else:
-        promise = f"CUDA_VISIBLE_DEVICES={visible}" if visible and visible != "-1" else ""
-    if promise:
+        promised = bool(visible) and visible != "-1"
+    if promised:
         raise ConfigError(
-            f"{promise}, but torch {torch.__version__} sees none: update the driver or install a torch for it, or set "
-            "ACCELERATE_USE_CPU=true to use the CPU"
+            f"this machine has GPUs, but torch {torch.__version__} sees none: update the driver or install a torch for it, "
+            "or set ACCELERATE_USE_CPU=true to use the CPU"
         )
 
 
 def check_device(options: RunOptions, device: torch.device) -> None:
-    """Try the compiler and the attention kernel before weights are loaded.
-
-    Raises:
-        AccelerationError: One is missing, or does not work here.
-    """
+    """Try the compiler and the attention kernel. Raises an ``AccelerationError`` where one does not work here."""
     if options.speed.compile:
         require_compiler()
     if options.speed.attention is not None:
@@ -227,7 +185,8 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         sized = [item for item in items if item.height is not None]
         if sized and options.item_size == "aspect":
             logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
-        multiple = size_multiple(model) if sized and options.item_size == "exact" else 0
+            continue
+        multiple = size_multiple(model) if sized else 0
         for item in sized:
             if min(item.height, item.width) < multiple:
                 raise DataError(
@@ -237,18 +196,12 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:
-    """Refuse a folder that cannot be written to or lacks space.
-
-    Raises:
-        ConfigError: It names the folder and ``config.save_dir``.
-    """
+    """Make ``folder``. Raises a ``ConfigError`` if it cannot be written to or lacks space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder} ({error.strerror or error}); set config.save_dir to a folder you may write to"
-        ) from error
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}); set config.save_dir to another folder") from error
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ConfigError(
@@ -269,17 +222,13 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
 
     Raises:
         ConfigError: It is more than the model supports.
-        PolicyLoadError: The model does not exist, or has no tokenizer.
     """
     model, length = options.pretrained.model, options.max_sequence_length
     policy = policy_class(model)
     if length > policy.text_limit:
-        raise ConfigError(
-            f"config.max_sequence_length={length} is more than {model} supports: at most {policy.text_limit}, or 0 for the "
-            "longest prompt of the data set"
-        )
+        raise ConfigError(f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed")
+    tokenizer = load_tokenizer(model)
     prompts = sorted({item.prompt for item in items})
-    tokenizer = _tokenizer(model, policy.tokenizer_folder)
     lengths = [len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids) for prompt in prompts]
     longest = max(lengths, default=1)
     if length == 0:
@@ -297,18 +246,13 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     return length
 
 
-def _tokenizer(model: str, folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer whose length limits the prompts of ``model``."""
     from transformers import AutoTokenizer
 
+    folder = policy_class(model).tokenizer_folder
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
-    path = local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise PolicyLoadError(
-            f"cannot load the tokenizer in {model}/{folder} ({type(error).__name__}: {str(error)[:300]}). The folder may be "
-            "incomplete: download or build it again."
-        ) from error
+    return AutoTokenizer.from_pretrained(local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder)
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------------
@@ -321,32 +265,42 @@ _BOUND = (
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
 
 
-def check_earlier_run(options: RunOptions, folder: Path) -> None:
-    """Refuse a folder that holds a run, unless it is resumed; log every option that differs from the saved configuration,
-    and refuse those of ``_BOUND``."""
+def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
+    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
+
+    Every option that differs from the saved configuration is logged; those of ``_BOUND``, and other training prompts
+    (``items``), are refused unless ``config.resume_changed`` is set.
+
+    Returns:
+        A hash of the training prompts, for plan.json.
+    """
+    prompts = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
     if not options.resume_from:
         if (folder / "metrics.jsonl").is_file():
             raise ConfigError(
                 f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
                 "--config.run_name"
             )
-        return
+        return prompts
     checkpoint = find_checkpoint(options.resume_from, folder)
-    earlier = folder / "config.yaml" if checkpoint is None else checkpoint.parents[1] / "config.yaml"
-    if not earlier.is_file():
-        return
+    earlier = folder if checkpoint is None else checkpoint.parents[1]
+    if not (earlier / "config.yaml").is_file():
+        return prompts
     described = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    saved = _flat(options_to_dict(load_options(str(earlier))))
+    saved = _flat(options_to_dict(load_options(str(earlier / "config.yaml"))))
     now = _flat(options_to_dict(dataclasses.replace(options, train=described)))
-    changed = [name for name in now if name in saved and saved[name] != now[name] and name not in _UNIMPORTANT]
+    changed = [name for name in now if saved.get(name, now[name]) != now[name] and name not in _UNIMPORTANT]
     for name in changed:
         logger.warning("resuming with another config.%s: %r -> %r", name, saved[name], now[name])
     bound = [f"config.{name} ({saved[name]!r} -> {now[name]!r})" for name in changed if name in _BOUND]
+    if (earlier / "plan.json").is_file() and json.loads((earlier / "plan.json").read_text()).get("prompts", prompts) != prompts:
+        bound.append(f"config.dataset ({now['dataset']} holds other training prompts)")
     if bound and not options.resume_changed:
         raise ConfigError(
-            f"{earlier.parent} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
+            f"{earlier} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
             "--config.resume_changed=True"
         )
+    return prompts
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,17 +308,3 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     flat = {name: value for name, value in values.items() if name not in groups}
     return flat | {f"{group}.{name}": value for group, each in groups.items() for name, value in each.items()}
-
-
-def check_prompts(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
-    """A hash of the training prompts; refuses to resume with others than the run's plan.json records."""
-    digest = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
-    checkpoint = find_checkpoint(options.resume_from, folder) if options.resume_from else None
-    earlier = checkpoint.parents[1] / "plan.json" if checkpoint else None
-    saved = json.loads(earlier.read_text(encoding="utf-8")) if earlier and earlier.is_file() else {}
-    if saved.get("prompts", digest) != digest and not options.resume_changed:
-        raise ConfigError(
-            f"config.dataset={options.dataset} holds other training prompts than {earlier.parent} was trained with. "
-            "Resume with those, or set --config.resume_changed=True"
-        )
-    return digest

@@ -192,7 +192,7 @@ class Trainer:
         train, features = self.options.train, None
         if self.run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
-            features = self.run.features.gathered(latents, len(samples.item_ids), self.accelerator)
+            features = self.run.features.gathered(latents, len(samples.item_ids))
         try:
             return compute_advantages(
                 trained,
@@ -231,7 +231,7 @@ class Trainer:
     def _measure(self, rollouts: Rollouts, observer: SampleObserver) -> dict[str, float]:
         """Statistics of the images, and how far the weights are from the base model."""
         latents = [sample.clean_latents for sample in rollouts.samples]
-        observed = observer.metrics(latents, rollouts.item_ids, self.accelerator)
+        observed = observer.metrics(latents, rollouts.item_ids)
         return observed | (self.run.probe.measure() if self.run.probe else {})
 
     def _finish_epoch(self, seconds: float) -> None:
@@ -327,8 +327,7 @@ class Trainer:
                 self.saved_epoch = self.progress.epoch
             if self.accelerator.is_main_process:
                 for name in ("checkpoints", "eval"):
-                    for path in files.archive_superseded(self.run.folder / name, self.progress.epoch):
-                        logger.info("%s is later than the resumed checkpoint; it is now %s", name, path)
+                    files.archive_superseded(self.run.folder / name, self.progress.epoch)
             logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
         if self.accelerator.is_main_process:
             self.run.metrics.keep_until(self.progress.epoch if found else -1)

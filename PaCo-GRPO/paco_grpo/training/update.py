@@ -202,7 +202,7 @@ class Updater:
                 # A dummy takes part in collective backwards with a loss that has no gradient.
                 active = torch.full_like(output.loss, not is_dummy, dtype=torch.bool)
                 loss = torch.where(active, output.loss, 0.0).sum() / (len(steps) * kept)
-                strategy.backward(loss)
+                loss.backward()
                 if not is_dummy:
                     meter.add(loss, output.metrics, len(steps) * kept)
         return meter
@@ -239,7 +239,8 @@ class Updater:
             )
         for group in state.optimizer.param_groups:
             group["lr"] = train.learning_rate
-        strategy.step(state.optimizer)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         if state.ema:
             state.ema.update(state.step)

@@ -8,11 +8,10 @@ import pytest
 from forked_runs import REFUSED, message, run
 from tiny_run import ROOT, load_script, overrides_for, tiny_options
 
-from paco_grpo.checkpoint.lock import claim_folder, lock_folder
-from paco_grpo.options import ConfigError
+from paco_grpo.checkpoint.files import claim_folder, lock_folder
 from paco_grpo.training.build import build_run
 
-HOLD = "import sys; from pathlib import Path; from paco_grpo.checkpoint.lock import lock_folder; lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from paco_grpo.checkpoint.files import lock_folder; lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
@@ -68,11 +67,3 @@ def test_a_claimed_folder_is_new(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").write_text("a file")
     assert claim_folder(tmp_path, "a") == "a-3" and claim_folder(tmp_path / "deeper", "a") == "a"
-
-
-def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
-    (tmp_path / "target").write_text("mine")
-    (tmp_path / ".lock").symlink_to(tmp_path / "target")
-    with pytest.raises(ConfigError, match="link"):
-        lock_folder(tmp_path)
-    assert (tmp_path / "target").read_text() == "mine"

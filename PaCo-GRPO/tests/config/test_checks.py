@@ -51,7 +51,6 @@ def test_a_value_out_of_range_names_the_option(name, wrong):
         ({"train.timesteps": "1"}, None),
         ({"sample.noise_steps": ""}, None),
         ({"sample.latents_per_prompt": "3", "sample.same_latent": "1"}, "sample.latents_per_prompt"),
-        ({"sample.latents_per_prompt": "2"}, "sample.latents_per_prompt"),
         ({"train.use_8bit_adam": "1"}, None),
         ({"use_lora": "0", "train.beta": "0.1"}, "use_lora"),
         ({"use_lora": "0", "train.lora_path": "x"}, "train.lora_path"),

@@ -24,7 +24,6 @@ from tiny_run import tiny_options
 from paco_grpo.distributed.launch import build_strategy
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
-from paco_grpo.training.checks import check_sharding
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
 NFT = {"train__loss_type": "nft", "train__max_grad_norm": 1e3}
@@ -65,45 +64,29 @@ def trained(tiny_flux_dir, tmp_path_factory):
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def launched(kind: DistributedType, **state):
+def launched(kind: DistributedType):
     """What ``build_strategy`` asks of accelerate."""
-    return SimpleNamespace(
-        distributed_type=kind, num_processes=2, is_main_process=True, device=torch.device("cpu"),
-        state=SimpleNamespace(**state),
-    )
-
-
-def fsdp(version):
-    settings = {"fsdp_version": version, "activation_checkpointing": False, "reshard_after_forward": True,
-                "cpu_offload": None, "transformer_cls_names_to_wrap": None}  # fmt: skip
-    return launched(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(**settings))
+    return SimpleNamespace(distributed_type=kind, num_processes=2, is_main_process=True, device=torch.device("cpu"))
 
 
 CPUS = launched(DistributedType.MULTI_CPU)
 
 
-@pytest.mark.parametrize(("accelerator", "named"), [(fsdp(1), "fsdp_version: 2"), (launched(DistributedType.DEEPSPEED), "DEEPSPEED")])
-def test_an_unsupported_launcher_is_refused(tiny_flux_dir, tmp_path, accelerator, named):
-    with pytest.raises(ConfigError, match=named):
-        build_strategy(tiny_options(tiny_flux_dir, tmp_path), accelerator)
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_an_unsupported_launcher_is_refused(tiny_flux_dir, tmp_path, kind):
+    with pytest.raises(ConfigError, match="sharding"):
+        build_strategy(tiny_options(tiny_flux_dir, tmp_path), launched(kind))
 
 
 @pytest.mark.parametrize("changes", [{"speed__compile": True}, {"pretrained__quantize": "nf4"}])
 def test_what_sharding_excludes_is_refused(tiny_flux_dir, tmp_path, changes):
     with pytest.raises(ConfigError, match=next(iter(changes)).replace("__", ".")):
-        check_sharding(tiny_options(tiny_flux_dir, tmp_path, **changes))
+        build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes, **FSDP2), CPUS)
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "changes", "name"),
-    [
-        (CPUS, {}, "replicated"),
-        (CPUS, FSDP2, "fsdp2"),
-        (fsdp(2), {}, "fsdp2"),
-    ],
-)
-def test_strategy_follows_the_launcher(tiny_flux_dir, tmp_path, accelerator, changes, name):
-    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), accelerator).name == name
+@pytest.mark.parametrize(("changes", "name"), [({}, "replicated"), (FSDP2, "fsdp2")])
+def test_strategy_follows_the_option(tiny_flux_dir, tmp_path, changes, name):
+    assert build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes), CPUS).name == name
 
 
 def test_falling_back_to_replicas_is_logged(tiny_flux_dir, tmp_path, caplog):

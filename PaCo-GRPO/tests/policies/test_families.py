@@ -16,7 +16,7 @@ from paco_grpo.policies import policy_class
 from paco_grpo.policies.lora import add_lora, save_diffusers
 from paco_grpo.sampling.denoise import Sampling, recompute_old, rollout, transition_at
 from paco_grpo.sampling.images import batches_by_key
-from paco_grpo.training.checks import _tokenizer, text_length
+from paco_grpo.training.checks import load_tokenizer, text_length
 
 STEPS = 3
 BY_NAME = pytest.mark.parametrize("name", FAMILIES)
@@ -158,7 +158,7 @@ def test_a_batch_is_its_single_samples(tiny_folder, name):
 @pytest.mark.parametrize("name", ["flux2", "flux2_klein", "z_image"])
 def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     folder, (item,), seen = tiny_folder(name), items(name, "make the star blue"), []
-    tokenizer = _tokenizer(str(folder), "tokenizer")
+    tokenizer = load_tokenizer(str(folder))
     counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
     policy = load(name, folder, max_sequence_length=len(counted) + 1)
     policy.pipeline.text_encoder.register_forward_pre_hook(

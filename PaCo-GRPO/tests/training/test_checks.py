@@ -19,9 +19,7 @@ from paco_grpo.types import Item
     [
         ({"sample.noise_level": "0"}, "sample.noise_level=0"),
         ({"train.timesteps": "9", "train.loss_type": "nft"}, "train.timesteps has step 9, but sample.num_steps=6"),
-        ({"train.decay_type": "1"}, "train.decay_type=1"),
         ({"use_lora": "0", "train.loss_type": "nft"}, "use_lora=False"),
-        ({"train.gradient_step_per_epoch": "200"}, "train.gradient_step_per_epoch=200"),
         ({"train.loss_type": "pppo"}, "train.loss_type='pppo' is unknown. Did you mean 'ppo'"),
         ({"speed.attention": "native_cudnn"}, "Did you mean '_native_cudnn'"),
         ({"speed.attention": "sage"}, "speed.attention='sage'"),
@@ -70,12 +68,6 @@ def test_resolution_must_fit_a_model_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     options = load_named("toy_t2is", ("pretrained.model", "someone/something"), ("test.resolution", "100"))
     with pytest.raises(ConfigError, match="config.test.resolution=100 .*someone/something"):
-        check_model(options)
-
-
-def test_negative_prompt_needs_true_cfg(tmp_path):
-    options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path))), ("sample.negative_prompt", " "))
-    with pytest.raises(ConfigError, match="config.sample.negative_prompt=' '"):
         check_model(options)
 
 

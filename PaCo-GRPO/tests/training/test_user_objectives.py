@@ -35,7 +35,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(tiny_flux_dir, tmp_path)
     )
     advantages = np.linspace(-1, 1, len(samples.item_ids))
     found = {}
-    strategy.step = lambda optimizer: found.update({n: p.grad.clone() for n, p in run.state.parameters.items()})
+    run.state.optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in run.state.parameters.items()})
     run.updater.run(rollouts, advantages, np.ones(len(advantages), bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
 
