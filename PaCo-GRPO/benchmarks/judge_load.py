@@ -72,7 +72,7 @@ def request_bodies(model: str, count: int, size: int, theme: str, rng: np.random
     while len(bodies) < count:
         urls = [data_url(cell) for cell in split_image(picture(rng, size), 2, 2)]
         for a, b in pairs(4):
-            messages = build_messages(urls[a], urls[b], theme_question(theme))
+            messages = build_messages([urls[a], urls[b]], theme_question(theme))
             body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
             bodies.append(json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode())
     return bodies[:count]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ class EditScore(ServerReward):
             for number in range(self.num_pass):
                 requests.append(self._request(model, [data_url(reference), edited], text, number))
                 requests.append(self._request(model, [edited], self._quality_prompt, number))
-        answers = transport.runtime().submit(self._ask_all(requests)).result()
+        answers = transport.run(self._ask_all(requests))
         edit_and_quality = np.array([self._lowest(answer) for answer in answers]).reshape(len(images), self.num_pass, 2)
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=1)
 
@@ -103,16 +104,15 @@ class EditScore(ServerReward):
         return json.dumps(request | {"temperature": self.temperature, "seed": self.seed + number}).encode()
 
     async def _ask_all(self, requests: list[bytes]) -> list[str | None]:
-        runtime, slots = transport.runtime(), asyncio.Semaphore(self.max_concurrency)
-        deadline = runtime.loop.time() + self.deadline_s
+        slots, deadline = asyncio.Semaphore(self.max_concurrency), time.monotonic() + self.deadline_s
         url = f"{self.client.base_url}/v1/chat/completions"
 
         async def ask(request: bytes) -> str | None:
             try:
                 async with slots:
-                    answer = await runtime.post(url, self._headers, request, deadline)
+                    answer = await transport.post(url, self._headers, request, deadline)
                 return parse(answer)["choices"][0]["message"]["content"]
-            except (transport.Refused, transport.Unreachable, ValueError, LookupError, TypeError) as error:
+            except (transport.NoAnswer, ValueError, LookupError, TypeError) as error:
                 logger.warning("edit_score: no answer from %s: %s", url, error)
                 return None
 

@@ -47,7 +47,7 @@ def pairs_of(tiny, count: int) -> list[Pair]:
 
 
 def body(pair: Pair, **fields) -> dict:
-    return SCORE | {"messages": build_messages(*map(data_url, pair.images), pair.question)} | fields
+    return SCORE | {"messages": build_messages([*map(data_url, pair.images)], pair.question)} | fields
 
 
 async def test_scores_are_the_scorers_whatever_the_batch(http, scorer, tiny):
@@ -103,7 +103,7 @@ async def test_a_bad_image_is_an_error_of_its_own_request(http, tiny):
     (good,) = pairs_of(tiny, 1)
     asked = [body(good)]
     for bad in BAD_IMAGES.values():
-        asked += [body(good, messages=build_messages(bad, data_url(good.image_a), "same?")), body(good)]
+        asked += [body(good, messages=build_messages([bad, data_url(good.image_a)], "same?")), body(good)]
     with mock.patch("subprocess.check_call") as ghostscript:
         answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
     assert [answer.status_code for answer in answers] == [200] + [400, 200] * len(BAD_IMAGES)
@@ -129,9 +129,9 @@ TEXT = [{"role": "user", "content": "hello"}]
         ({"logprobs": False}, 400, "top_logprobs"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages"),
-        ({"messages": build_messages("http://example.test/a.png", "data:", "q")}, 400, "messages"),
-        ({"messages": build_messages("file:///etc/passwd", "data:", "q")}, 400, "messages"),
-        ({"messages": build_messages(*["data:image/png;base64,AA"] * 2, "q") * 9}, 400, "messages"),
+        ({"messages": build_messages(["http://example.test/a.png", "data:"], "q")}, 400, "messages"),
+        ({"messages": build_messages(["file:///etc/passwd", "data:"], "q")}, 400, "messages"),
+        ({"messages": build_messages(["data:image/png;base64,AA"] * 2, "q") * 9}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "messages"),
         ({"max_tokens": 1000, "messages": [{"role": "user", "content": "a b c " * 100}]}, 400, "messages"),

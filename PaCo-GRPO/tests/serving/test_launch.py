@@ -278,7 +278,7 @@ def test_the_transformers_engine_gives_the_scores_of_the_scorer_and_speaks_with_
     for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
         assert found.ok == expected.ok and (not found.ok or found.p_yes == pytest.approx(expected.p_yes, abs=1e-5))
     client = openai.OpenAI(base_url=f"{shell.url}/v1", api_key="any", max_retries=0)
-    messages = build_messages(*map(data_url, pairs[0].images), pairs[0].question)
+    messages = build_messages([*map(data_url, pairs[0].images)], pairs[0].question)
     answer = client.chat.completions.create(
         model="Judge", messages=messages, max_tokens=7, temperature=0, logprobs=True, top_logprobs=20
     )

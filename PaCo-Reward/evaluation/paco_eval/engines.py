@@ -145,7 +145,7 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
 
     def messages(pair: Pair) -> list[dict[str, Any]]:
         """With images in place of their URLs."""
-        asked = build_messages("", "", pair.question, form, [""] * len(pair.more_images))
+        asked = build_messages([""] * len(pair.images), pair.question, form)
         images = (as_received(image, form.image_format) for image in pair.images)
         for part in asked[0]["content"]:
             if part["type"] == "image_url":

@@ -4,14 +4,14 @@
     verdicts = judge.score_blocking([Pair(image_a, image_b, question)])     # from any thread
     verdicts = await judge.score([Pair(image_a, image_b, question)])        # from any event loop
 
-All clients of a process share one HTTP session (``paco_judge.transport``) and one cache. A verdict is a probability or
-an error with its cause; errors are not cached.
+A verdict is a probability, or an error with its cause. Probabilities are cached by the whole request.
 """
 
 import asyncio
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,14 +21,13 @@ from paco_judge import transport
 from paco_judge.images import data_url
 from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
-from paco_judge.transport import Refused, Unreachable
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
 CACHE_ENTRIES = 200_000
-_CHECK_TIMEOUT_S = 10.0
+_scores: dict[bytes, float] = {}  # of the whole process, by a hash of server, tokens that count, and request
 
 
 class JudgeError(RuntimeError):
@@ -51,12 +50,8 @@ class Pair:
         return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
-# P(Yes) by a hash of server, tokens that count, and request. Used on the event loop thread only.
-_scores: dict[bytes, float] = {}
-
-
 class JudgeClient:
-    """Asks one model of one server. Cheap to make: the HTTP session and the cache belong to the process.
+    """Asks one model of one server.
 
     Args:
         base_url: Scheme, host and port, with or without a trailing ``/v1``.
@@ -83,7 +78,8 @@ class JudgeClient:
         form: RequestForm = DEFAULT_FORM,
         cache: bool = True,
     ):
-        transport.origin(base_url)
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"{base_url!r} is not an http:// or https:// URL")
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
@@ -93,16 +89,16 @@ class JudgeClient:
         self._slots = asyncio.Semaphore(max_concurrency)
 
     async def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair, in order; a failed pair is a verdict with an error.
+        """``score_blocking`` for callers with an event loop."""
+        return await asyncio.to_thread(self.score_blocking, pairs)
+
+    def score_blocking(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """One verdict for each pair, in order; usable from several threads at once.
 
         Raises:
             JudgeError: The first call found no server, or another model.
         """
-        return await asyncio.wrap_future(transport.runtime().submit(self._score(list(pairs))))
-
-    def score_blocking(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """``score`` for callers without an event loop; usable from several threads at once."""
-        return transport.runtime().submit(self._score(list(pairs))).result()
+        return transport.run(self._score(pairs, self.check()))
 
     def check(self) -> str:
         """Ask the server for its models once and return the served name of ours.
@@ -110,77 +106,51 @@ class JudgeClient:
         Raises:
             JudgeError: No server answers, or it does not serve the model; the message lists what it serves.
         """
-        return transport.runtime().submit(self._resolve()).result()
-
-    # Everything below runs on the event loop thread of the process.
-
-    async def _resolve(self) -> str:
-        self._served = self._served or await self._served_name()
+        self._served = self._served or self._match(transport.run(self._list()))
         return self._served
 
-    async def _served_name(self) -> str:
+    async def _list(self) -> list[str]:
         url = f"{self.base_url}/v1/models"
         try:
-            body = await transport.runtime().get(url, self._headers, _CHECK_TIMEOUT_S)
-            served = [str(entry["id"]) for entry in parse(body)["data"]]
-        except Refused as error:
-            hint = "; check api_key" if error.status in (401, 403) else ""
-            raise JudgeError(f"the judge at {self.base_url} refused {url}: {error}{hint}") from error
-        except Unreachable as error:
-            raise JudgeError(
-                f"no judge answers at {self.base_url} ({error}); start one with "
-                "`bash vllm_server/launch.sh` in PaCo-GRPO, or correct base_url"
-            ) from error
+            return [str(row["id"]) for row in parse(await transport.request("GET", url, self._headers, _in(10.0)))["data"]]
+        except transport.NoAnswer as error:
+            hint = "; start one with `bash vllm_server/launch.sh` in PaCo-GRPO, or correct base_url"
+            hint = {None: hint, 401: "; check api_key", 403: "; check api_key"}.get(error.status, "")
+            raise JudgeError(f"no judge answers at {url}: {error}{hint}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeError(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
+
+    def _match(self, served: list[str]) -> str:
+        alike = [name for name in served if name.casefold() == self.model.casefold()]
         if self.model in served:
             return self.model
-        alike = [name for name in served if name.casefold() == self.model.casefold()]
-        if len(alike) == 1:
-            logger.warning(
-                "judge at %s serves %r; using it for %r (case-insensitive)", self.base_url, *alike, self.model
-            )
-            return alike[0]
-        raise JudgeError(
-            f"the judge at {self.base_url} does not serve {self.model!r}; it serves "
-            f"{', '.join(map(repr, served)) or 'nothing'}. Ask for one of these, or launch the server with "
-            f"VLLM_MODEL_NAMES={self.model}"
-        )
+        if len(alike) != 1:
+            names = ", ".join(map(repr, served))
+            raise JudgeError(f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names or 'nothing'}")
+        logger.warning("the judge at %s serves %r; using it for %r", self.base_url, alike[0], self.model)
+        return alike[0]
 
-    async def _score(self, pairs: list[Pair]) -> list[Verdict]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.deadline_s
-        model = await self._resolve()
+    async def _score(self, pairs: Sequence[Pair], model: str) -> list[Verdict]:
+        deadline = _in(self.deadline_s)
         images = {id(image): image for pair in pairs for image in pair.images}  # each is encoded once
-        encoding = [loop.run_in_executor(None, data_url, image, self.form.image_format) for image in images.values()]
+        encoding = [asyncio.to_thread(data_url, image, self.form.image_format) for image in images.values()]
         urls = dict(zip(images, await asyncio.gather(*encoding, return_exceptions=True), strict=True))
         return await asyncio.gather(
             *(self._ask(model, pair.question, [urls[id(i)] for i in pair.images], deadline) for pair in pairs)
         )
 
     async def _ask(self, model: str, question: str, urls: Sequence[str | BaseException], deadline: float) -> Verdict:
-        """The verdict from the cache or from the server."""
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return Verdict(None, str(unreadable))
         async with self._slots:
-            first, second, *more = [*urls, None] if len(urls) == 1 else urls
-            request = {
-                "model": model,
-                "messages": build_messages(first, second, question, self.form, more),
-                "max_tokens": 1,
-                "temperature": 0,
-                "logprobs": True,
-                "top_logprobs": 20,
-            }
-            body = json.dumps(request).encode()
+            request = {"model": model, "messages": build_messages(urls, question, self.form), "max_tokens": 1}
+            body = json.dumps(request | {"temperature": 0, "logprobs": True, "top_logprobs": 20}).encode()
             key = hashlib.sha256(f"{self.base_url} {self.form.answer_tokens} ".encode() + body).digest()
             if self._cache and key in _scores:
                 return Verdict(_scores[key])
             try:
-                answer = await transport.runtime().post(
-                    f"{self.base_url}/v1/chat/completions", self._headers, body, deadline, self.deadline_s
-                )
-            except (Refused, Unreachable) as error:
+                answer = await transport.post(f"{self.base_url}/v1/chat/completions", self._headers, body, deadline)
+            except transport.NoAnswer as error:
                 return Verdict(None, f"judge at {self.base_url}: {error}")
         verdict = _read_answer(answer, self.form.answer_tokens)
         if verdict.ok and self._cache:
@@ -190,13 +160,17 @@ class JudgeClient:
         return verdict
 
 
+def _in(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
 def _read_answer(body: bytes, answer_tokens: str) -> Verdict:
     try:
         top = parse(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         if not isinstance(top, list):
             raise TypeError(f"top_logprobs is a {type(top).__name__}")
         p_yes = p_yes_from_top_logprobs(top, answer_tokens)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         return Verdict(None, f"the judge's answer cannot be read ({error!r}): {body[:200]!r}")
     if p_yes is None:
         tokens = [str(entry["token"]) for entry in top[:5]]

@@ -184,18 +184,10 @@ def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
     return {"questions": asked, **asdict(form)}
 
 
-def build_messages(
-    image_a_url: str,
-    image_b_url: str | None,
-    question: str,
-    form: RequestForm = DEFAULT_FORM,
-    more_urls: Sequence[str] = (),
-) -> list[dict]:
-    """OpenAI chat messages of one pair: image 1, image 2 (None: one image alone), further ones, text. URLs may be data
-    URLs."""
+def build_messages(image_urls: Sequence[str], question: str, form: RequestForm = DEFAULT_FORM) -> list[dict]:
+    """OpenAI chat messages: the images in order, then the question. URLs may be data URLs."""
     content: list[dict[str, Any]] = []
-    urls = [url for url in (image_a_url, image_b_url, *more_urls) if url is not None]
-    for number, url in enumerate(urls, start=1):
+    for number, url in enumerate(image_urls, start=1):
         if form.image_labels:
             content.append({"type": "text", "text": form.label(number)})
         content.append({"type": "image_url", "image_url": {"url": url}})

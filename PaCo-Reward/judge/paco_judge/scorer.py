@@ -147,9 +147,7 @@ class JudgeScorer:
 
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it: image 1, image 2, question. Raises BadChat, UnreadableImage."""
-        message = build_messages(
-            "", "" if pair.image_b else None, pair.question, self.form, [""] * len(pair.more_images)
-        )[0]
+        message = build_messages([""] * len(pair.images), pair.question, self.form)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
         self.check(chat)

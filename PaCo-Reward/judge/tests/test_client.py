@@ -56,7 +56,7 @@ def test_the_request_follows_the_protocol():
         (verdict,) = client(judge).score_blocking([Pair(image_a, image_b, question)])
     (request,) = judge.requests
     assert verdict.p_yes == pytest.approx(0.75)
-    assert request.pop("messages") == build_messages(data_url(image_a), data_url(image_b), question)
+    assert request.pop("messages") == build_messages([data_url(image_a), data_url(image_b)], question)
     assert request == {
         "model": "Paco-Reward-7B", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20
     }  # fmt: skip
@@ -70,7 +70,7 @@ def test_the_form_of_a_request_is_part_of_what_is_cached():
         )
     assert (plain, changed, again) == pytest.approx((0.2, 0.4, 0.4))
     urls = [data_url(image, "jpeg") for image in asked[0].images]
-    assert judge.requests[1]["messages"] == build_messages(*urls, "form", form)
+    assert judge.requests[1]["messages"] == build_messages(urls, "form", form)
     sent = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
     np.testing.assert_array_equal(np.asarray(as_received(picture(1), "jpeg")), np.asarray(sent))
 

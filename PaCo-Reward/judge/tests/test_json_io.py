@@ -92,7 +92,7 @@ def test_any_answer_is_a_verdict(data):
     if data.draw(st.booleans()):
         body = body[: data.draw(st.integers(0, len(body)))]
     verdict = _read_answer(body, "exact")
-    assert isinstance(verdict, Verdict) and isinstance(transport._reason(body), str)
+    assert isinstance(verdict, Verdict) and isinstance(transport.reason(body), str)
     if verdict.ok:
         assert all(type(e["logprob"]) in (int, float) and e["logprob"] <= 1e-3
                    for e in json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

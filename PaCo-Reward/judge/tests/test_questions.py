@@ -130,14 +130,14 @@ def test_unusable_editing_questions():
 
 
 def test_messages_are_images_then_text_each_image_after_its_label():
-    (message,) = build_messages("data:a", "data:b", "same?")
+    (message,) = build_messages(["data:a", "data:b"], "same?")
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
     assert [part["image_url"]["url"] for part in message["content"][:2]] == ["data:a", "data:b"]
     assert message["content"][2]["text"] == "same?"
-    (labeled,) = build_messages("data:a", "data:b", "same?", RequestForm("<img{n}>: "))
+    (labeled,) = build_messages(["data:a", "data:b"], "same?", RequestForm("<img{n}>: "))
     label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
     assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
-    (alone,) = build_messages("data:a", None, "a grid?")
+    (alone,) = build_messages(["data:a"], "a grid?")
     assert [part["type"] for part in alone["content"]] == ["image_url", "text"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,18 +54,14 @@ class RemoteReward:
         Raises:
             RewardError: It does not answer, refuses us, or serves another reward; the message says how to start it.
         """
-        runtime, where = transport.runtime(), f"reward {self.name!r}: the service at {self.server}"
+        where = f"reward {self.name!r}: the service at {self.server}"
         try:
-            answer = runtime.submit(runtime.get(f"{self.server}/health", self._headers, _CHECK_TIMEOUT_S)).result()
-            served = parse(answer)["reward"]
-        except transport.Refused as error:
-            hint = "; check api_key" if error.status in (401, 403) else ""
-            raise RewardError(f"{where} refused us: {error}{hint}") from error
-        except transport.Unreachable as error:
-            raise RewardError(
-                f"{where} does not answer ({error}); start one with "
-                f"`bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
-            ) from error
+            deadline = time.monotonic() + _CHECK_TIMEOUT_S
+            served = parse(transport.run(transport.request("GET", f"{self.server}/health", self._headers, deadline)))["reward"]
+        except transport.NoAnswer as error:
+            hint = f"; start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
+            hint = {None: hint, 401: "; check api_key"}.get(error.status, "")
+            raise RewardError(f"{where} does not answer: {error}{hint}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RewardError(f"{where} is not a reward service: {error!r}") from error
         if served != self.name:
@@ -76,16 +73,16 @@ class RemoteReward:
         Raises:
             RewardError: The service refused the request or its reward failed; the message quotes the service.
         """
-        runtime, scores = transport.runtime(), np.full(len(images), math.nan)
+        scores = np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
-            body, deadline = encode_request(images[part], items[part]), runtime.loop.time() + self.deadline_s
+            body, deadline = encode_request(images[part], items[part]), time.monotonic() + self.deadline_s
             try:
-                answer = runtime.submit(runtime.post(f"{self.server}/score", self._headers, body, deadline)).result()
+                answer = transport.run(transport.post(f"{self.server}/score", self._headers, body, deadline))
                 scores[part] = decode_scores(answer, len(images[part]))
-            except transport.Unreachable as error:
+            except (transport.NoAnswer, WireError) as error:
+                if getattr(error, "status", 0) is not None:
+                    raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
                 missing = len(images[part])
                 logger.warning("reward %s: %d scores are missing: %s: %s", self.name, missing, self.server, error)
-            except (transport.Refused, WireError) as error:
-                raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
         return scores

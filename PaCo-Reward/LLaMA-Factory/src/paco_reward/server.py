@@ -65,7 +65,7 @@ class Server:
         def answer(key: str) -> str:
             pair = pairs[key]()
             urls = [data_url(image, self.form.image_format) for image in pair.images]
-            messages = build_messages(*urls, pair.question, self.form)
+            messages = build_messages(urls, pair.question, self.form)
             done = client.chat.completions.create(model=served, messages=messages, max_tokens=max_tokens, temperature=0)
             return done.choices[0].message.content or ""
 
