@@ -4,7 +4,9 @@ A grid prompt reads ``… a RxC grid layout <theme>.<shared description> LABEL:t
 ``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are always returned row-major (left to right, top to bottom).
 """
 
+import itertools
 import re
+import textwrap
 from dataclasses import dataclass
 
 from PIL import Image
@@ -59,14 +61,14 @@ def split_prompt(prompt: str) -> GridPrompt:
         found = ", ".join(names) if names else "none"
         raise PromptLayoutError(
             f"prompt states a {rows}x{cols} layout ({rows * cols} panels) but has {len(names)} panel labels ({found}); "
-            f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {_shorten(prompt)}"
+            f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {textwrap.shorten(prompt, 160)}"
         )
     if len(set(names)) < len(names):
-        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {_shorten(prompt)}")
+        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {textwrap.shorten(prompt, 160)}")
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
     texts = {match["label"]: prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
     if empty := [name for name, text in texts.items() if not text]:
-        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {_shorten(prompt)}")
+        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {textwrap.shorten(prompt, 160)}")
     places = [_position(name) for name in names]
     if None not in places and len(set(places)) == len(places):  # else in the prompt's order
         names.sort(key=_position)
@@ -76,25 +78,18 @@ def split_prompt(prompt: str) -> GridPrompt:
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
     """Cut an image into ``rows * cols`` equal cells, row-major.
 
-    Every cell is (width // cols) x (height // rows) pixels; pixels left over at the right or bottom are dropped.
-
-    Raises:
-        ValueError: The image is smaller than its grid.
+    Pixels left over at the right or bottom are dropped. Raises ValueError if the image is smaller than its grid.
     """
-    if rows < 1 or cols < 1:
-        raise ValueError(f"rows and cols must be at least 1, got {rows}x{cols}")
-    width, height = image.width // cols, image.height // rows
-    if width < 1 or height < 1:
+    if not (1 <= rows <= image.height and 1 <= cols <= image.width):
         raise ValueError(f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells")
-    if rows == cols == 1:
-        return [image]
+    width, height = image.width // cols, image.height // rows
     corners = [(col * width, row * height) for row in range(rows) for col in range(cols)]
     return [image.crop((left, top, left + width, top + height)) for left, top in corners]
 
 
 def pairs(n: int) -> list[tuple[int, int]]:
     """All n·(n−1)/2 unordered pairs (i, j) with i < j of n sub-figures, in lexical order."""
-    return [(i, j) for i in range(n) for j in range(i + 1, n)]
+    return list(itertools.combinations(range(n), 2))
 
 
 def _position(name: str) -> tuple[int, int] | None:
@@ -105,7 +100,3 @@ def _position(name: str) -> tuple[int, int] | None:
     if not second:
         first, second = ("TOP", first) if first in _NAMED_COLS else (first, "MIDDLE")
     return (_NAMED_ROWS[first], _NAMED_COLS[second]) if first in _NAMED_ROWS and second in _NAMED_COLS else None
-
-
-def _shorten(prompt: str) -> str:
-    return prompt if len(prompt) <= 160 else prompt[:157] + "..."

@@ -18,8 +18,6 @@ ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes an
         for words in (("yes", "y"), ("no", "n"))
     ),
 }
-
-
 _ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
 
 
@@ -60,7 +58,7 @@ def p_yes_from_top_logprobs(
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
     answers = [[logprob for token, logprob in entries if token in words] for words in ANSWER_TOKENS[answer_tokens]]
     for value in itertools.chain(*answers):
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not value <= _ROUNDING:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= _ROUNDING:
             raise ValueError(f"{value!r} is not a log-probability")
     p_yes = _share(*(np.logaddexp.reduce(logprobs, initial=-np.inf) for logprobs in answers))
     return None if np.isnan(p_yes) else float(p_yes)
@@ -80,8 +78,7 @@ def p_yes_from_logits(
     if top is not None and top < logits.shape[-1]:
         least = np.partition(logits, -top, axis=-1)[..., -top, None]
         logits = np.where(logits >= least, logits, -np.inf)
-    with np.errstate(invalid="ignore"):
-        return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
+    return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
 
 
 def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
@@ -91,19 +88,17 @@ def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
 
 
 def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float | None:
-    """Mean within each dimension, then over dimensions; None if one score is missing. Raises ValueError if empty."""
-    if not scores or any(len(values) == 0 for values in scores.values()):
-        raise ValueError("there is nothing to average: each dimension needs at least one score")
-    if any(value is None for values in scores.values() for value in values):
-        return None
-    return float(np.mean([np.mean(values) for values in scores.values()]))
+    """Mean within each dimension, then over dimensions; None if one score is missing."""
+    return _mean([_mean(values) for values in scores.values()])
 
 
 def mean_score(verdicts: Sequence[Verdict]) -> float | None:
     """``consistency_score`` of one image: the mean over its pairs; None if a pair has no score or there is none."""
-    if not verdicts or any(verdict.p_yes is None for verdict in verdicts):
-        return None
-    return float(np.mean([verdict.p_yes for verdict in verdicts]))
+    return _mean([verdict.p_yes for verdict in verdicts])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if None in values or not len(values) else float(np.mean(values))
 
 
 def editing_score(*answers: Verdict) -> float | None:

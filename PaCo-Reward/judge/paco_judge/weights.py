@@ -9,7 +9,7 @@ status 1 and one sentence for weights that are refused; 3 and the reason where t
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,37 +94,6 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-class _CannotCheck(Exception):
-    """This interpreter cannot check these weights; the message says why."""
-
-
-def _check(path: str, adapters: Sequence[str]) -> None:
-    """Checks a model (a folder, or a name in the hub's cache) and adapters on it. Raises WrongWeights, _CannotCheck."""
-    if Path(path, _INDEX).is_file():
-        files = set(json.loads(Path(path, _INDEX).read_text())["weight_map"].values())
-        if absent := sorted(name for name in files if not Path(path, name).is_file()):
-            raise WrongWeights(f"the weights in {path} lack the files {_some(absent)}")
-    config = json.loads(Path(path, "config.json").read_text()) if Path(path).is_dir() else {}
-    if "quantization_config" in config:
-        raise _CannotCheck("they are quantized")
-    try:
-        import transformers
-        from transformers.integrations import accelerate
-
-        # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
-        accelerate.is_accelerate_available = lambda *_: True
-        names = config.get("architectures") or transformers.AutoConfig.from_pretrained(path).architectures
-        model_class = getattr(transformers, names[0])
-        model = from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
-    except WrongWeights:
-        raise
-    except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
-        raise _CannotCheck(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
-    tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    for folder in adapters:
-        check_adapter(tensors, folder, tensors_in(path))
-
-
 def tensors_in(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors in a folder's safetensors files, from their headers; nothing for a hub name."""
     from safetensors import safe_open
@@ -137,16 +106,37 @@ def tensors_in(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def main(path: str, *adapters: str) -> int:
-    """Checks a model and adapters on it; the exit status."""
+    """Checks a model (a folder, or a name in the hub's cache) and adapters on it; the exit status."""
     try:
-        _check(path, adapters)
-    except _CannotCheck as error:
-        print(error)
-        return 3
+        if Path(path, _INDEX).is_file():
+            files = set(json.loads(Path(path, _INDEX).read_text())["weight_map"].values())
+            if absent := sorted(name for name in files if not Path(path, name).is_file()):
+                raise WrongWeights(f"the weights in {path} lack the files {_some(absent)}")
+        config = json.loads(Path(path, "config.json").read_text()) if Path(path).is_dir() else None
+        if config is not None and (not config.get("architectures") or "quantization_config" in config):
+            print("they are quantized" if "quantization_config" in config else "config.json names no architecture")
+            return 3
+        model = _on_meta(path)
+        tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        for folder in adapters:
+            check_adapter(tensors, folder, tensors_in(path))
     except WrongWeights as error:
         print(error)
         return 1
+    except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
+        print(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+        return 3
     return 0
+
+
+def _on_meta(path: str) -> "PreTrainedModel":
+    import transformers
+    from transformers.integrations import accelerate
+
+    # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
+    accelerate.is_accelerate_available = lambda *_: True
+    model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+    return from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
 
 
 if __name__ == "__main__":
