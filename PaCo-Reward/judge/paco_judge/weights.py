@@ -123,7 +123,7 @@ def main(path: str, *adapters: str) -> int:
     except WrongWeights as error:
         print(error)
         return 1
-    except Exception as error:  # whatever keeps transformers from building this model; vLLM may know it
+    except Exception as error:  # noqa: BLE001  (whatever transformers cannot build, vLLM may know)
         print(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
         return 3
     return 0
