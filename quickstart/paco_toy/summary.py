@@ -172,10 +172,14 @@ def judge_id(folder: Path) -> str:
 
 
 def commit() -> str:
-    """The repository's commit, with `+changes` if files differ from it."""
-    command = ["git", "-C", REPO, "describe", "--always", "--exclude=*", "--dirty=+changes"]
+    """The repository's commit, with `+changes` if files differ from it; results.csv, which the study itself writes, may."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", REPO, *command], check=True, capture_output=True, text=True).stdout.strip()
+
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!quickstart/results.csv")
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
         return "unknown"
 
