@@ -50,10 +50,14 @@ class TrueCfgPolicy(DiffusersPolicy):
         return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
 
     def _texts_by_name(self, items: Sequence[Item]) -> Iterator[tuple[str, list[str]]]:
-        """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item)."""
-        yield "prompt", [item.prompt for item in items]
-        if self.guided:
-            yield "negative", [self.negative_prompt] * len(items)
+        """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item).
+
+        Text encoders that are copied to the device stay there until the last of them.
+        """
+        with self.keep_encoders_on_device():
+            yield "prompt", [item.prompt for item in items]
+            if self.guided:
+                yield "negative", [self.negative_prompt] * len(items)
 
     def velocity(
         self,
