@@ -27,23 +27,14 @@ class PolicyLoadError(RuntimeError):
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What one forward of the transformer gets.
-
-    Attributes:
-        latents: x_σ (B, N, C) float32.
-        sigma: (B,) float32 in [0, 1].
-        conditioning: len B.
-        height: Pixels, a multiple of ``size_multiple``.
-        width: Pixels, a multiple of ``size_multiple``.
-        negative: With the features of the negative prompt instead of the prompt's.
-    """
+    """What one forward of the transformer gets: the arguments of ``Policy.velocity``."""
 
     latents: torch.Tensor
     sigma: torch.Tensor
     conditioning: Any
     height: int
     width: int
-    negative: bool = False
+    negative: bool = False  # with the features of the negative prompt instead of the prompt's
 
 
 class Policy(ABC):

@@ -160,7 +160,11 @@ class DiffusersPolicy(Policy):
         guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``; without true CFG, ``guided`` makes no difference."""
-        return self._predict(ForwardInputs(latents, sigma, conditioning, height, width))
+        inputs = ForwardInputs(latents, sigma, conditioning, height, width)
+        return self._velocity(inputs, self.samples_guided if guided is None else guided)
+
+    def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
+        return self._predict(inputs)
 
     def _predict(self, inputs: ForwardInputs) -> torch.Tensor:
         """``_forward`` under autocast, of the generated tokens alone, in float32."""
@@ -280,27 +284,30 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
         ValueError: The weights are not those of the model; the message names tensors and folder.
     """
     models: dict[str, nn.Module] = {}
-    for name, part in DiffusionPipeline.load_config(path).items():
-        if name.startswith(("text_encoder", "transformer", "vae")) and part[0]:
-            _check_format(Path(path) / name)
-        if name.startswith("text_encoder") and part[0] == "transformers":
-            models[name] = from_pretrained_strict(getattr(transformers, part[1]), path, subfolder=name, dtype=dtype)
-        elif name in ("transformer", "vae") and part[0] == "diffusers":
-            model_class = getattr(diffusers, part[1])
-            # The VAE computes in float32, so nothing of it is rounded on the way: FLUX.2's normalization of latents is in it.
-            own = torch.float32 if name == "vae" else dtype
-            model, found = model_class.from_pretrained(path, subfolder=name, dtype=own, output_loading_info=True)
-            # Of several files, diffusers believes their index; a tensor that none of them has stays on "meta".
-            absent = {key for key, tensor in model.state_dict().items() if tensor.is_meta} | set(found["missing_keys"])
-            for keys, words in ((absent, "lack"), (found["unexpected_keys"], "have more than")):
-                if keys:
-                    shown = ", ".join(sorted(keys)[:5]) + (", …" if len(keys) > 5 else "")
-                    raise ValueError(f"the weights in {path}/{name} {words} the model's tensors: {shown}")
-            # A transformer's NaN shows in the latents, a VAE's would be black pixels.
-            if name == "vae" and (broken := [key for key, p in model.named_parameters() if not p.isfinite().all()]):
-                raise ValueError(f"the weights in {path}/{name} are not finite in {', '.join(broken[:5])}")
-            models[name] = model
+    for name, (library, class_name) in _parts(path).items():
+        _check_format(Path(path) / name)
+        if library == "transformers":
+            models[name] = from_pretrained_strict(getattr(transformers, class_name), path, subfolder=name, dtype=dtype)
+            continue
+        # The VAE computes in float32, so nothing of it is rounded on the way: FLUX.2's normalization of latents is in it.
+        models[name], found = getattr(diffusers, class_name).from_pretrained(
+            path, subfolder=name, dtype=torch.float32 if name == "vae" else dtype, output_loading_info=True
+        )
+        # Of several files, diffusers believes their index; a tensor that none of them has stays on "meta".
+        absent = {key for key, tensor in models[name].state_dict().items() if tensor.is_meta} | {*found["missing_keys"]}
+        if wrong := sorted(absent ^ {*found["unexpected_keys"]}):
+            raise ValueError(f"the weights in {path}/{name} lack, or have more than, the model's {', '.join(wrong[:5])}")
+    # A transformer's NaN shows in the latents, a VAE's would be black pixels.
+    if broken := [key for key, tensor in models["vae"].named_parameters() if not tensor.isfinite().all()]:
+        raise ValueError(f"the weights in {path}/vae are not finite in {', '.join(broken[:5])}")
     return models
+
+
+def _parts(path: str | Path) -> dict[str, tuple[str, str]]:
+    """Library and class of the pipeline's models by name."""
+    config = DiffusionPipeline.load_config(path)
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae")
+    return {name: tuple(config[name]) for name in names if name in config and config[name][0]}
 
 
 def _check_format(folder: Path) -> None:

@@ -14,7 +14,6 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, forma
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
 from torch import nn
-from torch.nn.functional import pad
 
 from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
@@ -99,13 +98,10 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         """Positions (image, row, column, text token) of the text (L, 4), and of the generated image and its references."""
         key = (length, *grids)
         if key not in self._ids:  # made on the CPU, so kept on the device
-            text = pad(torch.arange(length)[:, None], (3, 0))
-            images = [
-                torch.cartesian_prod(
-                    torch.tensor([10 * i]), torch.arange(rows), torch.arange(columns), torch.tensor([0])
-                )
-                for i, (rows, columns) in enumerate(grids)
-            ]
+            text = self.pipeline._prepare_text_ids(torch.empty(1, length, 1))[0]
+            own, *references = (torch.empty(1, 1, *grid) for grid in grids)
+            images = [self.pipeline._prepare_latent_ids(own)[0]]
+            images += [self.pipeline._prepare_image_ids(references)[0]] if references else []
             self._ids[key] = text.to(self.device), torch.cat(images).to(self.device)
         return self._ids[key]
 

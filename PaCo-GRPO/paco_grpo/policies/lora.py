@@ -18,7 +18,6 @@ import torch
 from peft import LoraConfig, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -38,8 +37,6 @@ START = "start"  # a frozen copy of the adapter that training started from
 _PEFT_PREFIX = "base_model.model."
 
 # Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
-# What peft and diffusers raise at files with other bytes, types or shapes than they expect.
-_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
 _DIFFUSERS = ("pytorch_lora_weights.safetensors",)
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -73,11 +70,18 @@ def add_lora(
         transformer.add_adapter(config, TRAINED)
     else:
         folder = find_lora(lora_path)
-        if all((folder / file).is_file() for file in _DIFFUSERS):
-            _load_diffusers(policy, folder)
-        else:
-            _load_peft(transformer, folder)
-        if broken := [name for name, tensor in _weights(transformer).items() if not tensor.isfinite().all()]:
+        try:
+            if all((folder / file).is_file() for file in _DIFFUSERS):
+                policy.pipeline.load_lora_weights(str(folder), adapter_name=TRAINED)
+            else:
+                _load_peft(transformer, folder)
+            weights = _weights(transformer)
+        except Exception as error:  # files with other bytes, types or shapes raise anything in peft and diffusers
+            raise PolicyLoadError(
+                f"config.train.lora_path: the LoRA at {folder} cannot be read, or was made for another model than "
+                f"config.pretrained.model ({type(error).__name__}: {str(error)[:300]})"
+            ) from error
+        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
     add_without_product(_layers(policy), TRAINED)
@@ -310,36 +314,12 @@ def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_peft(transformer: nn.Module, folder: Path) -> None:
-    try:
-        config = LoraConfig.from_pretrained(str(folder))
-        weights = load_peft_weights(str(folder), device="cpu")
-        config.megatron_config = None  # peft would import a module that an adapter names
-        config.inference_mode = False
-        logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
-        transformer.add_adapter(config, TRAINED)
-    except _UNREADABLE as error:
-        raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} cannot be read ({type(error).__name__}: {error}). "
-            "Save or download it again."
-        ) from error
-    weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in weights.items()}
-    expected = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
-    if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in expected.items()}:
-        different = sorted(set(weights) ^ set(expected)) or "the shapes"
-        raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} was made for another model: {str(different)[:300]} differ. "
-            "Choose the LoRA that belongs to config.pretrained.model."
-        )
+    config = LoraConfig.from_pretrained(str(folder))
+    config.megatron_config = None  # peft would import a module that an adapter names
+    config.inference_mode = False
+    logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
+    transformer.add_adapter(config, TRAINED)
+    weights = {k.removeprefix(_PEFT_PREFIX): v for k, v in load_peft_weights(str(folder), device="cpu").items()}
+    if different := weights.keys() ^ get_peft_model_state_dict(transformer, adapter_name=TRAINED).keys():
+        raise ValueError(f"only one of both has {', '.join(sorted(different)[:5])}")
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
-
-
-def _load_diffusers(policy: Policy, folder: Path) -> None:
-    try:
-        policy.pipeline.load_lora_weights(str(folder), adapter_name=TRAINED)
-    except _UNREADABLE as error:
-        raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} does not fit this model ({type(error).__name__}: "
-            f"{str(error)[:300]}). Choose the LoRA that belongs to config.pretrained.model."
-        ) from error
-    if TRAINED not in getattr(unwrap(policy.transformer), "peft_config", {}):
-        raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} has no weights for the transformer.")

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 
 from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.types import Conditioning, Item
+from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +59,9 @@ class TrueCfgPolicy(DiffusersPolicy):
             if self.guided:
                 yield "negative", [self.negative_prompt] * len(items)
 
-    def velocity(
-        self,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Conditioning,
-        height: int,
-        width: int,
-        guided: bool | None = None,
-    ) -> torch.Tensor:
-        """As in ``Policy``."""
-        inputs = ForwardInputs(latents, sigma, conditioning, height, width)
+    def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
         conditional = self._predict(inputs)
-        if not (self.guided and (self.samples_guided if guided is None else guided)):
+        if not (self.guided and guided):
             return conditional
         return self._combined(conditional, self._predict(dataclasses.replace(inputs, negative=True)))
 
