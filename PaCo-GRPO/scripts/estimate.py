@@ -3,7 +3,6 @@
     python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
     python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
     python scripts/estimate.py --config config/grpo.py:t2is --gpus 8      # how many of the 8 should serve the judge?
-    python scripts/estimate.py --judge ../PaCo-Reward/config/paco_reward_lora.yaml --processes 2     # judge training
 
 The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device, which has no
 values (PyTorch's FakeTensorMode). Tensors on two devices, wrong shapes and data types are errors here as on a GPU. The
