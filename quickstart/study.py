@@ -113,7 +113,7 @@ def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
     """Arguments of train_flux.sh."""
     options = {
         "seed": seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": f"{name}-seed{seed}", "resume_from": "latest",
-        "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": epochs, "num_threads": 1,
+        "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": epochs,
         "train.reward_fn": dict(kind.rewards), "train.reward_fn_kwargs": {n: SERVED for n in kind.rewards if n in JUDGED},
         "test.seed": 1000 + seed, "test.num_images": 96, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
@@ -132,7 +132,7 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
         names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
         rewards, kwargs = rewards + names, kwargs | {name: SERVED | dict(other) for name in names}
     options = {
-        "dataset": "../quickstart/out/world/open_prompts", "test.seed": 1000 + seed, "num_threads": 1,
+        "dataset": "../quickstart/out/world/open_prompts", "test.seed": 1000 + seed,
         "test.reward_fn": dict.fromkeys(rewards, 1.0), "test.reward_fn_kwargs": kwargs,
     }  # fmt: skip
     checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))

@@ -49,7 +49,7 @@ from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
 from paco_grpo.policies.lora import START, add_lora, add_snapshot
 from paco_grpo.sampling.denoise import Sampling, rollout
-from paco_grpo.training.plan import Plan, make_plan, on_cuda
+from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.types import Item
 
 aten = torch.ops.aten
@@ -338,7 +338,6 @@ def build_policy(options: RunOptions) -> Policy:
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
         guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
     )  # fmt: skip
-    policy.samples_guided = options.train.dgpo_reference != "guided"
     train = options.train
     if options.use_lora:
         add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
@@ -443,8 +442,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         noise_steps=[dataclasses.replace(images.noise_steps[0], index=i) for i in sample.noise_steps[:noise_steps]],
     )  # fmt: skip
     steps = len(objective.steps(train, schedule, np.random.default_rng(0))) * train.num_inner_epochs
-    notes = [f"{option} is not estimated" for option, on in (("speed.compile", options.speed.compile),
-             ("sample.merge_lora", sample.merge_lora)) if on]  # fmt: skip
+    notes = ["speed.compile is not estimated"] if options.speed.compile else []
     work = [
         Work("encode", min(plan.prompts, plan.samples_per_process), encode.flops),
         Work("denoise", plan.rollout_batches * forwards, denoise.flops / 2),
@@ -466,25 +464,18 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     records = per_image * plan.samples_per_process + _bytes(texts) * min(plan.prompts, plan.samples_per_process)
     layer = _largest_decoded(policy, options)
     vae = offloaded.get("VAE", 0)
-    decoding, showing = decode.peak + vae, decode_test.peak + vae
-    meanwhile = on_cuda(options.speed.overlap_decode, torch.device("cuda"))
     adds = {
         "encode": {
             "weights": sum(n for part, n in offloaded.items() if part != "VAE" or edits),
             "activations": encode.peak,
         },
-        "sample": {"records": records, "denoising": denoise.peak + layer},
+        "sample": {"records": records, "denoising": denoise.peak + layer, "decoding meanwhile": decode.peak + vae},
         "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
         "update": {"records": records, "gradients": gradients},
-        "evaluate": {"denoising": show.peak + layer},
+        "evaluate": {"denoising": show.peak + layer, "decoding meanwhile": decode_test.peak + vae},
     }
     if processes > 1:
         adds["update"]["gradients in one message"] = gradients
-    if meanwhile:
-        adds["sample"]["decoding meanwhile"] = decoding
-        adds["evaluate"]["decoding meanwhile"] = showing
-    else:
-        adds |= {"decode": {"records": records, "decoding": decoding}, "show": {"decoding": showing}}
     return Estimate(name, plan, work, evaluation, resident, adds, notes)
 
 
@@ -556,11 +547,9 @@ def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[
             resident[part] //= processes
         gradients //= 1 if options.use_lora else processes
     parts = {"VAE": _bytes(policy.pipeline.vae), "text encoders": sum(map(_bytes, policy.text_encoders()))}
-    speed = options.speed
-    leaving = {"VAE": speed.offload_vae, "text encoders": on_cuda(speed.offload_text_encoders, torch.device("cuda"))}
-    resident |= {part: size for part, size in parts.items() if not leaving[part]}
-    offloaded = {part: size for part, size in parts.items() if leaving[part]}
-    return {part: size for part, size in resident.items() if size}, offloaded, gradients
+    if not options.speed.offload_vae:
+        resident["VAE"] = parts.pop("VAE")
+    return {part: size for part, size in resident.items() if size}, parts, gradients
 
 
 def reward_bytes(options: RunOptions) -> dict[str, int]:

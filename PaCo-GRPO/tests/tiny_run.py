@@ -55,7 +55,6 @@ TINY = {
     "eval_freq": "0",
     "num_checkpoint_limit": "5",
     "logging_platform": "none",
-    "num_threads": "1",
     "max_sequence_length": "16",
     "run_name": "run",
 }

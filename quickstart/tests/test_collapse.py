@@ -21,7 +21,7 @@ def train(folder: Path, learning_rate: float, *options: str) -> tuple[int, str, 
         "train.learning_rate": learning_rate, "train.reward_fn": oracle, "train.reward_fn_kwargs": "",
         "test.reward_fn": oracle, "test.at_start": False, "test.resolution": 32, "test.num_images": 4,
         "train.resolution": 32, "sample.num_images_per_prompt": 8, "sample.unique_sample_num_per_epoch": 4,
-        "sample.batch_size": 32, "train.batch_size": 32, "logging_platform": "none", "num_threads": 1,
+        "sample.batch_size": 32, "train.batch_size": 32, "logging_platform": "none",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "scripts/train.py", "--config", "config/grpo.py:toy_t2is", *options]

@@ -31,12 +31,9 @@ def start_processes(options: RunOptions) -> Replicated:
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
     # Processes wait for each other's rewards, which may take longer than the default timeout.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
-    threads = options.num_threads
-    if threads is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        threads = max(1, min(torch.get_num_threads(), cores // on_this_machine))  # no more than OMP_NUM_THREADS
-    torch.set_num_threads(threads)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // on_this_machine)))  # no more than OMP_NUM_THREADS
     return build_strategy(options, accelerator)
 
 

@@ -35,14 +35,9 @@ def slow_decay(step: int, train: TrainOptions) -> float:
     return min(0.3, 0.001 * step)
 
 
-def matching_weight(error: torch.Tensor, sigma: torch.Tensor, weighting: str) -> torch.Tensor:
-    """G(e, σ) (B,) float64 of ``train.awm_weighting``: uniform e, t σe, t2 σ²e, huber ~σ√e, ghuber ~4σe^¼."""
-    error, sigma = error.double(), sigma.double()
-    if weighting == "huber":
-        return sigma * ((error + _TINY).sqrt() - _TINY**0.5)
-    if weighting == "ghuber":
-        return sigma * ((error + _TINY) ** _POWER - _TINY**_POWER) / _POWER
-    return error * sigma ** {"uniform": 0, "t": 1, "t2": 2}[weighting]
+def matching_weight(error: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """G(e, σ) (B,) float64, about 4σe^¼: the authors' default, ghuber."""
+    return sigma.double() * ((error.double() + _TINY) ** _POWER - _TINY**_POWER) / _POWER
 
 
 def _check(options: RunOptions) -> Iterator[str]:
@@ -71,7 +66,7 @@ def awm(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     error = noised.error(velocity)
 
     def log_prob(error: torch.Tensor) -> torch.Tensor:
-        return -matching_weight(error, step.sigma, train.awm_weighting)
+        return -matching_weight(error, step.sigma)
 
     current = log_prob(error)
     old = current.detach() if on_policy(train) else log_prob(noised.error(noised.velocity("old")))

@@ -87,9 +87,6 @@ class SampleOptions:
     negative_prompt: str | None = option(None, "negative prompt of true CFG (a space is enough); None: no true CFG")
     same_latent: bool = option(False, "shared initial noise of a prompt's images")
     latents_per_prompt: Count = option(1, "different initial noises per prompt, with same_latent")
-    merge_lora: bool | None = option(
-        None, "LoRA merged into the base for steps without noise; None: in float32 on a CPU"
-    )
     global_std: bool = option(False, "advantages divided by the standard deviation over all images")
     batch_size: Count = option(1, "images per process and forward")
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
@@ -129,15 +126,9 @@ class TrainOptions:
     beta: NonNegative = option(0.0, "weight of the KL term against the base model")
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
     decay_type: Literal[0, 1, 2] | None = option(None, "schedule of nft's old adapter; None: 1")
-    awm_weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
-        "ghuber", "weight of awm's matching error at σ: 1, σ, σ², √σ or 4σ^¼"
-    )
     awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = option(1.0, "weight of awm's distance to a slow copy of the adapter")
     dgpo_beta: Positive = option(100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner")
-    dgpo_reference: Literal["base", "guided", "slow"] = option(
-        "base", "reference of dgpo's group: base model, base model with true CFG, or slow copy"
-    )
     dgpo_clip_range: Positive | None = option(
         1e-2, "distance from the slow copy beyond which dgpo masks a sample; None: never"
     )
@@ -205,9 +196,7 @@ class SpeedOptions:
 
     compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
     attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None: its default")
-    offload_text_encoders: bool | None = option(None, "text encoders in main memory between uses; None: on CUDA")
     offload_vae: bool = option(False, "VAE in main memory between uses")
-    overlap_decode: bool | None = option(None, "decode a batch while the next one is sampled; None = on CUDA")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -244,7 +233,6 @@ class RunOptions:
     use_lora: bool = option(True, "LoRA adapter; False: the whole transformer is trained")
     enable_gradient_checkpointing: bool = option(False, "less memory for one more forward in training")
     per_prompt_stat_tracking: bool = option(True, "advantages relative to the group of a prompt")
-    num_threads: Count | None = option(None, "CPU threads per process; None: cores / processes")
 
     pretrained: PretrainedOptions = Field(default_factory=PretrainedOptions)
     sample: SampleOptions = Field(default_factory=SampleOptions)

@@ -59,7 +59,6 @@ class Policy(ABC):
         offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
             many items at a time is cheaper.
         pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
-        samples_guided: With true CFG, whether images are sampled with it (config.train.dgpo_reference).
         device: Where the transformer computes.
         dtype: Computing precision of the transformer; latents are always float32.
     """
@@ -69,7 +68,6 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False
     several_images: ClassVar[bool] = False
     has_true_cfg: ClassVar[bool] = False
-    samples_guided: bool = True
     text_sees_image: ClassVar[bool] = False
     masks_text: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512
@@ -120,7 +118,7 @@ class Policy(ABC):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool | None = None,
+        guided: bool = True,
     ) -> torch.Tensor:
         """Predicted v = noise − x_0.
 
@@ -130,7 +128,7 @@ class Policy(ABC):
             conditioning: len B.
             height: Pixels, a multiple of ``size_multiple``.
             width: Pixels, a multiple of ``size_multiple``.
-            guided: With true CFG, or without; None = as ``samples_guided`` says. The same where the model has none.
+            guided: With true CFG, or without. The same where the model has none.
 
         Returns:
             (B, N, C) float32.

@@ -157,11 +157,10 @@ class DiffusersPolicy(Policy):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool | None = None,
+        guided: bool = True,
     ) -> torch.Tensor:
         """As in ``Policy``; without true CFG, ``guided`` makes no difference."""
-        inputs = ForwardInputs(latents, sigma, conditioning, height, width)
-        return self._velocity(inputs, self.samples_guided if guided is None else guided)
+        return self._velocity(ForwardInputs(latents, sigma, conditioning, height, width), guided)
 
     def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
         return self._predict(inputs)

@@ -44,7 +44,7 @@ from paco_grpo.training.checks import (
     text_length,
 )
 from paco_grpo.training.features import GroupFeatures
-from paco_grpo.training.plan import Plan, make_plan, on_cuda
+from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.client import JudgeError
@@ -251,7 +251,7 @@ def _reward_sets(
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
-    policy = load_policy(
+    return load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
         device=device,
@@ -261,8 +261,6 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         quantize=options.pretrained.quantize,
         image_positions=options.pretrained.image_positions,
     )
-    policy.samples_guided = options.train.dgpo_reference != "guided"
-    return policy
 
 
 def find_adapter(place: str) -> Path:
@@ -288,7 +286,7 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     if speed.compile:
         compile_blocks(policy)
         logger.info("transformer blocks are compiled at their first forward of each kind, which takes minutes")
-    policy.offload(text_encoders=on_cuda(speed.offload_text_encoders, policy.device), vae=speed.offload_vae)
+    policy.offload(text_encoders=policy.device.type == "cuda", vae=speed.offload_vae)
 
 
 def _make_trainable(

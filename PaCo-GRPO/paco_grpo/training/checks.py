@@ -92,7 +92,6 @@ def contradictions(options: RunOptions) -> list[str]:
         (train.beta > 0 and not options.use_lora,
          "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"),
         (kind and not options.use_lora, "pretrained.quantize needs use_lora=True: quantized weights cannot be trained"),
-        (kind and sample.merge_lora, "sample.merge_lora cannot be used with pretrained.quantize: the LoRA would be rounded away"),
         (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
     )  # fmt: skip
     rewards = {**train.reward_fn, **options.test.reward_fn}
@@ -114,13 +113,6 @@ def contradictions(options: RunOptions) -> list[str]:
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
     model, sample, problems = options.pretrained.model, options.sample, []
-    if options.train.dgpo_reference == "guided":
-        guides = getattr(policy_class(model), "would_guide", None)
-        if options.train.loss_type != "dgpo" or not (guides and guides(sample.guidance_scale, sample.negative_prompt)):
-            problems.append(
-                "train.dgpo_reference='guided' needs train.loss_type='dgpo' and a model with true CFG, which "
-                "sample.guidance_scale and sample.negative_prompt turn on"
-            )
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group in ("sample", "test"):
         steps = getattr(options, group).num_steps

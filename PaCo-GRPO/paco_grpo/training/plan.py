@@ -68,13 +68,9 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
 
 
 def merges_lora(options: RunOptions, device: torch.device) -> bool:
-    """Whether steps without noise run with the LoRA merged into the base weights (``sample.merge_lora``)."""
-    chosen = options.sample.merge_lora
-    if chosen is None:  # equal to float32 rounding; on a GPU, TF32 rounds more and the copy of the weights takes memory
-        chosen = options.mixed_precision == "no" and device.type == "cpu" and options.pretrained.quantize is None
-    return chosen and options.use_lora
+    """Whether steps without noise run with the LoRA merged into the base weights: where it is equal to float32 rounding.
 
-
-def on_cuda(chosen: bool | None, device: torch.device) -> bool:
-    """An option for which None means: where the device is CUDA."""
-    return device.type == "cuda" if chosen is None else chosen
+    bfloat16 would round most of a small update away, and on a GPU TF32 rounds more and the copy of the weights takes memory.
+    """
+    exact = options.mixed_precision == "no" and device.type == "cpu" and options.pretrained.quantize is None
+    return exact and options.use_lora

@@ -18,7 +18,7 @@ from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
 from paco_grpo.sampling.schedule import sample_noise_steps
-from paco_grpo.training.plan import merges_lora, on_cuda
+from paco_grpo.training.plan import merges_lora
 from paco_grpo.types import Item, Rollout
 
 
@@ -106,9 +106,8 @@ def sample_epoch(
         tail_order=sample.tail_order,
     )
     synced = strategy.synced_batches(batches, batches[0], should_stop)
-    overlap = on_cuda(options.speed.overlap_decode, policy.device)
     sampled: list[Any] = [None] * len(positions)
-    for batch, rollout in sample_images(policy, synced, inputs, deliver, sampling, overlap):
+    for batch, rollout in sample_images(policy, synced, inputs, deliver, sampling, overlap_decode=policy.device.type == "cuda"):
         for place, number in enumerate(batch.numbers):
             one, row = rollout.select(slice(place, place + 1)), rows[number]
             # Text features are kept once per item, not once per image.

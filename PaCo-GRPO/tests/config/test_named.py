@@ -48,8 +48,8 @@ SD3 = {
 }  # fmt: skip
 AUTHORS = {
     "nft": {"train.num_sigmas": 9, "train.sigma_one": True, "train.nft_beta": 0.1, "train.lora_rank": 32, "train.beta": 1e-4},
-    "awm": {"train.num_sigmas": None, "train.sigma_fraction": 0.9, "train.awm_weighting": "ghuber", "train.beta": 3e-3},
-    "dgpo": {"train.sigma_fraction": 0.7, "train.sigma_one": True, "train.lora_alpha": 128, "train.dgpo_reference": "base"},
+    "awm": {"train.num_sigmas": None, "train.sigma_fraction": 0.9, "train.beta": 3e-3},
+    "dgpo": {"train.sigma_fraction": 0.7, "train.sigma_one": True, "train.lora_alpha": 128},
     "flow_dppo": {"sample.num_noise_steps": 3, "sample.noise_steps": (0, 1, 2, 3, 4), "train.dppo_divergence": 1e-5},
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ VALUES = {
     "sample.noise_steps": {"1,2": (1, 2), "(3,)": (3,), "[0, 4]": (0, 4), " 2": (2,), "": ()},
     "max_train_minutes": {"2": 2.0, "": None},
     "train.ema": {"False": False, "no": False},
-    "speed.overlap_decode": {"0": False, "None": None},
+    "speed.compile": {"0": False},
     "run_name": {"none": "none"},
     "sample.negative_prompt": {" ": " ", "": None},
     "train.aggregate_fn": {"log_tame_aggregate_fn": "log_tame_aggregate_fn", "None": None},

@@ -131,7 +131,7 @@ def test_each_process_holds_its_part_of_the_base_and_scores_its_own_images(train
 def test_uneven_work_does_not_hang_and_changes_nothing(trained, processes):
     """Two image sizes and a prompt without scores: processes differ in their batches of sampling, training and
     evaluation; where a forward is a collective operation, those with fewer batches join the others'."""
-    changes = PPO | {"sample__merge_lora": True, "enable_gradient_checkpointing": True, "sample__batch_size": 2}
+    changes = PPO | {"enable_gradient_checkpointing": True, "sample__batch_size": 2}
     one = trained(1, uneven=True, **changes)
     assert_same_training(one, trained(processes, uneven=True, **changes, **FSDP2))
 

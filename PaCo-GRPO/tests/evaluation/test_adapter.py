@@ -26,9 +26,7 @@ from paco_grpo.types import Item
 @pytest.fixture(scope="module")
 def trained(tiny_flux_dir, tmp_path_factory):
     """A run's options, its last checkpoint, and that epoch's evaluation."""
-    options = tiny_options(
-        tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05, sample__merge_lora=False
-    )
+    options = tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)
     train(options)
     folder = Path(options.save_dir) / options.run_name
     (folder / "saved.yaml").write_text(options_to_yaml(options))
@@ -174,7 +172,9 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     arguments += ["--output", str(tmp_path / "out")]
     main = load_script("generate").main
     with fake_judge.FakeJudge() as judge:
-        assert main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B", "--best", "1", "--panels"]) == 0
+        assert (
+            main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B", "--best", "1", "--panels"]) == 0
+        )
         assert len(judge.requests) == 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
     assert [(row["file"], row["judge"], row["kept"]) for row in rows] == [
@@ -182,7 +182,10 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     ]
     names = {path.name for path in (tmp_path / "out").glob("0*.png")}  # equal scores: the first is kept
     assert names == {f"0000{item}_seed0{panel}.png" for item in (0, 1) for panel in ("", "_panel1", "_panel2")}
-    with Image.open(tmp_path / "out" / "00000_seed0_panel1.png") as panel, Image.open(tmp_path / "out" / "00000_seed0.png") as image:
+    with (
+        Image.open(tmp_path / "out" / "00000_seed0_panel1.png") as panel,
+        Image.open(tmp_path / "out" / "00000_seed0.png") as image,
+    ):
         assert panel.size == (image.width // 2, image.height)
     with Image.open(tmp_path / "out" / "sheet.png") as sheet:
         assert sheet.height > sheet.width  # a line below each picture

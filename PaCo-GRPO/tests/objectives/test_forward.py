@@ -108,22 +108,18 @@ def test_nft_is_weighted_matching_at_the_old_policy(advantages, beta, clip, inde
     torch.testing.assert_close(gradient(policy, loss), gradient(policy, expected), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "t", "t2", "huber", "ghuber"])
-def test_derivatives_of_awm_weightings(weighting):
-    error, sigma = torch.tensor([0.37], dtype=f64, requires_grad=True), torch.tensor([0.6], dtype=f64)
-    matching_weight(error, sigma, weighting).sum().backward()
-    expected = {
-        "uniform": 1, "t": 0.6, "t2": 0.36, "huber": 0.3 / math.sqrt(0.37 + 1e-10), "ghuber": 1.264736,
-    }[weighting]  # fmt: skip
-    assert error.grad.item() == pytest.approx(expected, rel=1e-6)
-    assert matching_weight(torch.zeros(1), sigma, weighting).item() == 0
+def test_derivative_of_awms_weighting():
+    error, sigma = torch.tensor([0.37], requires_grad=True), torch.tensor([0.6])
+    matching_weight(error, sigma).sum().backward()
+    assert error.grad.item() == pytest.approx(1.264736, rel=1e-6)
+    assert matching_weight(torch.zeros(1), sigma).item() == 0
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.tuples(*[st.floats(-5, 5)] * 3), st.sampled_from(["uniform", "t", "t2", "huber", "ghuber"]))
-def test_awm_on_policy(advantages, weighting):
+@given(st.tuples(*[st.floats(-5, 5)] * 3))
+def test_awm_on_policy(advantages):
     """The ratio is 1 in float32, and the gradient A/5·G'(e)·∇e, whatever the clip range."""
-    train = TrainOptions(awm_weighting=weighting, awm_slow_beta=0.0, awm_clip_range=1e-4)
+    train = TrainOptions(awm_slow_beta=0.0, awm_clip_range=1e-4)
     step = step_of(policy := ToyPolicy(), advantages)
     terms = get_objective("awm")(step, policy, train)
     assert (terms.metrics["ratio_mean"] == 1).all() and not terms.metrics["clip_share"].any()
@@ -133,7 +129,7 @@ def test_awm_on_policy(advantages, weighting):
     noised = Noised(step, policy)
     error = noised.error(noised.velocity())
     free = error.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(matching_weight(free, step.sigma, weighting).sum(), free)
+    (slope,) = torch.autograd.grad(matching_weight(free, step.sigma).sum(), free)
     torch.testing.assert_close(found, gradient(policy, (step.advantages / 5 * slope * error).sum()), rtol=1e-8, atol=1e-10)
 
 

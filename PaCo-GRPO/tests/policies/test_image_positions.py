@@ -67,6 +67,3 @@ def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path)
         assert ("mm_token_type_ids" in code) == (positions == "mrope")
         assert code.strip().endswith(policy.pipeline_setup)  # which test_same_image.py runs
         compile(code, "README.md", "exec")
-    policy.samples_guided = False
-    write_model_card(tmp_path, load_named("qwen_editing"), policy, epoch=1, step=2, evaluation=None)
-    assert "no guidance, which it learned to do without" in (tmp_path / "README.md").read_text()

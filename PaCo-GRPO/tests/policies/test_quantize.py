@@ -65,7 +65,7 @@ def test_stored_bytes_are_those_of_the_library(kind, tiny_flux_dir):
 @BY_KIND
 def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_flux_dir, tmp_path):
     options = tiny_options(
-        tiny_flux_dir, tmp_path, pretrained__quantize=kind, sample__merge_lora=False, num_epochs=1,
+        tiny_flux_dir, tmp_path, pretrained__quantize=kind, num_epochs=1,
         train__batch_size=4, train__old_log_prob="rollout",
     )  # fmt: skip
     policy = train(options).run.state.policy

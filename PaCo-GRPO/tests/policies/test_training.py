@@ -9,7 +9,7 @@ from tiny_policies import NAMES, disturb, items, load
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
-from paco_grpo.objectives.forward import FRESH, Noised
+from paco_grpo.objectives.forward import FRESH
 from paco_grpo.objectives.nft import nft_terms
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
@@ -95,21 +95,6 @@ def test_the_loss_of_a_sample_does_not_depend_on_its_batch(policy, name, loss_ty
         expected = sum(singles[i][1] for i in rows)
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
         assert gradient.abs().max() > 0
-
-
-@BY_NAME
-def test_dgpo_can_have_a_guided_reference(policy, name):
-    disturb(policy, seed=3, scale=0.05)
-    result = sample(policy, name, noise_steps=(1,))
-    step = Step(result, 1, torch.tensor([1.0, -0.7, 0.3]))
-    plain, taught = Noised(step, policy), Noised(step, policy, guided_reference=True)
-    arguments = plain.latents, step.sigma, result.conditioning, 32, 32
-    with torch.no_grad(), lora.reference(policy):
-        guided, conditional = (policy.velocity(*arguments, guided=g) for g in (True, False))
-    assert torch.equal(taught.reference, guided) and torch.equal(plain.reference, conditional)
-    assert torch.equal(taught.reference, plain.reference) != policy.has_true_cfg
-    changes = [get_objective("dgpo").first_pass(step, policy, TrainOptions(dgpo_reference=r)) for r in ("base", "guided")]
-    assert torch.equal(*changes) != policy.has_true_cfg
 
 
 @BY_NAME

@@ -71,22 +71,6 @@ def test_resolution_must_fit_a_model_on_the_hub(tmp_path, monkeypatch):
         check_model(options)
 
 
-@pytest.mark.parametrize("loss", ["dgpo", "awm"])
-def test_a_guided_reference_needs_true_cfg_and_dgpo(tmp_path, loss):
-    overrides = {"train.dgpo_reference": "guided", "train.loss_type": loss}
-    for pipeline, more in {
-        "FluxPipeline": {}, "StableDiffusion3Pipeline": {"sample.guidance_scale": "1"},
-    }.items():  # fmt: skip
-        model = str(small_files(tmp_path / pipeline, pipeline))
-        options = load_named("toy_t2is", ("pretrained.model", model), *(overrides | more).items())
-        with pytest.raises(ConfigError, match="train.dgpo_reference='guided' needs"):
-            check_model(options)
-    model = str(tmp_path / "StableDiffusion3Pipeline")
-    options = load_named("toy_t2is", ("pretrained.model", model), *(overrides | {"sample.guidance_scale": "4.5"}).items())
-    if loss == "dgpo":
-        check_model(options)
-
-
 @pytest.mark.parametrize(("pipeline", "image"), [("FluxPipeline", "a picture"), ("FluxKontextPipeline", None)])
 def test_prompt_set_must_suit_the_model(tmp_path, pipeline, image):
     options = load_named("toy_t2is", ("pretrained.model", str(small_files(tmp_path, pipeline))))
