@@ -14,15 +14,13 @@ level.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paco_grpo.evaluation.benchmarks import LEVEL, RESAMPLES, Interval, interval
+from paco_grpo.evaluation.benchmarks import Interval, bootstrap, interval
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import short_name
 
@@ -116,72 +114,39 @@ def agreement(
         Empty unless the rows have such rewards.
     """
     pairs = pairs_of(rows[0]["rewards"])
-    categories: dict[str, list[int]] = {}
-    for row in rows:
-        if row["category"] is not None:
-            categories.setdefault(row["category"], []).append(row["item_id"])
-    categories["all"] = [row["item_id"] for row in rows]
-    is_open = {row["item_id"]: bool(row.get("open")) for row in rows}
+    categories = [*dict.fromkeys(row["category"] for row in rows if row["category"] is not None), "all"]
     found = {}
     for names in pairs:
-        sides = [_by_prompt(side, *names) for side in (rows, against) if side is not None]
-        missing = Counter(
-            row["item_id"] for side in (rows, against or ()) for row in side if None in map(row["rewards"].get, names)
-        )
-        for category, items in categories.items():
-            items = list(dict.fromkeys(items))
-            values = [np.array([side[item] for item in items]) for side in sides]
-            found[category if len(pairs) == 1 else f"{category}, {names[0]}"] = _summary(
-                values, np.array([is_open[item] for item in items]), sum(missing[item] for item in items)
-            )
+        for category in categories:
+            sides = [[r for r in side if category in ("all", r["category"])] for side in (rows, against) if side is not None]
+            found[category if len(pairs) == 1 else f"{category}, {names[0]}"] = _summary(sides, *names)
     return found
 
 
-def _by_prompt(rows: Sequence[Mapping[str, Any]], within: str, between: str) -> dict[int, tuple[float, float]]:
-    """Item → (w, b), means over its images that have the score; NaN where none has."""
-    found: dict[int, list[tuple[float, float]]] = {}
+def _by_prompt(rows: Sequence[Mapping[str, Any]], within: str, between: str) -> dict[int, np.ndarray]:
+    """Item → w and b (2,), means over its images that have the score; NaN where none has."""
+    found: dict[int, list[list[float | None]]] = {}
     for row in rows:
-        w, different = (math.nan if (v := row["rewards"][name]) is None else v for name in (within, between))
-        found.setdefault(row["item_id"], []).append((w, 1 - different))
-    return {item: tuple(map(_mean_of_present, zip(*values, strict=True))) for item, values in found.items()}
+        found.setdefault(row["item_id"], []).append([row["rewards"][within], row["rewards"][between]])
+    means = {item: np.ma.masked_invalid(np.array(values, float)).mean(axis=0) for item, values in found.items()}
+    return {item: np.ma.filled([0, 1] + [1, -1] * each, np.nan) for item, each in means.items()}
 
 
-def _mean_of_present(values: Sequence[float]) -> float:
-    present = [value for value in values if not math.isnan(value)]
-    return float(np.mean(present)) if present else math.nan
+def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], within: str, between: str) -> Agreement:
+    """``sides``: rows of one evaluation, or of the two whose difference is wanted."""
+    missing = sum(None in (row["rewards"][within], row["rewards"][between]) for side in sides for row in side)
+    is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
+    values = [np.array(list(_by_prompt(side, within, between).values())) for side in sides]  # (prompts, w and b) each
+    difference = values[0] - values[1] if len(values) == 2 else values[0]
+    usable = is_open & ~np.isnan(np.concatenate(values, axis=1)).any(axis=1)
 
+    def of_draws(chosen: np.ndarray) -> np.ndarray:
+        first, *second = (kappa(*each[usable][chosen].mean(axis=1).T) for each in values)
+        return first - second[0] if second else first
 
-def _summary(sides: Sequence[np.ndarray], is_open: np.ndarray, missing: int) -> Agreement:
-    """``sides``: (P, 2) w and b of each prompt, of one evaluation or of the two whose difference is wanted."""
-    difference = sides[0] - sides[1] if len(sides) == 2 else sides[0]
-    usable = is_open & ~np.isnan(np.concatenate(sides, axis=1)).any(axis=1)
     return Agreement(
-        interval(difference[:, 0]),
-        interval(difference[is_open, 1]),
-        _kappa_interval([side[usable] for side in sides]),
-        missing,
+        interval(difference[:, 0]), interval(difference[is_open, 1]), bootstrap(of_draws, int(usable.sum())), missing
     )
-
-
-def _kappa_interval(sides: Sequence[np.ndarray]) -> Interval | None:
-    """κ, or the difference of two, with the percentile interval of prompts drawn with replacement."""
-
-    def value(chosen: np.ndarray) -> np.ndarray:
-        """κ of each draw (R,) of prompts ``chosen`` (R, P)."""
-        kappas = [kappa(*side[chosen].mean(axis=1).T) for side in sides]
-        return kappas[0] - kappas[1] if len(kappas) == 2 else kappas[0]
-
-    count = len(sides[0])
-    if count == 0:
-        return None
-    mean = float(value(np.arange(count)[None])[0])
-    if math.isnan(mean):
-        return None
-    if count == 1:
-        return Interval(mean, None, None, 1)
-    drawn = value(np.random.default_rng(0).integers(count, size=(RESAMPLES, count)))
-    low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(mean, float(low), float(high), count)
 
 
 def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:

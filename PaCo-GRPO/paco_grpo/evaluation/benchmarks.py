@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.images import read_image
 
-LEVEL = 0.95  # of the confidence intervals
-RESAMPLES = 10_000
 _SHEET_PAIRS = 24
 
 
@@ -110,24 +108,24 @@ def begin(
         },
     }
     content = json.loads(json.dumps(content, default=str))
-    path, done = folder / "evaluation.json", False
+    path, metrics = folder / "evaluation.json", folder / "metrics.json"
     if path.is_file() or any(folder.glob("[0-9]*.png")):
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         changed = [name for name in content if name != "adapter" and found.get(name) != content[name]]
         if of_images := [name for name in changed if name != "rewards"]:
             raise ConfigError(f"{folder} holds images with another {', '.join(of_images)}: choose another --output")
-        done = not changed and (folder / "metrics.json").is_file()
-        done = done and all(None not in row["rewards"].values() for row in read_rows(folder))
+        complete = not changed and metrics.is_file()
+        if complete and all(None not in row["rewards"].values() for row in read_rows(folder)):
+            return True
     folder.mkdir(parents=True, exist_ok=True)
-    if not done:
-        (folder / "metrics.json").unlink(missing_ok=True)
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return done
+    metrics.unlink(missing_ok=True)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean over prompts with its confidence interval (None with fewer than two prompts)."""
+    """A mean over prompts with its 95 % confidence interval (None with fewer than two prompts)."""
 
     mean: float
     low: float | None
@@ -138,19 +136,30 @@ class Interval:
         return f"{self.mean:.4f}" + ("" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]")
 
 
-def interval(values: np.ndarray) -> Interval | None:
-    """Mean of ``values`` (n,), one for each prompt, with its bootstrap interval; NaN = missing, None if all are.
+def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval | None:
+    """``statistic`` of ``count`` prompts with its bootstrap interval; None if it is NaN or there is no prompt.
 
-    The interval holds the middle 95 % of the means of samples drawn from the prompts with replacement (Efron's percentile
-    interval), always the same ones.
+    The interval holds the middle 95 % of the statistic over prompts drawn with replacement (Efron's percentile interval),
+    always the same ones.
+
+    Args:
+        statistic: Numbers of prompts (R, n) → its value for each row (R,).
+        count: Prompts.
     """
+    mean = float(statistic(np.arange(count)[None])[0]) if count else math.nan
+    if math.isnan(mean):
+        return None
+    if count == 1:
+        return Interval(mean, None, None, 1)
+    drawn = statistic(np.random.default_rng(0).integers(count, size=(10_000, count)))
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return Interval(mean, float(low), float(high), count)
+
+
+def interval(values: np.ndarray) -> Interval | None:
+    """Mean of ``values`` (n,), one for each prompt, with its ``bootstrap`` interval; NaN = missing, None if all are."""
     values = values[~np.isnan(values)]
-    if len(values) < 2:
-        return Interval(float(values[0]), None, None, 1) if len(values) else None
-    draw = np.random.default_rng(0)
-    means = [values[draw.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(values.mean()), float(low), float(high), len(values))
+    return bootstrap(lambda chosen: values[chosen].mean(axis=1), len(values))
 
 
 def by_prompt(rows: Sequence[Mapping[str, Any]], reward: str) -> dict[int, float]:
