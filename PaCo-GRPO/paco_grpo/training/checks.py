@@ -112,7 +112,7 @@ def contradictions(options: RunOptions) -> list[str]:
 
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
-    model, sample, problems = options.pretrained.model, options.sample, []
+    model, problems = options.pretrained.model, []
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group in ("sample", "test"):
         steps = getattr(options, group).num_steps
