@@ -9,7 +9,6 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
     --images_per_prompt K   at least 4: also consistency between the images of a prompt and κ, agreement beyond chance
                     (docs/rewards.md); K times as many images, each prompt with K different noises
-    --no_user_code  refuse a configuration that names code outside this repository
     --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
 What is sampled and scored otherwise is config.test; through `accelerate launch` several processes share the images.
@@ -51,7 +50,7 @@ from paco_grpo.training.build import (
     load_generator,
     test_reward_kwargs,
 )
-from paco_grpo.training.checks import check_device, check_items, check_run, check_writable, is_disk_full, text_length
+from paco_grpo.training.checks import check_items, check_run, check_writable, is_disk_full, text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -129,7 +128,6 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     # 0: as in training, where the length follows from both splits.
     train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
     options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
-    check_device(options, accelerator.device)
     kwargs = test_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():

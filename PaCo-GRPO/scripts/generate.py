@@ -10,7 +10,6 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
     --panels             also write each panel of a grid as its own file
     --output DIR         default: generated
-    --no_user_code       refuse a configuration that names code outside this repository
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
 
@@ -35,7 +34,7 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
 from paco_grpo.training.build import USER_ERRORS, apply_speed, load_adapter, load_generator
-from paco_grpo.training.checks import check_device, check_items, is_disk_full, require_promised_gpu, text_length
+from paco_grpo.training.checks import check_items, is_disk_full, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
 from paco_judge.images import UnreadableImage, read_image
@@ -124,7 +123,6 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
         sets = [load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")]
         options = dataclasses.replace(options, max_sequence_length=text_length(options, [*sets[0], *sets[1]]))
     text_length(options, items)
-    check_device(options, device)
     policy = load_generator(options, device)
     if own.adapter:
         load_adapter(policy, own.adapter)

@@ -1,7 +1,5 @@
 """Train: ``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]`` (or a saved config.yaml).
 
-``--no_user_code``: refuse a configuration that names code outside this repository.
-
 Usually started by scripts/single_node/*.sh. All options: docs/configuration.md. Exit status: 0 done, 2 refused before
 training, 3 stopped with state saved, 4 failed while training with one message, 128+n ended by signal n.
 """

@@ -12,7 +12,7 @@ import difflib
 import runpy
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from pydantic_core import PydanticSerializationError
 
 from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
 
-NO_USER_CODE = "--no_user_code"
-_OWN_CONFIGURATIONS = Path(__file__).resolve().parents[2] / "config"
 _RUN_OPTIONS = TypeAdapter(RunOptions)
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
 
@@ -55,39 +53,9 @@ def config_dict() -> ConfigDict:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
-    """The options that a command line gives, and the name of their configuration.
-
-    With ``--no_user_code`` among the arguments, no file of Python is run and no module imported that they name.
-
-    Raises:
-        ConfigError: See ``parse_command_line`` and ``load_options``; or they name code.
-    """
-    source, overrides = parse_command_line([word for word in arguments if word != NO_USER_CODE])
-    file, _, name = source.partition(":")
-    trusted = NO_USER_CODE not in arguments
-    if not trusted and file.endswith(".py") and Path(file).resolve().parent != _OWN_CONFIGURATIONS:
-        raise ConfigError(f"{NO_USER_CODE}: {file} is a file of Python that is not in {_OWN_CONFIGURATIONS}")
-    options = load_options(source, overrides)
-    for place, code in () if trusted else _user_code(options):
-        raise ConfigError(
-            f"{NO_USER_CODE}: config.{place} names code ({code!r}); read that code, and leave the option out if you trust it"
-        )
-    return options, name or Path(source).stem
-
-
-def _user_code(options: RunOptions) -> Iterator[tuple[str, object]]:
-    """(option, what it names) for every option that names code by its place: ``package.module:name``, ``file.py:name``."""
-    for group in ("train", "test"):
-        part = getattr(options, group)
-        yield from ((f"{group}.reward_fn", name) for name in part.reward_fn if ":" in name)
-        for name, kwargs in part.reward_fn_kwargs.items():
-            if ":" in str(kwargs.get("reader")):  # the reward ocr imports it
-                yield f"{group}.reward_fn_kwargs.{name}.reader", kwargs["reader"]
-    function = options.train.aggregate_fn
-    if callable(function) or ":" in str(function.get("name") if isinstance(function, Mapping) else function):
-        yield "train.aggregate_fn", function
-    if ":" in options.train.loss_type:
-        yield "train.loss_type", options.train.loss_type
+    """The options that a command line gives, and the name of their configuration; see ``load_options``."""
+    source, overrides = parse_command_line(arguments)
+    return load_options(source, overrides), source.partition(":")[2] or Path(source).stem
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
 from paco_grpo.policies.loading import local_folder
-from paco_grpo.policies.performance.lora_sum import add_without_product
 from paco_grpo.suggest import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,6 @@ def add_lora(
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
     _set_trainable(transformer, TRAINED, True)
-    add_without_product(_layers(policy), TRAINED)
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
@@ -137,7 +135,6 @@ def add_snapshot(policy: Policy, name: str) -> None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
         transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
     transformer.set_adapter(TRAINED)
-    add_without_product(_layers(policy), name)
     _set_trainable(transformer, name, False)
     _set_trainable(transformer, TRAINED, True)
     blend_snapshot(policy, name, decay=0.0)

@@ -79,12 +79,11 @@ class QwenImagePolicy(TrueCfgPolicy):
     ) -> dict[str, torch.Tensor | None]:
         """The fields of ``QwenConditioning``."""
         fields: dict[str, torch.Tensor | None] = {}
-        with self.keep_encoders_on_device():  # one transfer for prompts and negative prompts
-            for name, texts in self._texts_by_name(items):
-                rows = [row for (row,) in self._features(texts, seen)]
-                mask = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
-                fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
-                fields[f"{name}_mask"] = None if mask.all() else mask.to(self.device)
+        for name, texts in self._texts_by_name(items):
+            rows = [row for (row,) in self._features(texts, seen)]
+            mask = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
+            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
+            fields[f"{name}_mask"] = None if mask.all() else mask.to(self.device)
         return fields
 
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:

@@ -61,11 +61,10 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     def encode(self, items: Sequence[Item]) -> ZImageConditioning:
         """As in ``Policy``."""
         fields = {}
-        with self.keep_encoders_on_device():  # one transfer for prompts and negative prompts
-            for name, texts in self._texts_by_name(items):
-                rows = [row for (row,) in self._features(texts)]
-                fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
-                fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
+        for name, texts in self._texts_by_name(items):
+            rows = [row for (row,) in self._features(texts)]
+            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
+            fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
         return ZImageConditioning(**fields)
 
     def _encode_text(self, text: str) -> tuple[torch.Tensor]:

@@ -31,12 +31,10 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
-from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import CheckedReward, Reward, RewardError, reward_weights, short_name, write_records
 from paco_grpo.training.checks import (
-    check_device,
     check_earlier_run,
     check_items,
     check_run,
@@ -53,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
 USER_ERRORS = (
-    ConfigError, DataError, PolicyLoadError, AccelerationError, RewardError, JudgeError, TrackingError,
+    ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError,
     files.CheckpointError,
 )  # fmt: skip
 
@@ -150,7 +148,6 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
     )
     train = options.train
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
-    check_device(options, accelerator.device)
     rewards = _reward_sets(options, accelerator, folder, items)
     looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
     features = GroupFeatures(train, accelerator.device) if looks_at_groups else None

@@ -26,8 +26,7 @@ from paco_grpo.options.parse import load_options, options_to_dict
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
-from paco_grpo.policies.performance.attention import attention_problem, try_attention
-from paco_grpo.policies.performance.compile import require_compiler
+from paco_grpo.policies.performance.attention import attention_problem
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
@@ -145,15 +144,6 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
             f"this machine has GPUs, but torch {torch.__version__} sees none: update the driver or install a torch for it, "
             "or set ACCELERATE_USE_CPU=true to use the CPU"
         )
-
-
-def check_device(options: RunOptions, device: torch.device) -> None:
-    """Try the compiler and the attention kernel. Raises an ``AccelerationError`` where one does not work here."""
-    if options.speed.compile:
-        require_compiler()
-    if options.speed.attention is not None:
-        dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
-        try_attention(options.speed.attention, device, dtype, policy_class(options.pretrained.model).masks_text)
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:

@@ -167,15 +167,3 @@ def test_a_rollout_casts_an_adapter_once(policy, name):
     assert torch.equal(trained.detach(), step.log_prob)
 
 
-@BY_NAME
-@BY_DTYPE
-def test_a_lora_layer_has_the_bits_of_peft(policy, name, dtype):
-    lora.add_snapshot(policy, "old")
-    layers = [module for module in policy.transformer.modules() if hasattr(module, "lora_variant")]
-    assert all(set(layer.lora_variant) == {"default", "old"} and layer.scaling["default"] == 2 for layer in layers)
-    assert {p.dtype for p in lora.lora_parameters(policy)} == {torch.float32}
-    ours, gradient = velocity_and_gradient(policy, name)
-    for layer in layers:
-        layer.lora_variant.clear()
-    theirs, expected = velocity_and_gradient(policy, name)
-    assert torch.equal(ours, theirs) and torch.equal(gradient, expected)

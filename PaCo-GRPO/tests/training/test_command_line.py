@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from named import NAMES
 from tiny_run import ROOT, load_script, overrides_for, tiny_options
 
 from paco_grpo.checkpoint.files import CheckpointError
-from paco_grpo.options import ConfigError, load_options, options_to_yaml, read_options
+from paco_grpo.options import ConfigError
 from paco_grpo.training.checks import require_promised_gpu
 
 SINGLE_NODE = ROOT / "scripts" / "single_node"
@@ -54,36 +53,6 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, n
     assert load_script("train").main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"train__loss_type": "unsafe:ppo"}, "config.train.loss_type"),
-        ({"train__aggregate_fn": "unsafe:mean"}, "config.train.aggregate_fn"),
-        ({"train__aggregate_fn": "unsafe.py:mean"}, "config.train.aggregate_fn"),
-        ({"train__reward_fn": "{'unsafe:reward': 1}"}, "config.train.reward_fn"),
-        ({"test__reward_fn": "{'unsafe:reward': 1}"}, "config.test.reward_fn"),
-        ({"train__reward_fn_kwargs": "{'ocr': {'reader': 'unsafe:read'}}"}, "config.train.reward_fn_kwargs.ocr.reader"),
-    ],
-)
-@pytest.mark.parametrize("script", ["train", "evaluate", "generate"])
-def test_no_user_code(tiny_flux_dir, tmp_path, capsys, monkeypatch, script, changes, named):
-    (tmp_path / "unsafe.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    overrides = overrides_for(tiny_flux_dir, tmp_path, **({"train__reward_fn": "{'ocr': 1}"} | changes))
-    (tmp_path / "shared.yaml").write_text(options_to_yaml(load_options(f"{ROOT}/config/grpo.py:toy_t2is", overrides.items())))
-    assert load_script(script).main(["--config", str(tmp_path / "shared.yaml"), "--no_user_code"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --no_user_code: {named} names code ") and error.count("\n") == 1
-
-
-def test_no_user_code_in_python(tmp_path, tiny_flux_dir):
-    (tmp_path / "unsafe.py").write_text("raise SystemExit('run')")
-    with pytest.raises(ConfigError, match="--no_user_code: .*unsafe.py"):
-        read_options(["--config", f"{tmp_path / 'unsafe.py'}:name", "--no_user_code"])
-    for name in NAMES[:7]:  # the toy configurations name the oracle of the quickstart
-        assert read_options(["--no_user_code", "--config", f"{ROOT}/config/grpo.py:{name}"])[1] == name
 
 
 @pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])

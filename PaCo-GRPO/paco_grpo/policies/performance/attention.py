@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from diffusers import attention_backend
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
+from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, unwrap
-from paco_grpo.policies.performance import AccelerationError
 from paco_grpo.suggest import did_you_mean
 
 # The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the wrapper of a locally
@@ -29,37 +26,14 @@ def attention_problem(name: str) -> str | None:
     return f"{name!r} is unknown, or has no backward.{near} Known: {', '.join(ATTENTION_BACKENDS)}"
 
 
-def try_attention(name: str, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
-    """A small attention with its backward, to know before weights are loaded that it works on this machine.
-
-    Args:
-        name: One of ``ATTENTION_BACKENDS``.
-        device: Where the transformer will compute.
-        dtype: Data type of its activations.
-        masked: Whether the model masks padded text.
-
-    Raises:
-        AccelerationError: It does not work.
-    """
-    shape = (1, 128, 2, 128)  # batch, tokens, heads, channels of a head (FLUX and Qwen-Image have 128)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    mask = torch.ones(1, 1, 1, 128, device=device, dtype=torch.bool) if masked else None
-    try:
-        with attention_backend(name), torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-            dispatch_attention_fn(q, k, v, attn_mask=mask).float().sum().backward()
-    except Exception as error:  # kernels raise anything
-        what = "with a mask of padded text " if masked else ""
-        raise AccelerationError(
-            f"attention backend {name!r} does not work {what}on {device} in {dtype}: {type(error).__name__}: "
-            f"{str(error)[:300]}"
-        ) from error
-
-
 def set_attention(policy: Policy, name: str) -> None:
-    """Compute every attention of the transformer with the backend ``name``."""
+    """Compute every attention of the transformer with the backend ``name``. Raises a ``ConfigError`` without its package."""
     transformer = unwrap(policy.transformer)
-    with attention_backend(name):  # the default of all other models is restored: diffusers would change it, too
-        transformer.set_attention_backend(name)
+    try:
+        with attention_backend(name):  # the default of all other models is restored: diffusers would change it, too
+            transformer.set_attention_backend(name)
+    except (RuntimeError, ImportError) as error:
+        raise ConfigError(f"config.speed.attention={name!r}: {error}") from error
     if "native" in name:
         return
     # CUDA's autocast leaves the norms of q and k in float32, and casts the inputs of PyTorch's own attention alone.

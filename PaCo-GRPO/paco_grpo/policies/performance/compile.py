@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import torch
 
 from paco_grpo.policies.base import Policy, unwrap
-from paco_grpo.policies.performance import AccelerationError
 
 # Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of one or more x mask or
 # not. Beyond dynamo's default of 8, variants would run uncompiled with a warning that is easily missed.
@@ -27,9 +24,3 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     unwrap(policy.transformer).compile_repeated_blocks(dynamic=True, backend=backend)
-
-
-def require_compiler() -> None:
-    """Raise an ``AccelerationError`` without a compiler for inductor's code (C++ on a CPU; Triton needs a C compiler)."""
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise AccelerationError("torch.compile needs a C++ compiler, and there is no g++, clang++ or c++ on PATH")

@@ -33,15 +33,6 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
                     yield f"{list_name}.{name}", layer
 
 
-def stored_bytes(layer: nn.Linear, kind: str) -> int:
-    """Bytes of the quantized weight of ``layer`` with its scales, without the bias."""
-    n = layer.weight.numel()
-    if kind == "int8":
-        return n + 4 * layer.out_features
-    blocks = -(-n // 64)  # an 8-bit scale for 64 weights, and a float32 for 256 of those scales
-    return -(-n // 2) + blocks + 4 * -(-blocks // 256)
-
-
 def quantize(module: nn.Module, kind: str, dtype: torch.dtype, device: torch.device | str) -> None:
     """Replace every ``quantizable`` layer in place, moving one at a time to ``device``.
 
