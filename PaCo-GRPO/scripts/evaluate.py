@@ -38,7 +38,7 @@ from paco_grpo.evaluation.benchmarks import (
 )
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.policies import Policy, policy_class
+from paco_grpo.policies import policy_class
 from paco_grpo.policies.lora import remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
@@ -50,7 +50,7 @@ from paco_grpo.training.build import (
     load_generator,
     test_reward_kwargs,
 )
-from paco_grpo.training.checks import check_items, check_run, check_writable, is_disk_full, text_length
+from paco_grpo.training.checks import check_items, check_run, check_writable, text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -75,11 +75,8 @@ def main(arguments: list[str]) -> int:
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
-    except (*USER_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and not is_disk_full(error):
-            raise
-        full = "the disk is full: " if isinstance(error, OSError) else ""
-        print(f"error: {full}{error}", file=sys.stderr)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if is_main:
         print(f"{shown}images, scores and sheets are in {own.output}")
@@ -165,44 +162,32 @@ def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, o
         if fresh:
             strategy.place(policy)
             apply_speed(options, policy)
-        sample(policy, options, items, rewards, strategy, place, attached)
-
-
-def sample(policy: Policy, options: RunOptions, items: list, rewards: dict, strategy, folder: Path, adapted: bool) -> None:
-    """Images and scores of ``policy`` in ``folder``, with ``metrics.json``."""
-    merge = adapted and merges_lora(options, policy.device)
-    metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
-    if strategy.accelerator.is_main_process:
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+        merge = attached and merges_lora(options, policy.device)
+        metrics = evaluate(policy, items, rewards, options, strategy, place, merge_lora=merge, keep_images=True)
+        if strategy.accelerator.is_main_process:
+            (place / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
 
 
 def results(folder: Path, adapter: str | None, against: str | None, heading: str) -> str:
     """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    first, second = (folder, None) if against is None else (folder / "a", folder / "b")
+    first = folder if against is None else folder / "a"
     rows = read_rows(first)
-    agreements = {adapter or BASE: agreement(rows)}
-    columns = {adapter or BASE: summarize_prompts(rows)}
-    if second is not None:
-        others = read_rows(second)
+    agreements, columns = {adapter or BASE: agreement(rows)}, {adapter or BASE: summarize_prompts(rows)}
+    if against is not None:
+        others = read_rows(folder / "b")
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
         columns |= {against: summarize_prompts(others), "difference": compare(rows, others)}
-        side_by_side(first, second, rows, folder / "side_by_side.png")
+        side_by_side(first, folder / "b", rows, folder / "side_by_side.png")
     questions = folder / "questions.json"
     found = {
         "adapter": adapter or BASE,
         "against": against,
         "questions": json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else None,
         "missing": {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]},
-        "results": {
-            column: {name: each and dataclasses.asdict(each) for name, each in values.items()}
-            for column, values in columns.items()
-        },
-        "agreement": {
-            column: {category: dataclasses.asdict(each) for category, each in values.items()}
-            for column, values in agreements.items()
-        },
+        "results": columns,
+        "agreement": agreements,
     }
-    (folder / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8")
     shown = heading + markdown(columns) + ("\n" + table(agreements) if agreements[adapter or BASE] else "")
     (folder / "results.md").write_text(shown, encoding="utf-8")
     categories = (first / "categories.md").read_text(encoding="utf-8")

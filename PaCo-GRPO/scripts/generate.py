@@ -19,7 +19,9 @@ import json
 import logging
 import math
 import os
+import re
 import sys
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
 from paco_grpo.training.build import USER_ERRORS, apply_speed, load_adapter, load_generator
-from paco_grpo.training.checks import check_items, is_disk_full, require_promised_gpu, text_length
+from paco_grpo.training.checks import check_items, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
 from paco_judge.images import UnreadableImage, read_image
@@ -61,8 +63,7 @@ def main(arguments: list[str]) -> int:
         options, policy, judge = prepare(options, own, items)
         kept = generate(options, wanted, policy, judge, own)
     except (*USER_ERRORS, OSError) as error:
-        full = "the disk is full: " if isinstance(error, OSError) and is_disk_full(error) else ""
-        print(f"error: {full}{error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{kept} images and sheet.png in {own.output}")
     return 0
@@ -70,33 +71,25 @@ def main(arguments: list[str]) -> int:
 
 def read_seeds(text: str) -> list[int]:
     """``8`` is the seeds 0 to 7; ``0,1,5`` are these. Raises ConfigError for anything else."""
-    try:
-        seeds = [int(seed) for seed in text.split(",") if seed.strip()]
-    except ValueError:
-        seeds = []
-    if len(seeds) == 1 and "," not in text:
-        seeds = list(range(seeds[0]))
-    if not seeds or min(seeds) < 0 or max(seeds) >= 2**63:
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*,?", text) or text.strip("0") == "":
         raise ConfigError(f"--seeds {text} is neither a number of seeds such as 8 nor a list such as 0,1,5")
-    return seeds
+    return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
 
 
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
     """Items of prompts given one by one and in a file, with the images they edit."""
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
-    if file is not None and file.suffix == ".jsonl":
-        rows += json_lines(file)
-    elif file is not None:
-        rows += [(str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()]
+    if file is not None:
+        lines = json_lines(file) if file.suffix == ".jsonl" else None
+        rows += lines or [(str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()]
     if not rows:
         raise ConfigError("nothing to generate: give --prompt TEXT or --prompts-file FILE")
     if len(images) > 1 and len(images) != len(rows):
         raise ConfigError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
     items = []
     for number, (where, row) in enumerate(rows):
-        paths = [images[number if len(images) > 1 else 0]] if images else []
-        if not paths:
-            paths = [file.parent / name for name in row.get("images") or [row.get("image")] if name]
+        names = [images[number % len(images)].absolute()] if images else row.get("images") or [row.get("image")]
+        paths = [(file or Path()).parent / name for name in names if name]
         try:
             first, *more = [read_image(path, upright=True) for path in paths] or [None]
         except UnreadableImage as error:
@@ -138,51 +131,43 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
     """
     own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
-    paths = [own.output / f"{item.item_id:05d}_seed{seed}.png" for item, seed in wanted]
+    rows = [{"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True} for i, seed in wanted]
     images: list = [None] * len(wanted)
 
     def deliver(decoded: list, batch) -> None:
         for i, image in zip(batch.numbers, decoded, strict=True):
             if image is None:
-                raise ConfigError(f"{paths[i]} is not finite: look at the weights and config.mixed_precision")
-            image.save(paths[i])
+                raise ConfigError(f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision")
+            image.save(own.output / rows[i]["file"])
             images[i] = image
 
-    for _ in sample_images(
-        policy,
-        ((batch, False) for batch in test_batches(policy, items, options)),
-        lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch),
-        deliver,
-        Sampling(options.test.num_steps),
-    ):
-        pass
-    scores, kept, captions = [math.nan] * len(wanted), set(range(len(wanted))), []
+    batches = ((batch, False) for batch in test_batches(policy, items, options))
+    inputs = lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
+    deque(sample_images(policy, batches, inputs, deliver, Sampling(options.test.num_steps)), maxlen=0)
+    captions = []
     if judge:
         write_records({"judge": judge}, own.output)
-        scores = judge(images, items).tolist()
+        for row, score in zip(rows, judge(images, items).tolist(), strict=True):
+            row["judge"] = None if math.isnan(score) else score
         for item in {item.item_id for item in items} if own.best else ():
-            mine = [i for i, other in enumerate(items) if other.item_id == item]
-            ranked = sorted(mine, key=lambda i: (math.isnan(scores[i]), -scores[i]))
-            kept.difference_update(ranked[own.best :])
-        known = [None if math.isnan(score) else score for score in scores]
-        rows = [
-            {"file": path.name, "prompt": item.prompt, "seed": seed, "judge": score, "kept": i in kept}
-            for i, (path, (item, seed), score) in enumerate(zip(paths, wanted, known, strict=True))
-        ]
+            mine = [row for row, other in zip(rows, items, strict=True) if other.item_id == item]
+            for row in sorted(mine, key=lambda row: (row["judge"] is None, -(row["judge"] or 0)))[own.best :]:
+                row["kept"] = False
         (own.output / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        best = ["best " if own.best and i in kept else "" for i in range(len(wanted))]
-        captions = [f"{b}judge {'–' if s is None else format(s, '.3f')}" for b, s in zip(best, known, strict=True)]
-    for i, (path, image) in enumerate(zip(paths, images, strict=True)):
-        if i not in kept:
+        scores = ["–" if row["judge"] is None else format(row["judge"], ".3f") for row in rows]
+        captions = [f"{'best ' * (bool(own.best) and row['kept'])}judge {s}" for row, s in zip(rows, scores, strict=True)]
+    for row, item, image in zip(rows, items, images, strict=True):
+        path = own.output / row["file"]
+        if not row["kept"]:
             path.unlink()
-        elif own.panels and math.prod(layout := parse_layout(items[i].prompt)) > 1:
+        elif own.panels and math.prod(layout := parse_layout(item.prompt)) > 1:
             for number, panel in enumerate(split_image(image, *layout), 1):
                 panel.save(path.with_stem(f"{path.stem}_panel{number}"))
     # An item without a reference image gets a blank place beside those that have one.
     references = [item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)]
     edits = any(item.image is not None for item in items)
     contact_sheet(images, captions, references if edits else ()).save(own.output / "sheet.png")
-    return len(kept)
+    return sum(row["kept"] for row in rows)
 
 
 if __name__ == "__main__":

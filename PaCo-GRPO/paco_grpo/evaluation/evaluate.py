@@ -99,14 +99,16 @@ def evaluate(
     missing = int(np.isnan(scores).any(axis=1).sum())
     if missing:
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
-    names, categories = list(rewards), [_category(item) for item, _ in chosen]
+    names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
     metrics = summarize(scores, names)
     by_category = {
-        category: summarize(scores[[other == category for other in categories]], names)
-        for category in sorted({*categories} - {None})
+        str(category): summarize(scores[[other == category for other in categories]], names)
+        for category in sorted({*categories} - {None}, key=str)
     }
     if accelerator.is_main_process:
-        _write_rows(folder / "eval_data.jsonl", chosen, scores, names, options.test.save_eval_images)
+        rows = [_row(folder, n, *image, dict(zip(names, scores[n].tolist(), strict=True))) for n, image in enumerate(chosen)]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / "eval_data.jsonl").write_text(lines, encoding="utf-8")
         table = _category_table({**by_category, "all": metrics}, names)
         (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
@@ -198,11 +200,6 @@ def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch
     }
 
 
-def _category(item: Item) -> str | None:
-    category = item.metadata.get("category")
-    return None if category is None else str(category)
-
-
 def _sized(item: Item, batch: Batch) -> Item:
     return dataclasses.replace(item, height=batch.height, width=batch.width)
 
@@ -235,25 +232,17 @@ def _category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequenc
     return "\n".join(lines) + "\n"
 
 
-def _write_rows(
-    path: Path, chosen: Sequence[tuple[Item, int]], scores: np.ndarray, names: Sequence[str], saved: bool
-) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for number, (item, seed) in enumerate(chosen):
-            reference = reference_file(number)
-            row: dict[str, Any] = {
-                # None also for an image that is not finite
-                "file": image_file(path.parent, number).name if saved and image_file(path.parent, number).is_file() else None,
-                "reference": reference if (path.parent / reference).is_file() else None,
-                "prompt": item.prompt,
-                "item_id": item.item_id,
-                "seed": seed,
-                "idx": item.metadata.get("idx"),
-                "category": _category(item),
-                "open": bool(item.metadata.get("open", False)),
-                "rewards": {
-                    name: None if math.isnan(score) else float(score)
-                    for name, score in zip(names, scores[number], strict=True)
-                },
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _row(folder: Path, number: int, item: Item, seed: int, scores: Mapping[str, float]) -> dict[str, Any]:
+    """Row ``number`` of ``eval_data.jsonl``; no file where images are not saved, and where one is not finite."""
+    image, reference, category = image_file(folder, number), reference_file(number), item.metadata.get("category")
+    return {
+        "file": image.name if image.is_file() else None,
+        "reference": reference if (folder / reference).is_file() else None,
+        "prompt": item.prompt,
+        "item_id": item.item_id,
+        "seed": seed,
+        "idx": item.metadata.get("idx"),
+        "category": None if category is None else str(category),
+        "open": bool(item.metadata.get("open", False)),
+        "rewards": {name: None if math.isnan(score) else score for name, score in scores.items()},
+    }

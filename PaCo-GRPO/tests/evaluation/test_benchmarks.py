@@ -85,11 +85,11 @@ def test_two_adapters_on_t2is(trained, tmp_path, capsys, monkeypatch):
             "--config", str(config), "--adapter", str(checkpoint), "--against", "base", "--benchmarks", f"t2is={prompts}",
             "--output", str(tmp_path / "out"), f"--config.test.reward_fn_kwargs={kwargs!r}",
         ]  # fmt: skip
-        sample, stop, loaded = evaluate.sample, iter([False, True]), []
+        sample, stop, loaded = evaluate.evaluate, iter([False, True]), []
         load = evaluate.load_generator
         monkeypatch.setattr(evaluate, "load_generator", lambda *given: loaded.append(1) or load(*given))
         with monkeypatch.context() as patch:
-            patch.setattr(evaluate, "sample", lambda *given: sample(*given) if not next(stop) else 1 / 0)
+            patch.setattr(evaluate, "evaluate", lambda *a, **k: sample(*a, **k) if not next(stop) else 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 evaluate.main(command)
         asked = len(judge.requests)
