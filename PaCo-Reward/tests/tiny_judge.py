@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from paco_judge.questions import theme_question
-from toy_models.judge import CHAT_TEMPLATE, new_judge
-from toy_models.qwen_vl import new_image_processors, new_tokenizer
+from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor
 
 THEMES = ["one red fox in four seasons", "a paper boat", "a tall lighthouse"]
 REASONS = ["the colour is the same.", "both show it.", "the shape differs and the colour differs too."]
@@ -32,10 +31,7 @@ def make_processor() -> Qwen2_5_VLProcessor:
     texts = [theme_question(theme) for theme in THEMES] * 20
     texts += [f"{word}. {reason}" for word in ("Yes", "No") for reason in REASONS] * 20
     texts += ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 20
-    tokenizer = new_tokenizer(texts, 420)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    images, videos = new_image_processors()
-    return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
+    return new_processor(texts, 420)
 
 
 def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:

@@ -20,6 +20,8 @@ import numpy as np
 from PIL import Image
 
 from paco_toy.world import (
+    ATTRIBUTES,
+    CHARACTER_INDEX,
     CHARACTERS,
     KINDS,
     VIEWS,
@@ -92,7 +94,8 @@ def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequenc
     while not before:  # some results are reachable only from characters that are not known
         result, attribute = CHARACTERS[rng.choice(results)], str(rng.choice(EDITABLE))
         value = getattr(result, attribute)
-        before = [c for c in pool if c != result and dataclasses.replace(c, **{attribute: value}) == result]
+        others = [dataclasses.replace(result, **{attribute: v}) for v in ATTRIBUTES[attribute] if v != value]
+        before = [c for c in others if CHARACTER_INDEX[c] in known]
     characters = [before[rng.integers(len(before))]]
     while len(characters) < 4:
         candidate = pool[rng.integers(len(pool))]

@@ -7,11 +7,20 @@ PaCo-Reward. (A base that knew captions only was still at chance after 800 steps
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
 
 from paco_judge.questions import theme_question
 from paco_toy.reward_data import verdict
@@ -27,10 +36,14 @@ from paco_toy.world import (
     theme,
     with_article,
 )
-from toy_models.panels import PanelCache
-from toy_models.qwen_vl import SPECIAL_TOKENS, new_image_processors, new_model, new_tokenizer
-from toy_models.training import fit
+from toy_models.data import draw
+from toy_models.training import Losses, fit
 
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -44,6 +57,7 @@ CHAT_TEMPLATE = (
 CAPTION_ONE = "What does the image show?"
 CAPTION_TWO = "What do the two images show?"
 COMPARISON = "What do the two images have in common?"
+_PIXELS = 56 * 56  # every image becomes 4 x 4 patches of 14 px, merged to 4 tokens
 
 
 def _caption_one(character: Character) -> str:
@@ -65,33 +79,60 @@ def _presence_question(thing: str) -> str:
     return f"Does the image show something {thing}? Answer Yes or No."
 
 
-def new_processor() -> Qwen2_5_VLProcessor:
-    """A vocabulary of 512 entries, trained on everything that will be read or written, and 56 x 56 px images."""
+def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
+    """Byte-level BPE of so many entries, trained on the texts, besides Qwen's special tokens; 56 x 56 px images."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[])._tokenizer.pre_tokenizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, initial_alphabet=alphabet)
+    trained.train_from_iterator(texts, trainer)
+    model = json.loads(trained.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]], eos_token="<|im_end|>",
+        additional_special_tokens=list(SPECIAL_TOKENS), model_max_length=2048,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    options = {
+        "size": {"shortest_edge": _PIXELS, "longest_edge": _PIXELS}, "min_pixels": _PIXELS, "max_pixels": _PIXELS,
+        "patch_size": 14, "merge_size": 2,
+    }  # fmt: skip
+    images, videos = Qwen2VLImageProcessor(**options), Qwen2VLVideoProcessor(**options)
+    return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
+
+
+def world_processor() -> Qwen2_5_VLProcessor:
+    """A vocabulary of 512 entries, trained on everything that the judge will read or write."""
     texts = [CAPTION_ONE, CAPTION_TWO] * 50 + ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 50
     for i, character in enumerate(CHARACTERS):
         other = CHARACTERS[(i * 37 + 11) % len(CHARACTERS)]
         texts += [theme_question(theme(character)), verdict(character, character), verdict(character, other)]
         texts += [_caption_one(character), _caption_two(character, other)]
     texts += [_presence_question(thing) for thing in (*STYLES, *COLOURS, *SHAPES)]
-    tokenizer = new_tokenizer(texts, 512 - len(SPECIAL_TOKENS))
-    tokenizer.chat_template = CHAT_TEMPLATE
-    images, videos = new_image_processors()
-    return Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
+    return new_processor(texts, 512 - len(SPECIAL_TOKENS))
 
 
 def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained Qwen2.5-VL of 1.2 M parameters."""
-    text = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }  # fmt: skip
-    return new_model(processor.tokenizer, seed, text, {"depth": 3, "hidden_size": 96, "intermediate_size": 192})
-
-
-def load_judge(folder: Path) -> tuple[Qwen2_5_VLProcessor, Qwen2_5_VLForConditionalGeneration]:
-    """A judge's base from its folder, float32."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    return Qwen2_5_VLProcessor.from_pretrained(folder), model
+    """An untrained Qwen2.5-VL of 1.1 M parameters. With Qwen's initializer of 0.02 it does not start to learn; here it is 0.06."""
+    torch.manual_seed(seed)
+    tokenizer = processor.tokenizer
+    names = ("image_pad", "video_pad", "vision_start", "vision_end", "endoftext")
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "initializer_range": 0.06, "bos_token_id": ids["endoftext"], "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": ids["endoftext"],
+        },
+        vision_config={
+            "depth": 3, "hidden_size": 96, "intermediate_size": 192, "num_heads": 3, "out_hidden_size": 128, "patch_size": 14,
+            "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [2], "initializer_range": 0.06,
+        },
+        image_token_id=ids["image_pad"], video_token_id=ids["video_pad"], vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"], tie_word_embeddings=True, initializer_range=0.06,
+    )  # fmt: skip
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 class CaptionBatches:
@@ -101,10 +142,8 @@ class CaptionBatches:
         comparisons: Also ask what two panels have in common; the second half of the training does.
     """
 
-    def __init__(self, processor: Qwen2_5_VLProcessor, caches: dict[int, PanelCache], seed: int):
-        self.processor, self.caches = processor, caches
-        self.rng = np.random.default_rng([seed, 3])
-        self.comparisons = False
+    def __init__(self, processor: Qwen2_5_VLProcessor, seed: int):
+        self.processor, self.rng, self.comparisons = processor, np.random.default_rng([seed, 3]), False
 
     def _question(self) -> tuple[list[int], str, str]:
         """Characters shown, question, answer."""
@@ -126,20 +165,17 @@ class CaptionBatches:
 
     def panel(self, character: int) -> torch.Tensor:
         """A panel of a character in any view and size, with noise of up to 0.08: uint8 (3, S, S)."""
-        cache = self.caches[int(self.rng.choice(list(self.caches)))]
-        pixels = cache.draw(np.array(character), self.rng.integers(len(VIEWS)), self.rng)
+        side = int(self.rng.choice([16, 32, 64]))  # of grids of 32, 64 and 128 px
+        pixels = draw(side, np.array(character), self.rng.integers(len(VIEWS)), self.rng)
         noise = self.rng.normal(scale=255 * self.rng.uniform(0, 0.08), size=pixels.shape)
         return torch.from_numpy(np.clip(pixels + noise, 0, 255)).permute(2, 0, 1).to(torch.uint8)
 
     def batch(self, size: int = 32) -> dict[str, torch.Tensor]:
         """Right-padded inputs; labels are -100 except on the answers and their ends."""
-        heads, answers, images = [], [], []
-        for _ in range(size):
-            shown, question, answer = self._question()
-            heads.append(chat_prompt(self.processor, question, len(shown)))
-            answers.append(answer + "<|im_end|>")
-            images += [self.panel(c) for c in shown]
-        texts = [head + answer for head, answer in zip(heads, answers)]
+        shown, questions, answers = zip(*(self._question() for _ in range(size)))
+        images = [self.panel(character) for each in shown for character in each]
+        answers = [answer + "<|im_end|>" for answer in answers]
+        texts = [chat_prompt(self.processor, q, len(c)) + a for c, q, a in zip(shown, questions, answers)]
         inputs = self.processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
         lengths = torch.tensor([len(ids) for ids in self.processor.tokenizer(answers).input_ids])
         ends = inputs["attention_mask"].sum(dim=1)
@@ -156,18 +192,18 @@ def chat_prompt(processor: Qwen2_5_VLProcessor, question: str, images: int) -> s
     )
 
 
-def train_judge(model, batches: CaptionBatches, seconds: float) -> None:
-    """Trains for a wall-clock time, with a new learning rate schedule."""
+def train(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, seconds: float) -> None:
+    """Captions first, then also comparisons; each with its own learning rate schedule."""
 
-    def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
-        loss = model(**batches.batch()).loss
-        return loss, {"loss": loss}
+    def next_losses(step: int, progress: float) -> Losses:
+        return {"loss": model(**batches.batch()).loss}
 
-    fit([(model, 1.5e-3)], next_loss, "judge", seconds=seconds, warm_up=100, decay=0.6)
+    for batches.comparisons, share in ((False, 0.45), (True, 0.55)):
+        fit([(model, 1.5e-3)], next_losses, "judge", seconds=share * seconds, decay=0.6)
 
 
 @torch.no_grad()
-def caption_accuracy(model, batches: CaptionBatches, count: int = 420) -> float:
+def caption_accuracy(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, count: int = 420) -> float:
     """Share of single panels whose caption, decoded greedily, is correct word for word."""
     processor, right = batches.processor, 0
     head = chat_prompt(processor, CAPTION_ONE, 1)

@@ -6,7 +6,6 @@ words.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +15,16 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import PreTrainedTokenizerFast
 
-from paco_toy.world import SHAPES
-from toy_models.edit_data import DEPARTURE, INSTRUCTIONS, VALUES, asked_tokens, panel_tokens, sample_edits
+from paco_toy.edits import random_edit
+from paco_toy.world import CHARACTER_INDEX, CHARACTERS, COLOURS, SHAPES, STYLES, VIEW_INDEX
+from toy_models.data import DEPARTURE, LatentCache, edit_target
 from toy_models.flux import image_ids, new_text_encoders, token_ids, trained_modules, velocity, word_tokenizer
-from toy_models.panels import LatentCache, PanelCache
-from toy_models.training import fit, flow_errors, pack
-from toy_models.vae import flux_latents
+from toy_models.training import Losses, fit, flow_errors, pack
 
+VALUES = (*COLOURS, *STYLES)
+INSTRUCTIONS = [f"make the {shape} {value}" for shape in SHAPES for value in VALUES]
 TEXT_TOKENS = 8  # an instruction has four words and an end
 GUIDANCE = 2.5  # always; the configuration kontext_editing samples with it too
-WEIGHTS = {"drawing": 1.0, "shape": 0.3, "asked": 0.5}  # of the losses
 ASKED_WEIGHT = 3.0  # of the drawing loss in the panel that the instruction names; the others are mostly copied
 # On the reference's latents. Those of a real image differ from the cached ones: the image was resized, and the VAE's group
 # norms saw other neighbors.
@@ -56,14 +55,14 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     wanted = [torch.arange(len(ids)) // len(VALUES), torch.arange(len(ids)) % len(VALUES)]
     probes = nn.ModuleList([nn.Linear(64, count) for _ in range(2) for count in (len(SHAPES), len(VALUES))])
 
-    def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
+    def next_losses(step: int, progress: float) -> Losses:
         states = [t5(ids).last_hidden_state[:, :5], clip(ids).pooler_output[:, None]]
         logits = [probe(states[i // 2]) for i, probe in enumerate(probes)]
         labels = [wanted[i % 2].repeat_interleave(x.shape[1]) for i, x in enumerate(logits)]
-        loss = sum(cross_entropy(x.flatten(0, 1), y) for x, y in zip(logits, labels, strict=True))
-        return loss, {"loss": loss}
+        losses = [cross_entropy(x.flatten(0, 1), y) for x, y in zip(logits, labels, strict=True)]
+        return dict(zip(("T5 shape", "T5 value", "CLIP shape", "CLIP value"), losses, strict=True))
 
-    fit([(nn.ModuleList([clip, t5, probes]), 2e-3)], next_loss, "text", steps=300, floor=0.0, clip=math.inf)
+    fit([(nn.ModuleList([clip, t5, probes]), 2e-3)], next_losses, "text", steps=300)
 
 
 class PanelProbes(nn.Module):
@@ -77,18 +76,14 @@ class PanelProbes(nn.Module):
     def __init__(self, transformer: nn.Module):
         super().__init__()
         self._states: list[torch.Tensor] = []  # image states (B, N, D) after each block of the latest forward
-        blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-        self.asked = nn.ModuleList([nn.Linear(transformer.inner_dim, 1) for _ in blocks[1:-1]])
-        self.shape = nn.ModuleList(
-            [nn.Linear(transformer.inner_dim, len(SHAPES)) for _ in transformer.transformer_blocks]
-        )
-        self._hooks = [
+        blocks, width = [*transformer.transformer_blocks, *transformer.single_transformer_blocks], transformer.inner_dim
+        self.asked = nn.ModuleList([nn.Linear(width, 1) for _ in blocks[1:-1]])
+        self.shape = nn.ModuleList([nn.Linear(width, len(SHAPES)) for _ in transformer.transformer_blocks])
+        for block in blocks:
             block.register_forward_hook(lambda block, inputs, output: self._states.append(output[1]))
-            for block in blocks
-        ]
 
-    def losses(self, asked: torch.Tensor, shape: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Mean cross-entropies after the latest forward.
+    def losses(self, asked: torch.Tensor, shape: torch.Tensor) -> Losses:
+        """Weighted mean cross-entropies after the latest forward.
 
         Args:
             asked: float (B, N) in [0, 1], of all image tokens.
@@ -96,59 +91,45 @@ class PanelProbes(nn.Module):
         """
         states, self._states = self._states, []
         weight = torch.tensor(3.0)  # one panel in four is named
-        asked_losses = [
-            binary_cross_entropy_with_logits(probe(x).squeeze(2), asked, pos_weight=weight)
-            for probe, x in zip(self.asked, states[1:-1], strict=True)
-        ]
-        # strict=False: single blocks follow
-        shape_losses = [
-            cross_entropy(p(x).flatten(0, 1), shape.flatten()) for p, x in zip(self.shape, states, strict=False)
-        ]
-        return {"asked": torch.stack(asked_losses).mean(), "shape": torch.stack(shape_losses).mean()}
+        found = [binary_cross_entropy_with_logits(p(x).squeeze(2), asked, pos_weight=weight) for p, x in zip(self.asked, states[1:])]
+        shapes = [cross_entropy(p(x).flatten(0, 1), shape.flatten()) for p, x in zip(self.shape, states)]
+        return {"asked": 0.5 * sum(found) / len(found), "shape": 0.3 * sum(shapes) / len(shapes)}
 
-    def remove(self) -> None:
-        """Takes the hooks off the transformer."""
-        for hook in self._hooks:
-            hook.remove()
+
+def _panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:
+    """Values of panels (B, 4), row-major, repeated for their tokens: (B, 4·P²) for panels of P x P tokens (``side``)."""
+    grid = torch.from_numpy(values).unflatten(1, (2, 2))
+    return grid.repeat_interleave(side, 1).repeat_interleave(side, 2).flatten(1)
 
 
 def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
     """Trains transformer and text encoders for a wall-clock time; they end with averaged weights."""
-    panels = {side: PanelCache(side, 2, seed) for side in sorted({side for leg in _LEGS for side in leg[1]})}
-    latents = LatentCache(flux_latents(pipe.vae), panels, seed)
+    latents = LatentCache(pipe.vae, tuple(_BATCH), seed)
     torch.manual_seed(1000 * seed)
-    rng = np.random.default_rng([seed, 3])
+    rng, everything = np.random.default_rng([seed, 3]), range(len(CHARACTERS))
     probes = PanelProbes(pipe.transformer)
 
-    def next_loss(step: int, progress: float) -> tuple[torch.Tensor, dict]:
+    def next_losses(step: int, progress: float) -> Losses:
         _, order, departure = [leg for leg in _LEGS if progress >= leg[0]][-1]
         side = order[step % len(order)]
-        batch = sample_edits(_BATCH[side], rng, departure)
-        text, ids = token_ids(pipe.tokenizer, batch.instructions), image_ids(side // 4)
+        edits = [random_edit(rng, everything, everything) for _ in range(_BATCH[side])]
+        before = np.array([[CHARACTER_INDEX[c] for c in edit.characters] for edit in edits])
+        after = np.array([[CHARACTER_INDEX[c] for c in edit_target(edit, departure, rng)] for edit in edits])
+        views = np.array([[VIEW_INDEX[v] for v in edit.views] for edit in edits])
+        variants = rng.integers(2, size=views.shape)  # of both: an unchanged panel is the same to the last pixel
+        text, ids = token_ids(pipe.tokenizer, [edit.instruction for edit in edits]), image_ids(side // 4)
         ids = torch.cat([ids, ids + torch.tensor([1, 0, 0])])  # the pipeline marks reference tokens with 1
-        clean, seen = (
-            pack(latents.grids(side, kind, batch.views, batch.variants)) for kind in (batch.after, batch.before)
-        )
+        clean, seen = (pack(latents.grids(side, kind, views, variants)) for kind in (after, before))
         seen = seen + REFERENCE_NOISE * torch.randn_like(seen)
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return velocity(pipe, torch.cat([noisy, seen], dim=1), t, text, ids, GUIDANCE)[:, : clean.shape[1]]
 
-        errors, asked = flow_errors(predict, clean, pipe.scheduler.config), asked_tokens(batch.place, side // 8)
+        errors = flow_errors(predict, clean, pipe.scheduler.config)
+        asked = _panel_tokens(np.eye(4, dtype=np.float32)[[edit.place for edit in edits]], side // 8)
+        shape = _panel_tokens(before % len(SHAPES), side // 8)
         weight = 1 + (ASKED_WEIGHT - 1) * asked
-        shape = panel_tokens(batch.before % len(SHAPES), side // 8)
-        losses = {"drawing": (errors.mean(dim=2) * (weight / weight.mean())).mean()}
-        losses |= probes.losses(asked.repeat(1, 2), shape.repeat(1, 2))
-        return sum(WEIGHTS[n] * value for n, value in losses.items()), {
-            f"{n} {2 * side}px": value for n, value in losses.items()
-        }
+        drawing = (errors.mean(dim=2) * (weight / weight.mean())).mean()
+        return {f"drawing {2 * side}px": drawing} | probes.losses(asked.repeat(1, 2), shape.repeat(1, 2))
 
-    fit(
-        [*trained_modules(pipe, 1.2e-3), (probes, 1e-3)],
-        next_loss,
-        "flux_kontext",
-        seconds=seconds,
-        warm_up=100,
-        average=True,
-    )
-    probes.remove()
+    fit([*trained_modules(pipe, 1.2e-3), (probes, 1e-3)], next_losses, "flux_kontext", seconds=seconds, average=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from torch import distributed as dist
 from torch import nn
 
 logger = logging.getLogger(__name__)
+Losses = dict[str, torch.Tensor]
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
@@ -44,75 +44,48 @@ def flow_errors(velocity: Callable, clean: torch.Tensor, config) -> torch.Tensor
 
 def fit(
     learning: Sequence[tuple[nn.Module, float]],
-    next_loss: Callable[[int, float], tuple[torch.Tensor, dict[str, float | torch.Tensor]]],
+    next_losses: Callable[[int, float], Losses],
     label: str,
     *,
     seconds: float | None = None,
     steps: int | None = None,
-    warm_up: int = 50,
     decay: float = 0.5,
-    floor: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.98),
-    weight_decay: float = 0.01,
-    clip: float = 1.0,
     average: bool = False,
-) -> dict[str, float]:
+) -> None:
     """Trains modules in place with AdamW for a wall-clock time or a number of steps; they end in eval mode.
-
-    Under torchrun, gradients are averaged over the processes, and process 0's clock decides when all of them stop.
 
     Args:
         learning: Modules with their highest learning rates.
-        next_loss: (step, share of the training that is done) -> loss of a new batch, values to log.
+        next_losses: (step, share of the training that is done) -> losses of a new batch, whose sum is minimized.
         seconds: Wall-clock limit; ``steps`` otherwise.
-        warm_up: Steps over which the learning rate rises linearly.
-        decay: Share of the training, at its end, over which the learning rate falls linearly to ``floor`` of the highest.
+        decay: Share of the training, at its end, over which the learning rate falls linearly to a hundredth of the highest.
         average: End with an exponential moving average of the weights.
-
-    Returns:
-        The logged values, as exponential moving averages.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     modules = nn.ModuleList([module for module, _ in learning]).train()
-    if dist.is_initialized():
-        for tensor in modules.state_dict().values():
-            dist.broadcast(tensor, 0)
-    groups = [{"params": [p for p in m.parameters() if p.requires_grad], "rate": rate} for m, rate in learning]
-    optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
+    groups = [{"params": list(module.parameters()), "rate": rate} for module, rate in learning]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     averaged = copy.deepcopy(modules).requires_grad_(False) if average else None
-    started, step, log_at, recent = time.monotonic(), 0, 0.0, {}
+    started, step, log_at = time.monotonic(), 0, 0.0
     while True:
         elapsed = time.monotonic() - started
-        if dist.is_initialized():
-            clock = torch.tensor([elapsed], dtype=torch.float64)
-            dist.broadcast(clock, 0)
-            elapsed = float(clock)
         progress = step / steps if steps else elapsed / seconds
         if progress >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = group["rate"] * min(1.0, (step + 1) / warm_up) * max(floor, min(1.0, (1 - progress) / decay))
-        loss, values = next_loss(step, progress)
+            group["lr"] = group["rate"] * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - progress) / decay))
+        losses = next_losses(step, progress)
         optimizer.zero_grad()
-        loss.backward()
-        if dist.is_initialized():
-            gradients = [p.grad for p in modules.parameters() if p.grad is not None]
-            flat = nn.utils.parameters_to_vector(gradients)
-            dist.all_reduce(flat)
-            nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
-        nn.utils.clip_grad_norm_(modules.parameters(), clip)
+        sum(losses.values()).backward()
+        nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
         optimizer.step()
         step += 1
         if averaged:
             share = 1 - min(0.996, (1 + step) / (10 + step))
             torch._foreach_lerp_(list(averaged.parameters()), list(modules.parameters()), share)
-        for name, value in values.items():
-            recent[name] = 0.98 * recent.get(name, float(value)) + 0.02 * float(value)
-        if elapsed > log_at and rank == 0:
-            shown = " ".join(f"{name} {value:.4f}" for name, value in sorted(recent.items()))
+        if elapsed > log_at:
+            shown = " ".join(f"{name} {value:.4f}" for name, value in losses.items())
             logger.info("%s %3.0f%% %4.0f s step %d %s", label, 100 * progress, elapsed, step, shown)
             log_at += 20
     if averaged:
         modules.load_state_dict(averaged.state_dict())
     modules.eval()
-    return recent
