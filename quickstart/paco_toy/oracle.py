@@ -42,11 +42,10 @@ class Reading:
     character: np.ndarray  # int, index into CHARACTERS; meaningless where invalid
     view: np.ndarray  # int, index into VIEWS; meaningless where invalid
     valid: np.ndarray  # bool
-    rms: np.ndarray  # float32, distance to the nearest rendering
 
     def of(self, rows: np.ndarray | slice) -> Reading:
         """The reading of some of the grids."""
-        return Reading(self.character[rows], self.view[rows], self.valid[rows], self.rms[rows])
+        return Reading(self.character[rows], self.view[rows], self.valid[rows])
 
     def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
         valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
@@ -90,20 +89,16 @@ class Reading:
         The entropy, divided by that of the uniform choice, of the value that most panels of an image have (of those that
         show what is named; a tie counts in parts), over the images whose prompts leave the attribute open. NaN without any.
         """
-        votes = self._votes(named, attribute)
+        open_here = np.array([attribute in c.left_open for c in named], dtype=bool)
+        right = self.shows(named) & open_here[:, None]
+        values = np.arange(len(ATTRIBUTES[attribute]))
+        votes = ((ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)  # (B, V)
         most = (votes == votes.max(axis=1, keepdims=True)) & votes.any(axis=1, keepdims=True)
         chosen = (most / np.maximum(most.sum(axis=1, keepdims=True), 1)).sum(axis=0)
         if not chosen.any():
             return float("nan")
         shares = chosen[chosen > 0] / chosen.sum()
-        return float(-(shares * np.log(shares)).sum() / np.log(votes.shape[1]))
-
-    def _votes(self, named: Sequence[Character], attribute: str) -> np.ndarray:
-        """Number of panels with each value (B, V) int: of those that show what is named; none where it is not left open."""
-        open_here = np.array([attribute in c.left_open for c in named], dtype=bool)
-        right = self.shows(named) & open_here[:, None]
-        values = np.arange(len(ATTRIBUTES[attribute]))
-        return ((ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)
+        return float(-(shares * np.log(shares)).sum() / np.log(len(values)))
 
     def view_following(self, views: np.ndarray) -> np.ndarray:
         """Share of panels in the requested view, int (B, 4)."""
@@ -129,7 +124,7 @@ def _panels(image: Image.Image, side: int) -> np.ndarray:
 
 def read_grids(images: Sequence[Image.Image]) -> Reading:
     """Reads 2x2 grids of any square size from 32 px on (panels above 32 px are averaged down to 32 px)."""
-    characters, views, valid, distances = [], [], [], []
+    found = []
     for image in images:
         side = min(image.width // 2, 32)
         templates, norms = _templates(side)
@@ -138,11 +133,9 @@ def read_grids(images: Sequence[Image.Image]) -> Reading:
         nearest = squared.argmin(axis=1)
         rms = np.sqrt(np.maximum(squared[np.arange(4), nearest], 0) / panels.shape[1])
         empty = nearest == len(norms) - 1
-        characters.append(np.where(empty, -1, nearest // len(VIEWS)))
-        views.append(np.where(empty, -1, nearest % len(VIEWS)))
-        valid.append(~empty & (rms <= INVALID_RMS))
-        distances.append(rms)
-    return Reading(np.array(characters), np.array(views), np.array(valid), np.array(distances, dtype=np.float32))
+        shown = [np.where(empty, -1, number) for number in np.divmod(nearest, len(VIEWS))]
+        found.append((*shown, ~empty & (rms <= INVALID_RMS)))
+    return Reading(*map(np.array, zip(*found)))
 
 
 def read_prompt(prompt: str) -> tuple[Character, tuple[int, ...]]:
@@ -182,11 +175,6 @@ def oracle_consistency() -> Scorer:
 def oracle_alignment() -> Scorer:
     """Reward factory: ``Reading.alignment`` with what the prompt names of the character, float64 (B,)."""
     return lambda images, items: read_grids(images).alignment([read_prompt(i.prompt)[0] for i in items])
-
-
-def oracle_agreement() -> Scorer:
-    """Reward factory: ``Reading.agreement`` with the prompt's character, float64 (B,); missing for full prompts."""
-    return lambda images, items: read_grids(images).agreement([read_prompt(i.prompt)[0] for i in items])
 
 
 def oracle_between_images(named_only: bool = True) -> Scorer:

@@ -10,12 +10,13 @@ DIR/metadata.jsonl, grids/<idx>/<generation>.png, drawn.json (the characters sho
 
 A third of the pairs is asked with a theme that names the whole character, a third with one that leaves some of it open, a third
 without a theme. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the No pairs one or
-both panels are broken (paco_toy/broken.py).
+both panels are broken: they show nothing clear.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
@@ -25,8 +26,7 @@ from PIL import Image
 
 from paco_judge.questions import DEFAULT_FORM, load_question, theme_question
 from paco_reward.datasets import pair_prefix
-from paco_toy.broken import broken_panels
-from paco_toy.oracle import read_prompt
+from paco_toy.oracle import read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
@@ -54,6 +54,8 @@ THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
 TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))  # equal numbers; weak: every No has a broken panel
 BROKEN_TRAINING = 4  # one of so many No pairs has a broken panel
+BROKEN_STEPS = 6  # of the denoising that ends early
+BROKEN_GRIDS = 24  # of each size and number of steps, and of blanks; twice as many of merged panels
 
 
 def roughened(pixels: np.ndarray, rng: np.random.Generator) -> Image.Image:
@@ -163,6 +165,59 @@ def broken_pair(row: dict, names: list[str], rng: np.random.Generator) -> None:
     row["messages"][1]["content"] = verdict(*shown)
 
 
+def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Grids, float (2S, 2S, 3) in [0, 1], whose denoising the toy FLUX ends after two, three or four of ``BROKEN_STEPS`` steps."""
+    import torch
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(flux, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    generator, grids = torch.Generator().manual_seed(seed), []
+    for size, last in itertools.product((32, 64), (1, 2, 3)):
+
+        def end(pipe: FluxPipeline, step: int, timestep: object, tensors: dict, last: int = last) -> dict:
+            pipe._interrupt = step >= last  # diffusers' way to stop a pipeline
+            return tensors
+
+        characters = rng.integers(len(CHARACTERS), size=BROKEN_GRIDS)
+        prompts = [grid_prompt(CHARACTERS[c], [VIEWS[v] for v in rng.permutation(len(VIEWS))[:4]]) for c in characters]
+        grids += list(pipe(prompts, height=size, width=size, num_inference_steps=BROKEN_STEPS, guidance_scale=3.5, generator=generator,
+                           callback_on_step_end=end, max_sequence_length=pipe.tokenizer_2.model_max_length,
+                           output_type="np").images)  # fmt: skip
+    return grids
+
+
+def _merged(side: int, rng: np.random.Generator) -> np.ndarray:
+    """Two panels of different characters on top of each other."""
+    two = [CHARACTERS[c] for c in rng.choice(len(CHARACTERS), size=2, replace=False)]
+    panels = [render_panel(c, VIEWS[rng.integers(len(VIEWS))], side, random_jitter(rng)) for c in two]
+    return np.minimum(*panels) if rng.random() < 0.5 else sum(panels) / 2
+
+
+def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
+    """A panel in one color, mostly white."""
+    return np.ones((side, side, 3)) * (1.0 if rng.random() < 0.6 else rng.random(3))
+
+
+def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
+    """Panels that the oracle calls invalid, as a weak generator draws them: a judge that never saw any can be exploited with them.
+
+    Neighbors in the list are mostly of one kind and one grid.
+    """
+    rng = np.random.default_rng([seed, 40])
+    images = [Image.fromarray(to_uint8(grid)) for grid in _unfinished(flux, seed, rng)]
+    for make in (_blank, _merged, _merged):
+        for number in range(BROKEN_GRIDS):
+            side = (16, 32, 64)[number % 3]
+            images.append(roughened(assemble_grid([make(side, rng) for _ in range(4)]), rng))
+    found = []
+    for image, valid in zip(images, read_grids(images).valid, strict=True):
+        side = image.width // 2
+        corners = [(x, y, x + side, y + side) for y in (0, side) for x in (0, side)]
+        found += [image.crop(corner) for corner, fine in zip(corners, valid, strict=True) if not fine]
+    return found
+
+
 def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
     """Sets the questions of the pairs in ``data``, breaks panels, and divides the test into ``TESTS``."""
     panels = broken_panels(flux, seed)
@@ -199,21 +254,12 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    texts = {
-        "draw": "draw the grids",
-        "annotate": "rank OUT/sets of --sets and write reasons",
-        "finish": "set the pairs' questions, break panels, divide the test",
-    }
-    for name, text in texts.items():
-        commands.add_parser(name, help=text).add_argument("--out", type=Path, required=True)
-    seed = "changes every grid; not which characters are held out"
-    for name in ("draw", "finish"):
-        commands.choices[name].add_argument("--seed", type=int, default=0, help=seed)
-    sets = "sets.jsonl of paco-reward build-dataset --sets_only"
-    commands.choices["annotate"].add_argument("--sets", type=Path, required=True, help=sets)
-    for name, text in (("--data", "output folder of paco-reward build-dataset"), ("--flux", "the toy FLUX, a weak generator")):
-        commands.choices["finish"].add_argument(name, type=Path, required=True, help=text)
+    parser.add_argument("command", choices=("draw", "annotate", "finish"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="changes every grid; not which characters are held out")
+    parser.add_argument("--sets", type=Path, help="annotate: sets.jsonl of paco-reward build-dataset --sets_only")
+    parser.add_argument("--data", type=Path, help="finish: output folder of paco-reward build-dataset")
+    parser.add_argument("--flux", type=Path, help="finish: the toy FLUX, a weak generator")
     arguments = parser.parse_args()
     if arguments.command == "draw":
         draw(arguments.out, arguments.seed)

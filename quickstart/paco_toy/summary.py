@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import numpy as np
 import yaml
 
 from paco_judge.images import read_image
-from paco_toy.oracle import Reading, read_grids, read_prompt
-from paco_toy.world import ATTRIBUTES, Character
+from paco_toy.oracle import read_grids, read_prompt
+from paco_toy.world import ATTRIBUTES
 
 REPO = Path(__file__).resolve().parents[2]
 # What an evaluation measures -> its label. Consistency is of full prompts only: open ones have agreement.
@@ -43,109 +42,75 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The images of one evaluation folder, as the oracle reads them, and what the judge said of them.
+def oracle_scores(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray], float]]:
+    """What the oracle and the judge say of the images of an evaluation folder.
 
-    Attributes:
-        named: What each image's prompt names, with what it leaves open.
-        reading: Of the B images.
-        scores: Measure -> float64 (B,), NaN where a measure does not apply to the prompt.
+    Returns:
+        Measure -> float64 (B,), NaN where it does not apply to the prompt; and the diversity of some of the images, int (N,): the
+        mean of ``Reading.choice`` over the attributes that their prompts leave open, NaN if there is none.
     """
+    rows = read_rows(folder / "eval_data.jsonl")
+    if any(row["file"] is None for row in rows):
+        raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
+    named = [read_prompt(row["prompt"])[0] for row in rows]
+    reading = read_grids([read_image(folder / row["file"]) for row in rows])
+    scores = {
+        "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
+        "agreement": reading.agreement(named),
+        "reward": np.array([row["rewards"].get("consistency_score") for row in rows], dtype=np.float64),
+        "alignment": reading.alignment(named),
+        "valid": reading.valid.mean(axis=1),
+        "distinct": reading.distinctness(),
+    }
 
-    named: tuple[Character, ...]
-    reading: Reading
-    scores: dict[str, np.ndarray]
+    def choice(some: np.ndarray) -> float:
+        values = [reading.of(some).choice([named[i] for i in some], name) for name in ATTRIBUTES]
+        return float(np.mean(known)) if (known := [value for value in values if not math.isnan(value)]) else math.nan
 
-    @classmethod
-    def of(cls, folder: Path) -> Evaluation:
-        """Reads ``eval_data.jsonl`` and the images beside it. Raises SystemExit if they were not saved."""
-        rows = read_rows(folder / "eval_data.jsonl")
-        if any(row["file"] is None for row in rows):
-            raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
-        named = tuple(read_prompt(row["prompt"])[0] for row in rows)
-        reading = read_grids([read_image(folder / row["file"]) for row in rows])
-        is_open = np.array([bool(character.left_open) for character in named])
-        scores = {
-            "consistency": np.where(is_open, np.nan, reading.consistency()),
-            "agreement": reading.agreement(named),
-            "reward": np.array([row["rewards"].get("consistency_score") for row in rows], dtype=np.float64),
-            "alignment": reading.alignment(named),
-            "valid": reading.valid.mean(axis=1),
-            "distinct": reading.distinctness(),
-        }
-        return cls(named, reading, scores)
-
-    def choice(self, rows: np.ndarray | slice = slice(None)) -> float:
-        """Mean of ``Reading.choice`` over the attributes that the prompts of these images leave open; NaN if there is none."""
-        reading = self.reading.of(rows)
-        named = [self.named[i] for i in np.arange(len(self.named))[rows]]
-        values = [value for name in ATTRIBUTES if not math.isnan(value := reading.choice(named, name))]
-        return float(np.mean(values)) if values else math.nan
-
-    def means(self) -> dict[str, float]:
-        """Measure -> its mean over the images that it applies to; without measures that apply to none."""
-        means = {name: float(np.nanmean(values)) for name, values in self.scores.items() if not np.isnan(values).all()}
-        means |= {} if math.isnan(choice := self.choice()) else {"choice": choice}
-        return {name: means[name] for name in MEASURES if name in means}
+    return scores, choice
 
 
-def paired(difference: np.ndarray) -> dict[str, float]:
-    """``mean`` and ``stderr`` of differences, without those that are NaN."""
-    difference = difference[~np.isnan(difference)]
-    return {"mean": float(difference.mean()), "stderr": float(difference.std(ddof=1) / math.sqrt(len(difference)))}
+def _edit_scores(folder: Path) -> tuple[dict[str, np.ndarray], None]:
+    rows = read_rows(folder / "eval_data.jsonl")
+    return {name: np.array([row["rewards"].get(name) for row in rows], dtype=np.float64) for name in EDIT_MEASURES}, None
 
 
-def changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, float]]:
-    """Measure -> ``mean`` and paired ``stderr`` of after − before, for two evaluations of the same prompts and noise.
+def policy_measures(run: Path, scores_of: Callable = oracle_scores) -> dict[str, Any]:
+    """``before`` and ``after``: means of a run's first and last evaluation; ``change``: paired ``mean`` and ``stderr``; and facts.
 
-    The standard error of ``choice``, which is no mean over images, is over resampled prompts.
+    The evaluations have the same prompts and noise. The standard error of ``choice``, which is no mean over images, is over
+    resampled prompts. Raises SystemExit without two evaluations.
     """
-    found = {}
-    for name in after.means():
-        if name == "choice":
-            rng, count = np.random.default_rng(0), len(before.named)
-            drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
-            stderr = np.nanstd([after.choice(rows) - before.choice(rows) for rows in drawn])
-            found[name] = {"mean": after.choice() - before.choice(), "stderr": float(stderr)}
-        else:
-            found[name] = paired(after.scores[name] - before.scores[name])
-    return found
-
-
-def _with_facts(run: Path, measure: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
-    """``measure`` of a run's first and last evaluation, epochs, images and resolutions. Raises SystemExit without two of them."""
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
         raise SystemExit(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
+    (before, choice_before), (after, choice_after) = scores_of(folders[0]), scores_of(folders[-1])
+    count = len(next(iter(after.values())))
+    found: dict[str, dict] = {"before": {}, "after": {}, "change": {}}
+    for name in {**MEASURES, **EDIT_MEASURES}:
+        if name == "choice" and choice_after and not math.isnan(choice_after(np.arange(count))):
+            first, last = choice_before(np.arange(count)), choice_after(np.arange(count))
+            rng = np.random.default_rng(0)
+            drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
+            error = np.nanstd([choice_after(rows) - choice_before(rows) for rows in drawn])
+            change = last - first
+        elif name in after and not np.isnan(after[name]).all():
+            first, last = np.nanmean(before[name]), np.nanmean(after[name])
+            difference = after[name] - before[name]
+            difference = difference[~np.isnan(difference)]
+            change, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
+        else:
+            continue
+        found["before"][name], found["after"][name] = float(first), float(last)
+        found["change"][name] = {"mean": float(change), "stderr": float(error)}
     config = yaml.safe_load((run / "config.yaml").read_text())
-    facts = {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": len(read_rows(folders[-1] / "eval_data.jsonl"))}
-    return measure(folders[0], folders[-1]) | facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
-
-
-def policy_measures(run: Path) -> dict[str, Any]:
-    """``before`` and ``after``: means of a run's first and last evaluation; ``change`` between them; facts about the run."""
-
-    def measure(first: Path, last: Path) -> dict[str, Any]:
-        before, after = Evaluation.of(first), Evaluation.of(last)
-        return {"before": before.means(), "after": after.means(), "change": changes(before, after)}
-
-    return _with_facts(run, measure)
+    facts = {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": count}
+    return found | facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
 
 
 def edit_measures(run: Path) -> dict[str, Any]:
-    """The same of an editor's run: means of the oracle's rewards."""
-
-    def measure(first: Path, last: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {"before": {}, "after": {}, "change": {}}
-        for name in EDIT_MEASURES:
-            before, after = (np.array([row["rewards"].get(name) for row in read_rows(folder / "eval_data.jsonl")], dtype=np.float64)
-                             for folder in (first, last))  # fmt: skip
-            found["before"][name], found["after"][name] = float(np.nanmean(before)), float(np.nanmean(after))
-            found["change"][name] = paired(after - before)
-        return found
-
-    return _with_facts(run, measure)
+    """The same of an editor's run, by the oracle's rewards in its evaluations."""
+    return policy_measures(run, _edit_scores)
 
 
 def rank_measures(path: Path) -> dict[str, float]:

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paco_grpo.data.prompts import load_prompts
-from paco_toy.edit_oracle import judge_edits, oracle_edit, oracle_followed, oracle_kept
-from paco_toy.edits import build_edits, draw_scene, random_edit, read_edit
+from paco_toy.edits import (
+    build_edits,
+    draw_scene,
+    judge_edits,
+    oracle_edit,
+    oracle_followed,
+    oracle_kept,
+    random_edit,
+    read_edit,
+)
 from paco_toy.world import CHARACTER_INDEX, VIEWS, split_characters
 
 STILL = [(0.0, 0.0)] * 4

@@ -12,7 +12,7 @@ from PIL import Image
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts
-from paco_toy.oracle import Reading, oracle_agreement, oracle_between_images, read_grids, read_prompt
+from paco_toy.oracle import Reading, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
@@ -124,7 +124,7 @@ def stars(*colours, shape="star"):
 def reading_of(*grids):
     characters = np.array(grids)
     views = np.tile(np.arange(4), (len(grids), 1))
-    return Reading(characters, views, characters >= 0, np.zeros(characters.shape, np.float32))
+    return Reading(characters, views, characters >= 0)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,7 @@ def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, align
 
 
 def test_agreement_is_missing_for_full_prompts():
-    image = draw(stars("red", "red", "red", "blue"), range(4), 32, np.random.default_rng(0))
-    prompts = [grid_prompt(c, VIEWS[:4]) for c in (STAR, CHARACTERS[0])]
-    scores = oracle_agreement()([image, image], [Item(i, prompt) for i, prompt in enumerate(prompts)])
+    scores = reading_of(*[stars("red", "red", "red", "blue")] * 2).agreement([STAR, CHARACTERS[0]])
     assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
 
 

@@ -18,7 +18,7 @@ from test_paco_grpo import TOY_SIZE, check_learning, save_editing_set
 from test_paco_reward import DATA_SETS, save_edit_bench, save_rank_bench
 from test_paco_reward import TOY_SIZE as TOY_JUDGE
 
-from paco_grpo.report.data import read_rows
+from paco_grpo.report import read_rows
 from paco_toy.reward_data import draw
 
 pytestmark = pytest.mark.slow

@@ -52,14 +52,6 @@ def test_other_pythons_are_refused_by_version(clone, version):
     assert version == "none" or version in done.stderr
 
 
-def test_check_changes_nothing_and_names_what_is_missing(clone):
-    before = sorted(clone.rglob("*"))
-    done = setup(clone, "--check")
-    assert done.returncode == 1
-    assert "missing  .venv: bash setup.sh" in done.stdout and "missing  .venv-vllm" in done.stdout
-    assert sorted(clone.rglob("*")) == before
-
-
 def test_unreachable_registry_names_the_remedies(clone):
     dead = "http://127.0.0.1:9/simple"
     done = setup(clone, UV_DEFAULT_INDEX=dead, PIP_INDEX_URL=dead, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_RETRIES="0",

@@ -7,8 +7,7 @@ import torch
 from diffusers import DiffusionPipeline, FluxKontextPipeline, FluxPipeline
 from PIL import Image
 
-from paco_toy.edit_oracle import judge_edits
-from paco_toy.edits import draw_scene, random_edit
+from paco_toy.edits import draw_scene, judge_edits, random_edit
 from paco_toy.oracle import read_grids
 from paco_toy.world import ATTRIBUTES, CHARACTERS, OPENINGS, VIEWS, grid_prompt, opened, random_jitter
 from toy_models import flux, kontext

@@ -1,0 +1,363 @@
+"""``python -m paco_grpo.report RUN_DIR [--judge JSON …] [--out report.html]``: one self-contained page about a run.
+
+It shows what changed, by how much, whether to trust it, and how long it took. The figures also become PNG files next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from paco_judge.images import UnreadableImage, read_image
+
+LABELS = {
+    "consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle: consistency",
+    "oracle_alignment": "oracle: panels show what is named", "oracle_distinct": "oracle: panels differ",
+    "oracle_followed": "oracle: instruction followed", "oracle_kept": "oracle: the rest is kept",
+}  # fmt: skip
+HEALTH = {
+    "train/grad_norm": "gradient norm", "train/ratio_mean": "mean ratio", "train/clip_share": "share of clipped samples",
+    "advantage/zero_std_share": "groups without spread", "health/velocity_change": "distance to the base",
+    "health/pixel_std_vs_first": "contrast / first", "health/pixel_detail_vs_first": "detail / first",
+    "health/distinctness_vs_first": "distinctness / first",
+}  # fmt: skip
+PHASES = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
+GALLERY, SIDE = 12, 256  # image pairs, and pixels of a picture
+STYLE = """
+*{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
+main{max-width:1040px;margin:0 auto;padding:32px 16px} h1{font-size:26px;margin:0} h2{font-size:18px;margin:0 0 6px}
+section{background:#fff;border:1px solid #e3e6ea;border-radius:10px;padding:18px 20px;margin-top:16px;overflow-x:auto}
+.faint{color:#66707c;margin:0 0 12px} table{border-collapse:collapse} th,td{padding:5px 12px;text-align:right;white-space:nowrap}
+th:first-child{text-align:left} .plot{width:100%;max-width:920px;display:block;margin-top:10px} .small{max-width:460px}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:22px} .images{display:flex;gap:8px}
+figure{margin:0;flex:1;min-width:0;font-size:12px} figure img{width:100%;display:block;border-radius:6px;image-rendering:pixelated}
+.prompt{font-size:12px;margin:4px 0 0;color:#66707c;display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
+"""
+Row = Mapping[str, Any]
+Curves = dict[str, np.ndarray]  # metric -> (N, 3): epoch, mean, its standard error or NaN
+
+
+class ReportError(RuntimeError):
+    """A run directory cannot be reported on; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory ({save_dir}/{run_name}), read back."""
+
+    name: str
+    config: Mapping[str, Any]
+    train: Curves  # rewards of the training samples
+    test: Curves  # rewards of the evaluations
+    health: Curves
+    seconds: Mapping[str, float]  # phase -> total
+    pairs: Sequence[tuple[Row, Row]]  # rows of eval_data.jsonl: same prompt and seed in the first and in the last evaluation
+    epochs: int
+
+    def option(self, name: str) -> Any:
+        """An option by its dotted name; None without a configuration."""
+        found: Any = self.config
+        for part in name.split("."):
+            found = (found or {}).get(part)
+        return found
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file; a last line that was cut short (a killed run) is left out. Raises ReportError."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read ({error.strerror}); is {path.parent} a run directory?") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line) | {})
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise ReportError(f"{path}, line {number} is not a JSON object; correct or remove the line") from error
+    return rows
+
+
+def _curve(rows: Sequence[Row], key: str, error: str = "", divisor: float = 1.0) -> np.ndarray:
+    points = [(row["epoch"], row[key], row.get(error)) for row in rows if row.get(key) is not None]
+    return np.array(points, dtype=float).reshape(-1, 3) / (1, 1, divisor)
+
+
+def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith("_mean"))
+    names = [key.removeprefix(prefix).removesuffix("_mean") for key in keys]
+    return {name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor) for name in names}
+
+
+def _pictures(folder: Path) -> dict[str, Row]:
+    """Rows of one evaluation with saved images, whose paths they get."""
+    rows = [row for row in read_rows(folder / "eval_data.jsonl") if row["file"]]
+    return {row["file"]: row | {key: folder / row[key] for key in ("file", "reference") if row.get(key)} for row in rows}
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run directory. Raises ReportError."""
+    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
+    rows = read_rows(metrics)
+    train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
+    if not train and not test:
+        raise ReportError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
+    try:
+        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+        sample = options.get("sample", {})
+        images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+        seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
+        evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
+        if len(evaluations) > 1:
+            before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
+            # Evaluations use the same items and seeds in the same order: the file name identifies the image.
+            pairs = [(before[n], after[n]) for n in before if n in after and before[n]["prompt"] == after[n]["prompt"]]
+        return Run(
+            name=folder.resolve().name,
+            config=options,
+            train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
+            test=_reward_curves(test, "eval/", "_stderr"),
+            health={key: _curve(train, key) for key in HEALTH if any(key in row for row in train)},
+            seconds={name: value for name, value in seconds.items() if value > 0},
+            pairs=pairs,
+            epochs=max(row["epoch"] for row in rows),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ReportError(f"{folder} holds something that no run writes ({type(error).__name__}: {error})") from error
+
+
+def write_report(
+    run_dir: Path, out: Path, judge: Sequence[Path] = (), stage_seconds: Path | None = None, title: str | None = None
+) -> list[Path]:
+    """Write the page and its figures.
+
+    Args:
+        run_dir: A run directory of PaCo-GRPO.
+        out: The page.
+        judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the last are compared.
+        stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
+        title: Heading; None = the run's name.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ReportError: Something needed is missing or unreadable; before anything is written.
+    """
+    run = read_run(run_dir)
+    judges = [_read_json(path) for path in judge]
+    stages = _read_json(stage_seconds) if stage_seconds else run.seconds
+    names = [name for name in run.train if name in run.test]
+    names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
+    gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in choose_pairs(run.pairs, GALLERY))
+    figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written, shown = [], dict.fromkeys(figures, "")
+    for name, figure in figures.items():
+        if figure is not None:
+            written.append(out.with_name(f"{out.stem}_{name}.png"))
+            figure.savefig(written[-1], dpi=150)
+            kind = "plot small" if name in ("oracle", "time") else "plot"
+            shown[name] = f'<img class="{kind}" alt="{name}" src="{_uri(written[-1].read_bytes())}">'
+    changed = f'<p class="faint">Same prompts, same noise. The first images of each category.</p><div class="gallery">{gallery}</div>'
+    note = '<p class="faint">± and bands are one standard error; evaluations use the averaged weights.</p>'
+    sections = {
+        "What changed": changed if gallery else "<p>No two evaluations with saved images yet.</p>",
+        "By how much": note + _measures(run) + shown["curves"],
+        "Can I trust it": _judge_table(judges) + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
+        "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
+    }
+    title, body = html.escape(title or run.name), "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
+    page = f'''<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{STYLE}</style></head>
+<body><main><h1>{title}</h1><p class="faint">{html.escape(_facts(run))}</p>{body}</main></body></html>
+'''
+    out.write_text(page, encoding="utf-8")
+    return [out, *written]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes()) | {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ReportError(f"{path} cannot be used: {error}") from error
+
+
+def label(name: str) -> str:
+    """A metric's name in words."""
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
+    lines += [f"<th>{html.escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) for name, *cells in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
+
+
+def _uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _facts(run: Run) -> str:
+    """The run in one line."""
+    train, test, seed = run.option("train.resolution"), run.option("test.resolution"), run.option("seed")
+    parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px" if train and test else None]
+    parts += [run.option("pretrained.model"), run.option("train.loss_type"), None if seed is None else f"seed {seed}"]
+    return " · ".join(str(part) for part in parts if part)
+
+
+def choose_pairs(pairs: Sequence[tuple[Row, Row]], count: int) -> list[tuple[Row, Row]]:
+    """The first images of each category in turn: chosen by their place in the list, never by their scores."""
+    seen: dict[str, int] = {}
+    places = []
+    for number, (before, _) in enumerate(pairs):
+        category = before.get("category") or ""
+        seen[category] = seen.get(category, 0) + 1
+        places.append((seen[category], list(seen).index(category), number))
+    return [pairs[number] for *_, number in sorted(places)[:count]]
+
+
+def _card(before: Row, after: Row, names: Sequence[str]) -> str:
+    """Before and after with scores; for edits the reference image first."""
+    images = _figure("reference", before["reference"], {}) if before.get("reference") else ""
+    for caption, row in (("before", before), ("after", after)):
+        images += _figure(caption, row["file"], {label(name): row["rewards"].get(name) for name in names})
+    prompt, category = html.escape(before["prompt"]), html.escape(before.get("category") or "")
+    text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
+    return f'<article><span class="faint">{category}</span><div class="images">{images}</div>{text}</article>'
+
+
+def _figure(caption: str, file: Path, scores: Mapping[str, float | None]) -> str:
+    try:
+        image = read_image(file)
+    except UnreadableImage as error:
+        raise ReportError(f"image {file} {error}, or remove it") from error
+    scale, buffer = SIDE / max(image.size), io.BytesIO()
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(buffer, "PNG")
+    lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores.items())
+    return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
+
+
+def _measures(run: Run) -> str:
+    """Every evaluated reward in the first and the last evaluation, with the change."""
+    rows = []
+    for name, curve in run.test.items():
+        if len(curve):
+            ends = [f"{value:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}") for _, value, error in curve[[0, -1]]]
+            rows.append([label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
+    return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
+
+
+def _judge_table(judges: Sequence[Row]) -> str:
+    """The judge's accuracy on held-out pairs, before and after its training."""
+    names = [name for name in ("accuracy", "auc") if len(judges) > 1 and all(name in judge for judge in judges)]
+    rows = [[f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))] for name in names]
+    return _table(["", "before training", "after"], rows)
+
+
+def _draw(axes: Any, curve: np.ndarray, text: str | None = None) -> None:
+    epoch, value, error = curve.T
+    (line,) = axes.plot(epoch, value, label=text, marker="o" if len(epoch) < 12 else None, markersize=3)
+    axes.fill_between(epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _curves(run: Run) -> Figure:
+    """Rewards by epoch: training samples on the left, evaluations on the right."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    parts = {"train": ("training samples", run.train), "test": ("evaluation", run.test)}
+    for axes, (part, (title, curves)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
+        for name, curve in curves.items():
+            _draw(axes, curve, label(name))
+        side = run.option(f"{part}.resolution")
+        axes.set_title(f"{title}, {side} px" if side else title, fontsize=10)
+        if curves:
+            axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _judge_and_oracle(run: Run) -> Figure | None:
+    """The training reward against the oracle, image by image, in the first and the last evaluation."""
+    oracle = next((name for name in ("oracle_consistency", "oracle_edit") if name in run.test), None)
+    judge = next((name for name in run.train if name in run.test and name != oracle), None)
+    if oracle is None or judge is None:
+        return None
+    figure = Figure(figsize=(4.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for when, name in enumerate(("before", "after")):
+        points = [[pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs]
+        points = np.array([point for point in points if None not in point]).reshape(-1, 2)
+        axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
+    axes.set(xlabel=label(oracle), ylabel=label(judge))
+    axes.set_title("each image: training reward and oracle", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _health(run: Run) -> Figure | None:
+    """Signs of collapse and of a broken update, by epoch."""
+    if not run.health:
+        return None
+    rows = -(-len(run.health) // 4)
+    figure = Figure(figsize=(9, 2.1 * rows), layout="constrained")
+    for place, (key, curve) in enumerate(run.health.items(), start=1):
+        axes = figure.add_subplot(rows, 4, place)
+        _draw(axes, curve)
+        axes.set_title(HEALTH[key], fontsize=9)
+        axes.ticklabel_format(axis="y", useOffset=False)
+    return figure
+
+
+def _time(seconds: Mapping[str, float]) -> Figure | None:
+    """Minutes of each phase or stage."""
+    if not seconds:
+        return None
+    figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([*seconds][::-1], [value / 60 for value in seconds.values()][::-1])
+    axes.bar_label(bars, fmt="%.1f min", padding=3, fontsize=8)
+    axes.margins(x=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1, with one message, if there is nothing to report on."""
+    parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="Make one page of a run directory.")
+    parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
+    parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help="files of `paco-reward accuracy --output`, the base's first")
+    parser.add_argument("--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline")
+    parser.add_argument("--title")
+    parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")
+    asked = parser.parse_args(argv)
+    out = asked.out or asked.run_dir / "report.html"
+    try:
+        print(*write_report(asked.run_dir, out, asked.judge, asked.stage_seconds, asked.title), sep="\n")
+    except (ReportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

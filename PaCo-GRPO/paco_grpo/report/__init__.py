@@ -1,1 +1,0 @@
-"""One self-contained page about a run: ``python -m paco_grpo.report RUN_DIR``."""
