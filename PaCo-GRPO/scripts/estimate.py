@@ -533,8 +533,7 @@ def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[
     base = _bytes(policy.transformer) - gradients - _bytes(old)
     for layer in _quantized(policy, options):
         n = layer.weight.numel()  # nf4: an 8-bit scale for 64 weights, and a float32 for 256 of those scales
-        stored = n / 2 + n / 64 + n / 4096 if options.pretrained.quantize == "nf4" else n + 4 * layer.out_features
-        base -= int(layer.weight.nbytes - stored)
+        base -= int(layer.weight.nbytes - (n / 2 + n / 64 + n / 4096))
     resident = {
         "transformer": base,
         "adapter" if options.use_lora else "trained weights": gradients,

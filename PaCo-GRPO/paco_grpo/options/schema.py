@@ -63,9 +63,7 @@ class PretrainedOptions:
     """The model that is trained."""
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
-    quantize: Literal["nf4", "int8"] | None = option(
-        None, "quantization of the frozen transformer; changes the numbers"
-    )
+    quantize: Literal["nf4"] | None = option(None, "frozen transformer in 4 bits; changes the numbers")
     image_positions: Literal["mrope", "stock"] = option(
         "mrope", "positions of image tokens in Qwen-Image-Edit's text encoder; stock: the installed pipeline's"
     )

@@ -101,7 +101,7 @@ class DiffusersPolicy(Policy):
             module.requires_grad_(False).eval()
         if quantize is not None:
             _place(pipeline.transformer, torch.device("cpu"), dtype)
-            quantize_layers(pipeline.transformer, quantize, dtype, self.device)
+            quantize_layers(pipeline.transformer, dtype, self.device)
             pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
             _place(pipeline.transformer, self.device, dtype)

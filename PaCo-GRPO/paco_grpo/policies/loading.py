@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import snapshot_download
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
-from paco_grpo.policies.performance.quantize import missing_library
 from paco_grpo.suggest import did_you_mean
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
@@ -48,7 +47,7 @@ def load_policy(
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image: 1024).
         guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
         negative_prompt: Turns on true CFG (Qwen-Image).
-        quantize: Quantize the frozen transformer: ``nf4`` or ``int8``; see ``performance/quantize.py``.
+        quantize: ``nf4``: the frozen transformer in 4 bits; see ``performance/quantize.py``.
         image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit).
 
     Raises:
@@ -66,8 +65,6 @@ def load_policy(
         "negative_prompt": negative_prompt,
     }  # fmt: skip
     if quantize is not None:  # a user's policy class need not have this argument
-        if problem := missing_library():
-            raise PolicyLoadError(f"config.pretrained.quantize={quantize!r}: {problem}")
         options["quantize"] = quantize
     if found.text_sees_image:
         options["image_positions"] = image_positions

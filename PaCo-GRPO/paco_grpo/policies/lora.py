@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
@@ -204,38 +204,18 @@ def merged(policy: Policy) -> Iterator[None]:
     For forwards without gradient. The result differs by rounding, in the base's precision. Afterwards the base weights
     have exactly the same bits: they are set aside, which takes memory for one more copy of the layers that have a LoRA.
     """
-    layers = _layers(policy)
-    weights = [_local(layer.get_base_layer().weight) for layer in layers]
-    saved = [weight.clone() for weight in weights]
+    # Weights that are sharded over processes stay as they are.
+    layers = [layer for layer in _layers(policy) if not isinstance(layer.get_base_layer().weight, DTensor)]
+    saved = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     try:
         with torch.autocast(policy.device.type, enabled=False):  # the product of A and B in their own precision
             for layer in layers:
-                _merge(layer)
+                layer.merge(adapter_names=list(layer.active_adapters))
         yield
     finally:
-        for layer, weight, before in zip(layers, weights, saved, strict=True):
+        for layer, before in zip(layers, saved, strict=True):
             layer.merged_adapters.clear()
-            weight.copy_(before)
-
-
-def _merge(layer: BaseTunerLayer) -> None:
-    """Add the active adapters to the base weight; if that is sharded over processes, to the shard of this one."""
-    weight, names = layer.get_base_layer().weight, list(layer.active_adapters)
-    if not isinstance(weight, DTensor):
-        layer.merge(adapter_names=names)
-        return
-    for name in names:
-        shard = _local(weight)
-        delta = layer.get_delta_weight(name)
-        delta = distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
-        shard.add_(_local(delta).to(shard.device))
-        layer.merged_adapters.append(name)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` on this process, sharing its memory, without gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            layer.get_base_layer().weight.detach().copy_(before)
 
 
 def _layers(policy: Policy) -> list[BaseTunerLayer]:

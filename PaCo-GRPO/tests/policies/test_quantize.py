@@ -1,18 +1,14 @@
 """Transformers with a quantized base."""
 
-import importlib.util
-
 import diffusers
 import pytest
 import torch
 from tiny_policies import NAMES, disturb, items, load
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.policies import PolicyLoadError, load_policy
 from paco_grpo.policies.lora import add_lora, save_diffusers, trainable_parameters
 from paco_grpo.policies.performance import quantize
 
-BY_KIND = pytest.mark.parametrize("kind", ("nf4", "int8"))
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
@@ -27,16 +23,15 @@ def quantized_weights(policy):
     return {name: layer.weight.detach().clone() for name, layer in named if type(layer).__module__.startswith("bitsandbytes")}
 
 
-@BY_KIND
 @BY_NAME
-def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(name, kind, tiny_folder):
-    whole, small = (load(name, tiny_folder(name), **options) for options in ({}, {"quantize": kind}))
+def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(name, tiny_folder):
+    whole, small = (load(name, tiny_folder(name), **options) for options in ({}, {"quantize": "nf4"}))
     layers = dict(quantize.quantizable(whole.transformer))
     assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
     with torch.no_grad():
         exact = velocity_of(whole, name)
         error = float((velocity_of(small, name) - exact).norm() / exact.norm())
-    assert 0 < error < (0.05 if kind == "int8" else 0.35), error
+    assert 0 < error < 0.35
     add_lora(small, rank=4, alpha=8)
     disturb(small)
     before = quantized_weights(small)
@@ -48,10 +43,9 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
         assert torch.equal(weight, before[key])
 
 
-@BY_KIND
-def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_flux_dir, tmp_path):
+def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(tiny_flux_dir, tmp_path):
     options = tiny_options(
-        tiny_flux_dir, tmp_path, pretrained__quantize=kind, num_epochs=1,
+        tiny_flux_dir, tmp_path, pretrained__quantize="nf4", num_epochs=1,
         train__batch_size=4, train__old_log_prob="rollout",
     )  # fmt: skip
     policy = train(options).run.state.policy
@@ -64,9 +58,3 @@ def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(kind, tiny_f
     add_lora(again, lora_path=tmp_path / "lora")
     for ours, theirs in zip(trainable_parameters(policy), trainable_parameters(again), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_missing_library_is_reported_before_loading(tiny_flux_dir, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.quantize.*paco-grpo\[quantize\]"):
-        load_policy(tiny_flux_dir, quantize="nf4")
