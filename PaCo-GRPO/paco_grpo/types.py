@@ -46,24 +46,17 @@ def _read(value: Any) -> Any:
 class Item:
     """One entry of a prompt set.
 
-    Attributes:
-        item_id: Position in its data set; groups are formed by it, never by text (two items may share a prompt).
-        prompt: Full prompt text.
-        height: Requested height in pixels, None = the configured resolution.
-        width: Requested width in pixels, None = the configured resolution.
-        metadata: The row it was read from.
-        image: Reference image of an editing item (RGB), else None. May be given as a function without arguments, which
-            is called on every access: read it once and keep it while it is needed.
-        more_images: Further reference images, in order; any of them may be such a function.
+    An image may be given as a function without arguments, which is called on every access: read it once and keep it while it
+    is needed.
     """
 
-    item_id: int
+    item_id: int  # position in its data set; groups are formed by it, never by text (two items may share a prompt)
     prompt: str
-    height: int | None = None
+    height: int | None = None  # requested pixels, None = the configured resolution
     width: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    image: Image.Image | None = _Lazy()  # type: ignore[assignment]
-    more_images: tuple[Image.Image, ...] = _Lazy(())  # type: ignore[assignment]
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row it was read from
+    image: Image.Image | None = _Lazy()  # type: ignore[assignment] # reference image of an editing item (RGB)
+    more_images: tuple[Image.Image, ...] = _Lazy(())  # type: ignore[assignment] # further ones, in order
 
     @property
     def images(self) -> tuple[Image.Image, ...]:

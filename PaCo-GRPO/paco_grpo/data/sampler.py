@@ -16,17 +16,11 @@ _CHOICE, _ORDER, _SAMPLE_SEED, _GROUP_SEED = 11, 12, 13, 14
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """The samples of one epoch over all processes, in their global order (length m·k).
+    """The samples of one epoch over all processes, in their global order (length m·k)."""
 
-    Attributes:
-        item_ids: (m·k,) int64, index into the prompt set; groups are formed by it.
-        seeds: (m·k,) int64 ≥ 0, noise seed of each sample.
-        group_seeds: (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``.
-    """
-
-    item_ids: np.ndarray
-    seeds: np.ndarray
-    group_seeds: np.ndarray
+    item_ids: np.ndarray  # (m·k,) int64, index into the prompt set; groups are formed by it
+    seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
+    group_seeds: np.ndarray  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
         """Global positions that belong to ``process``."""

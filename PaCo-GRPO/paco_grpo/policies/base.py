@@ -43,43 +43,26 @@ class Policy(ABC):
     σ lies in [0, 1] (1 = noise); only the policy knows the units of its transformer. Every forward of the transformer
     goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
 
-    Attributes:
-        transformer: The trainable part. Training may replace it by a wrapped one (DDP, FSDP); see ``unwrap``.
-        lora_targets: Module-name suffixes inside ``transformer`` that get a LoRA (docs/method.md §6).
-        edits_images: Whether an item may have a reference image.
-        needs_image: Whether it must have one.
-        several_images: Whether it may have more than one.
-        has_true_cfg: Whether it uses a negative prompt.
-        text_sees_image: Whether the text encoder reads the reference image (``config.pretrained.image_positions``).
-        masks_text: Whether texts of different length are padded and masked; otherwise padding counts as text.
-        text_limit: Maximum number of text tokens.
-        cuts_text: Whether longer texts are cut there.
-        tokenizer_folder: Folder of the pipeline with the tokenizer whose tokens ``max_sequence_length`` counts.
-        size_multiple: Heights and widths must be multiples of this many pixels.
-        offloads_text_encoders: Whether the text encoders have to be copied to the device for ``encode``, so that encoding
-            many items at a time is cheaper.
-        pipeline_setup: Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards.
-        device: Where the transformer computes.
-        dtype: Computing precision of the transformer; latents are always float32.
+    ``transformer`` is the trainable part. Training may replace it by a wrapped one (DDP, FSDP); see ``unwrap``.
     """
 
-    lora_targets: ClassVar[tuple[str, ...]] = ()
-    edits_images: ClassVar[bool] = False
-    needs_image: ClassVar[bool] = False
-    several_images: ClassVar[bool] = False
-    has_true_cfg: ClassVar[bool] = False
-    text_sees_image: ClassVar[bool] = False
-    masks_text: ClassVar[bool] = False
-    text_limit: ClassVar[int] = 512
-    cuts_text: ClassVar[bool] = True
-    tokenizer_folder: ClassVar[str] = "tokenizer"
-    offloads_text_encoders: bool = False
-    pipeline_setup: str = ""
+    lora_targets: ClassVar[tuple[str, ...]] = ()  # suffixes of modules in ``transformer`` (docs/method.md §6)
+    edits_images: ClassVar[bool] = False  # an item may have a reference image …
+    needs_image: ClassVar[bool] = False  # … must have one …
+    several_images: ClassVar[bool] = False  # … may have more than one
+    has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
+    text_sees_image: ClassVar[bool] = False  # its text encoder reads the reference (config.pretrained.image_positions)
+    masks_text: ClassVar[bool] = False  # texts of different length are padded and masked; otherwise padding counts as text
+    text_limit: ClassVar[int] = 512  # maximum number of text tokens
+    cuts_text: ClassVar[bool] = True  # longer texts are cut there
+    tokenizer_folder: ClassVar[str] = "tokenizer"  # that of the tokens which max_sequence_length counts
+    offloads_text_encoders: bool = False  # ``encode`` copies them to the device: encode many items at a time
+    pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 
     transformer: nn.Module
-    size_multiple: int
-    device: torch.device
-    dtype: torch.dtype
+    size_multiple: int  # heights and widths are multiples of this many pixels
+    device: torch.device  # where the transformer computes
+    dtype: torch.dtype  # its computing precision; latents are always float32
 
     @classmethod
     @abstractmethod

@@ -18,23 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class TrueCfgPolicy(DiffusersPolicy):
-    """A policy whose ``velocity`` combines two forwards if ``guided``, which is decided when it is loaded.
-
-    Attributes:
-        default_negative: The pipeline's negative prompt where none is given; None = then there is no guidance.
-        least_scale: The pipeline guides if the scale is greater than this.
-        guided: Whether ``encode`` needs features of ``negative_prompt``.
-    """
+    """A policy whose ``velocity`` combines two forwards if ``guided``, which is decided when it is loaded."""
 
     has_true_cfg = True
-    default_negative: ClassVar[str | None] = None
-    least_scale: ClassVar[float] = 1.0
-    guided: bool
+    default_negative: ClassVar[str | None] = None  # where no negative prompt is given; None = then there is no guidance
+    least_scale: ClassVar[float] = 1.0  # the pipeline guides if the scale is greater than this
+    guided: bool  # ``encode`` needs features of ``negative_prompt``
 
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         super().__init__(pipeline, **options)
         given, scaled = self.negative_prompt is not None, self.guidance_scale > self.least_scale
-        self.guided = self.would_guide(self.guidance_scale, self.negative_prompt)
+        self.guided = scaled and (given or self.default_negative is not None)
         if given > scaled or (scaled and not given and self.default_negative is None):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
@@ -43,11 +37,6 @@ class TrueCfgPolicy(DiffusersPolicy):
             )  # fmt: skip
         if not given:
             self.negative_prompt = self.default_negative
-
-    @classmethod
-    def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
-        """Whether a policy with these options is ``guided``."""
-        return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
 
     def _texts_by_name(self, items: Sequence[Item]) -> Iterator[tuple[str, list[str]]]:
         """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item).
