@@ -45,18 +45,16 @@ def parse_row(row: Row) -> Row:
 
 def group_table(results: pd.DataFrame) -> pd.DataFrame:
     """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
+    keys = ["model", "dimension", "right when"]
+    every = results.melt(["model", "dimension", "group", "task type", "ties"], [*KINDS], keys[2], "right")
+    every[keys[2]] = pd.Categorical(every[keys[2]], KINDS)
     groups = [*GROUPS, *([OTHER] if (results["group"] == OTHER).any() else [])]
-    table = []
-    for (model, dimension), own in results.groupby(["model", "dimension"]):
-        for kind in KINDS:
-            by_group = own.groupby("group")[kind].mean().reindex(groups)
-            table.append(
-                {"model": model, "dimension": dimension, "right when": kind, "pairs": len(own)}
-                | by_group.to_dict()
-                | {"average": own[kind].mean(), "task mean": own.groupby("task type")[kind].mean().mean()}
-                | {"ties": int(own["ties"].sum())}
-            )
-    return pd.DataFrame(table)
+    table = every.pivot_table("right", keys, "group", observed=True).reindex(columns=groups)
+    rows = every.groupby(keys, observed=True)
+    table.insert(0, "pairs", rows.size())
+    tasks = every.groupby([*keys, "task type"], observed=True)["right"].mean()
+    means = {"average": rows["right"].mean(), "task mean": tasks.groupby(keys, observed=True).mean()}
+    return table.assign(**means, ties=rows["ties"].sum().astype(int)).reset_index()
 
 
 def task_table(results: pd.DataFrame) -> pd.DataFrame:

@@ -16,16 +16,13 @@ CLIP_MODEL, CLIP_PRETRAINED = "ViT-H-14", "laion2b_s32b_b79k"
 DREAMSIM_TYPE = "ensemble"
 HISTOGRAM_BINS = 8
 
-Describe = Callable[[Sequence[Image.Image]], np.ndarray]  # n images -> descriptions (n, D) float64
-Compare = Callable[[np.ndarray, np.ndarray], float]  # two descriptions (D,) -> similarity in [0, 1]
-
 
 @dataclass(frozen=True)
 class Similarity:
     """An engine that describes each image of a batch once, however many pairs contain it."""
 
-    describe: Describe
-    compare: Compare
+    describe: Callable[[Sequence[Image.Image]], np.ndarray]  # n images -> descriptions (n, D) float64
+    compare: Callable[[np.ndarray, np.ndarray], float]  # two descriptions (D,) -> similarity in [0, 1]
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """The similarity of each pair, in order; an error where it is not a finite number."""
@@ -50,14 +47,13 @@ def make_baseline(name: str, weights: str | None = None, kind: str | None = None
         raise BenchError(f"--weights {weights} does not exist")
     package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}[name]
     try:
-        return Similarity(_features(*load(weights, kind), batch_size), half_cosine)
+        describe = _features(*load(weights, kind), batch_size)
     except ImportError as error:
         raise BenchError(f"--scorer {name} needs the package {package} ({error}); pip install {package}") from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise BenchError(
-            f"{name} {kind or ''} could not be loaded: {first_line(error)}; correct its type, set HF_ENDPOINT to a mirror "
-            "that you can reach, or download the weights yourself and pass --weights"
-        ) from error
+        raise BenchError(f"{name} {kind or ''}: {first_line(error)}; correct its type, or pass --weights") from error
+    # (1 + cosine) / 2 of two unit vectors
+    return Similarity(describe, lambda a, b: float(np.clip((1.0 + a @ b) / 2, 0.0, 1.0)))
 
 
 def baseline_names(name: str, weights: str | None = None, kind: str | None = None) -> tuple[str, str]:
@@ -78,22 +74,17 @@ def histograms(images: Sequence[Image.Image]) -> np.ndarray:
     return np.stack(rows)
 
 
-def half_cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """(1 + cosine) / 2 of two unit vectors, in [0, 1]."""
-    return float(np.clip((1.0 + a @ b) / 2, 0.0, 1.0))
-
-
 def _clip(weights: str | None, model: str | None) -> tuple[Callable, Callable]:
     """Preprocessing and encoder of an OpenCLIP model; default: ViT-H-14 with the weights laion2b_s32b_b79k."""
     import open_clip
 
-    device, name = _device(), model or CLIP_MODEL
+    name = model or CLIP_MODEL
     pretrained = weights or (None if name.startswith("hf-hub:") else CLIP_PRETRAINED)
     if weights and Path(weights).is_dir():
         name, pretrained = f"local-dir:{weights}", None
-    clip, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained, device=device)
+    clip, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained, device=_device())
     clip.eval()
-    return preprocess, lambda x: clip.encode_image(x.to(device), normalize=True)
+    return preprocess, lambda x: clip.encode_image(x, normalize=True)
 
 
 def _dreamsim(weights: str | None, kind: str | None) -> tuple[Callable, Callable]:
@@ -104,23 +95,21 @@ def _dreamsim(weights: str | None, kind: str | None) -> tuple[Callable, Callable
     import torch
     from dreamsim import dreamsim
 
-    device, kind = _device(), kind or DREAMSIM_TYPE
+    kind = kind or DREAMSIM_TYPE
     folder = Path(weights or Path(torch.hub.get_dir()) / "dreamsim" / kind)
     folder.mkdir(parents=True, exist_ok=True)
-    model, preprocess = dreamsim(device=device, cache_dir=str(folder), dreamsim_type=kind)
-    return lambda image: preprocess(image)[0], lambda x: model.embed(x.to(device))
+    model, preprocess = dreamsim(device=_device(), cache_dir=str(folder), dreamsim_type=kind)
+    return lambda image: preprocess(image)[0], model.embed
 
 
-def _features(preprocess: Callable, encode: Callable, batch_size: int) -> Describe:
-    """Unit vectors (n, D) float64 of the images' encodings."""
+def _features(preprocess: Callable, encode: Callable, batch_size: int) -> Callable:
+    """``Similarity.describe``: unit vectors of the images' encodings."""
     import torch
 
     @torch.inference_mode()
     def describe(images: Sequence[Image.Image]) -> np.ndarray:
-        parts = []
-        for start in range(0, len(images), batch_size):
-            x = torch.stack([preprocess(image.convert("RGB")) for image in images[start : start + batch_size]])
-            parts.append(encode(x).double().cpu().numpy())
+        tensors = torch.stack([preprocess(image.convert("RGB")) for image in images])
+        parts = [encode(part.to(_device())).double().cpu().numpy() for part in tensors.split(batch_size)]
         features = np.concatenate(parts)
         return features / np.linalg.norm(features, axis=1, keepdims=True)
 
