@@ -20,7 +20,6 @@ setup(
         "networkx>=3",
         "numpy>=2.0",
         "omegaconf>=2.3",
-        "openai>=2",
         "peft>=0.18",
         "huggingface_hub>=1.0",
         "pillow>=10",

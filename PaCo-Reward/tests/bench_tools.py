@@ -24,6 +24,8 @@ import eval_vllm
 import evaluation
 from calculate_statistics import GROUPS
 
+from paco_eval import runner
+
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
 
 
@@ -48,19 +50,13 @@ class BrightnessJudge:
 class BenchCommand:
     """A benchmark command in this process: ``command(judge, "--flag", …)`` -> exit status."""
 
-    def __init__(self, script, engine_module, data, out, arguments):
-        self.script, self.engine_module, self.data, self.out, self.arguments = (
-            script,
-            engine_module,
-            data,
-            out,
-            arguments,
-        )
+    def __init__(self, script, data, out, arguments):
+        self.script, self.data, self.out, self.arguments = script, data, out, arguments
         self.file = out / "results" / "judge-v3.jsonl"
 
     def __call__(self, judge, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.engine_module, "make_engine", lambda args: ("brightness", judge))
+            patch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
             return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
 
     def main(self, *arguments):
@@ -95,7 +91,7 @@ def bench(tiny, tmp_path):
 def rank(bench, tmp_path):
     """``eval_vllm.py`` on ``bench``."""
     arguments = ["--dataset_dir", bench.parent, "--results_dir", tmp_path / "results"]
-    return BenchCommand(eval_vllm, consistency_rank, bench, tmp_path, arguments)
+    return BenchCommand(eval_vllm, bench, tmp_path, arguments)
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +140,7 @@ def edits(examples, tmp_path):
     """``evaluation.py`` on ``examples`` as JSON lines."""
     data = save_jsonl(examples, tmp_path / "data")
     arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
-    command = BenchCommand(evaluation, evaluation, data, tmp_path, arguments)
+    command = BenchCommand(evaluation, data, tmp_path, arguments)
     command.file = tmp_path / "results" / "judge.jsonl"
     return command
 

@@ -103,6 +103,10 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
+        ({"first_token_weight": 1.5}, "first_token_weight"),
+        ({"first_token_scheme": "mean"}, "first_token_scheme"),
+        ({"stage": "dpo"}, "stage"),
+        ({"use_dft_loss": True}, "use_dft_loss"),
         ({"train_on_prompt": True}, "train_on_prompt"),
         ({"packing": True}, "neat_packing"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
@@ -112,7 +116,7 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
     ],
 )
 def test_invalid_combinations(config, named):
-    check_combinations(config)
+    check_combinations(config | {"first_token_weight": None})
     with pytest.raises(PacoRewardError, match=named):
         check_combinations({"first_token_weight": 0.1} | config)
     check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
@@ -121,7 +125,7 @@ def test_invalid_combinations(config, named):
 def test_the_torchrun_command():
     assert torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is None
     command = torchrun_command({}, "c.yaml", ["a=1"], {"NPROC_PER_NODE": "2", "MASTER_PORT": "1234"})
-    assert command[-4:] == ["-m", "paco_reward.worker", "c.yaml", "a=1"]
+    assert command[-4:] == ["-m", "paco_reward.launch", "c.yaml", "a=1"]
     assert "--nproc_per_node=2" in command and "--master_port=1234" in command
     several = torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1"})
     assert "--nnodes=2" in several and "--node_rank=1" in several and "--master_port=29500" in several

@@ -10,7 +10,7 @@ import torch
 from training_tools import adapter, train_config
 
 from paco_judge.scorer import JudgeScorer, trained_limits
-from paco_reward import overlay, worker
+from paco_reward import launch, overlay
 from paco_reward.cli import main
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import labeled_pairs
@@ -82,7 +82,7 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(overlay, "answer_statistics", recorded)
     trained, merged = tmp_path / "trained", tmp_path / "merged"
-    worker.train(config_of(judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True))
+    launch.train(config_of(judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True))
     weights = adapter(trained)
     assert not any("visual" in name for name in weights) and any("mlp.down_proj" in name for name in weights)
     assert ("qwen3_5" in judge.name) == any("linear_attn.in_proj_qkv" in name for name in weights)
@@ -138,4 +138,4 @@ def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     file = model / "chat_template.jinja"
     file.write_text(file.read_text() + "<think>\n")
     with pytest.raises(PacoRewardError, match=r"is not the '.*<think>.*choose a model that answers without thinking"):
-        worker.train(config_of(model, data, tmp_path / "out"))
+        launch.train(config_of(model, data, tmp_path / "out"))

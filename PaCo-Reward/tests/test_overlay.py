@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLConfig
 from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer
-from paco_reward import overlay, worker
+from paco_reward import launch, overlay
 from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.loss import find_answers
@@ -28,7 +28,7 @@ import sys, yaml
 from llamafactory.train.tuner import run_exp
 for file in sys.argv[1:3]:
     run_exp(yaml.safe_load(open(file)))
-from paco_reward.worker import train
+from paco_reward.launch import train
 for file in sys.argv[3:]:
     train(yaml.safe_load(open(file)))
 """
@@ -53,14 +53,6 @@ def test_arguments(installed):
     assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
     assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
     assert arguments(first_token_accuracy=True).compute_accuracy and not arguments().compute_accuracy
-    for bad, message in [
-        ({"first_token_weight": 1.5}, "first_token_weight"),
-        ({"first_token_weight": 0.1, "first_token_scheme": "mean"}, "first_token_scheme"),
-        ({"first_token_weight": 0.1, "stage": "dpo"}, "stage"),
-        ({"first_token_weight": 0.1, "use_dft_loss": True}, "use_dft_loss"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            arguments(**bad)
 
 
 def test_training_and_serving_prompts_are_equal(installed, judge_dir, data_dir, tiny, tmp_path):
@@ -134,7 +126,7 @@ def test_training_computes_no_logits_of_prompts(installed, judge_dir, data_dir, 
     monkeypatch.setattr(torch.nn.Linear, "forward", forward)
     monkeypatch.setattr(overlay, "find_answers", masks)
     changes = {"max_steps": 1, "eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True}
-    worker.train(train_config(judge_dir, data_dir, tmp_path / "out", first_token_weight=0.1, **changes))
+    launch.train(train_config(judge_dir, data_dir, tmp_path / "out", first_token_weight=0.1, **changes))
     assert len(rows) == 3 and set(rows) <= set(labeled)  # 8 rows, then two batches of evaluation
 
 
@@ -200,7 +192,7 @@ def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_pa
     """The same micro-batches on two processes: with another loss or divisor on one of them, the weights would differ."""
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "first_token_scheme": scheme}
     config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.worker"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.launch"]
     log = run_processes(torchrun, [config], tmp_path)
     for process in (1, 2):
         assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in log

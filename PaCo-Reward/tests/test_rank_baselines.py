@@ -3,7 +3,6 @@
 import importlib.util
 import json
 
-import consistency_rank
 import numpy as np
 import print_eval_table
 import pytest
@@ -12,6 +11,7 @@ from bench_tools import RANK_FOLDER, BenchCommand, BrightnessJudge
 from PIL import Image
 from safetensors.torch import save_file
 
+from paco_eval import runner
 from paco_eval.baselines import Similarity, make_baseline
 from paco_judge.client import Pair
 
@@ -45,7 +45,7 @@ def clip_folder(tmp_path_factory):
 @pytest.fixture
 def evaluate(rank):
     """``eval.py`` on ``bench``: ``evaluate(scorer, "--flag", …)`` -> rows of its results file, or its exit status."""
-    command = BenchCommand(rank_eval, consistency_rank, rank.data, rank.out, rank.arguments)
+    command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
 
     def run(scorer, *arguments):
         before = set(rank.out.glob("results/*.jsonl"))
@@ -135,9 +135,9 @@ def test_baselines_and_judges_share_one_table(evaluate, rank, tmp_path, capsys):
 
 
 def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
-    command = BenchCommand(rank_eval, consistency_rank, rank.data, rank.out, rank.arguments)
+    command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
     judge, other = BrightnessJudge(), BrightnessJudge()
-    monkeypatch.setattr(consistency_rank, "make_engine", lambda args: ("brightness", judge))
+    monkeypatch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
     assert command.main("--scorer", "some/judge", "--prompt_template", "2") == 0
     file = rank.file.with_name("judge-v2.jsonl")
     ours = file.read_text()

@@ -52,7 +52,7 @@ def bench(pictures, tmp_path):
     folder.mkdir(parents=True)
     datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(folder / "test-0.parquet")
     arguments = ["--dataset", folder.parent, "--results_dir", tmp_path / "results", "--output", tmp_path / "table"]
-    command = BenchCommand(vc_reward, vc_reward, folder, tmp_path, arguments)
+    command = BenchCommand(vc_reward, folder, tmp_path, arguments)
     command.file = tmp_path / "results" / "judge.jsonl"
     return command
 

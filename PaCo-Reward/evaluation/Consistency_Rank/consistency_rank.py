@@ -1,6 +1,5 @@
-"""ConsistencyRank-Bench (arXiv 2512.04784): its items, the pairs to score, metrics, and a run over all items."""
+"""ConsistencyRank-Bench (arXiv 2512.04784): its items, the pairs to score, and metrics."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
@@ -15,19 +14,16 @@ import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.data import open_image
-from paco_eval.engines import make_engine, results_of
 from paco_eval.results import BenchError, Row, read_rows
-from paco_eval.runner import Item, Prepared, run_benchmark
+from paco_eval.runner import Item, Prepared
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
-from paco_judge.questions import Question, form_of, load_question, record
+from paco_judge.questions import Question
 from paco_judge.verdict import mean_over_dimensions
 
 BENCH = "ConsistencyRank-Bench"
 RANKS = "consistency_full_rank.jsonl"
 PROMPTS = "prompt_data.jsonl"
-TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
-DEFAULT_TEMPLATE = 3
 DOWNLOAD = f"`hf download X-GenGroup/{BENCH} --repo-type dataset --local-dir {BENCH}`"
 METRICS = {  # name in results files -> heading in tables
     "accuracy": "accuracy",
@@ -40,26 +36,6 @@ METRICS = {  # name in results files -> heading in tables
     "kendalltau_published": "tau (published)",
     "spearmanr_published": "rho (published)",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the benchmark and the question."""
-    parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
-    question = parser.add_mutually_exclusive_group()
-    text = "shipped template, or text file with {theme}, {criterion} or neither"
-    question.add_argument("--question", metavar="NAME|FILE", help=text)
-    text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
-    question.add_argument("--prompt_template", type=int, choices=tuple(TEMPLATES), help=text)
-
-
-def run_judge(args: argparse.Namespace) -> int:
-    """Rank with the judge ``args.model``; returns the number of items without a result. Raises ValueError, OSError."""
-    version = args.prompt_template or DEFAULT_TEMPLATE
-    question = load_question(args.question or TEMPLATES[version], ("theme", "criterion"))
-    items = load_bench(args.dataset_dir, question)
-    asked = record((question,), form_of(args))
-    file, stamp = results_of(args, f"-v{question.name if args.question else version}", asked)
-    return run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
 
 
 def find_bench(dataset_dir: str | None) -> Path:

@@ -1,23 +1,26 @@
-"""ConsistencyRank for comparison: image similarities, and VLMs that were not trained as a judge.
+"""ConsistencyRank: rank candidates by the judge's P(Yes) against the reference (eval_vllm.py is the same command).
 
-  python eval.py --scorer clip_i                       cosine of OpenCLIP image features
-  python eval.py --scorer dreamsim                     DreamSim (pip install dreamsim)
+  python eval_vllm.py --model X --tensor_parallel_size 1 --gpu_memory_utilization 0.85 --batch_size 8
+  python eval_vllm.py --model X --server http://127.0.0.1:8000      a running server (bash vllm_server/launch.sh)
+  python eval_vllm.py --model X --engine transformers               without vLLM
+  python eval_vllm.py --model X --question mine.txt                 your own wording
+
+vLLM runs in this process: use the interpreter that has vLLM (in this repository .venv-vllm/bin/python). For comparison,
+image similarities in [0, 1] and VLMs that were not trained as a judge:
+
+  python eval.py --scorer clip_i                       cosine of OpenCLIP image features, as (1 + cosine) / 2
+  python eval.py --scorer dreamsim                     DreamSim (pip install dreamsim), the same
   python eval.py --scorer histogram                    overlap of the color histograms
-  python eval.py --scorer Qwen/Qwen2.5-VL-7B-Instruct  any VLM, folder or hub name, asked as by eval_vllm.py
+  python eval.py --scorer Qwen/Qwen2.5-VL-7B-Instruct  any VLM, folder or hub name, asked as the judge
   python eval.py --model PaCo-Reward-7B --port 8000    the model served at this port
 
-Weights come from the hub (DreamSim: from its authors' release page). Local ones:
+Weights come from the hub (DreamSim: from its authors' release page), or with --weights from a folder as `hf download
+laion/CLIP-ViT-H-14-laion2B-s32B-b79K` stores it, a .safetensors file with its --clip_model, or DreamSim's unpacked release.
 
-  python eval.py --scorer clip_i --weights FOLDER      open_clip_config.json and open_clip_model.safetensors,
-                                                       as `hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K` stores it
-  python eval.py --scorer clip_i --weights FILE.safetensors --clip_model ViT-L-14
-  python eval.py --scorer clip_i --clip_model hf-hub:laion/CLIP-ViT-L-14-laion2B-s32B-b82K
-  python eval.py --scorer dreamsim --weights FOLDER    the unpacked release
-  python eval.py --scorer dreamsim --dreamsim_type open_clip_vitb32    a smaller DreamSim
-
-Similarities are in [0, 1]; a cosine becomes (1 + cosine) / 2, which gives the same ranking. Results, resuming, broken
-items and the exit status are as in eval_vllm.py. The file is <results_dir>/<scorer>.jsonl, for a VLM
-<model>-v<template>.jsonl or <model>-v<question>.jsonl; print_eval_table.py prints all of them in one table.
+Every item is written to <results_dir>/<model>-v<template or question>.jsonl or <scorer>.jsonl at once; the same command
+continues a run that was stopped or killed. An item that cannot be scored is reported and left out. print_eval_table.py
+prints the table of all files in the folder. Exit status: 0 all items have a result, 1 some have none, 2 the run could
+not continue, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -26,42 +29,51 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
-from consistency_rank import add_arguments, load_bench, run_judge
+from consistency_rank import load_bench
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
 from paco_eval.results import BenchError, fingerprint
-from paco_eval.runner import exit_status, new_parser, parse, run_benchmark
+from paco_eval.runner import exit_status, new_parser, parse, run_benchmark, run_judge
 from paco_judge.questions import load_question
 
+TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
+DEFAULT_TEMPLATE = 3
 OPTIONS_OF = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Run the scorer; returns the number of items without a result."""
+    """Rank with the scorer; returns the number of items without a result. Raises ValueError, OSError."""
     for option, scorers in OPTIONS_OF.items():
         if getattr(args, option) and args.scorer not in scorers:
             raise BenchError(f"--scorer {args.scorer} does not use --{option}")
+    version = args.prompt_template or DEFAULT_TEMPLATE
+    question = load_question(args.question or TEMPLATES[version], ("theme", "criterion"))
     if args.scorer not in BASELINES:
-        return run_judge(args)
+        version = f"-v{question.name if args.question else version}"
+        return run_judge(args, load_bench(args.dataset_dir, question), (question,), version)
     items = load_bench(args.dataset_dir, load_question("pair"))  # a baseline ignores the question
     options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
     exact, short = baseline_names(*options)
     places = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
-    stamp = {"model": exact, "weights": fingerprint(*places)}
-    file = Path(args.results_dir) / f"{short}.jsonl"
+    stamp, file = {"model": exact, "weights": fingerprint(*places)}, Path(args.results_dir) / f"{short}.jsonl"
     return run_benchmark(
         items, file, stamp, lambda: (args.scorer, make_baseline(*options, args.batch_size)), args.batch_size
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit status as in eval_vllm.py."""
+    """Entry point; returns the exit status."""
     parser = new_parser(__doc__)
     parser.add_argument("--scorer", help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name; default: --model")
     parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
     parser.add_argument("--clip_model", help=f"OpenCLIP architecture, or hf-hub:NAME; default: {CLIP_MODEL}")
     parser.add_argument("--dreamsim_type", help=f"type of DreamSim; default: {DREAMSIM_TYPE}")
-    add_arguments(parser)
+    parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
+    question = parser.add_mutually_exclusive_group()
+    text = "shipped template, or text file with {theme}, {criterion} or neither"
+    question.add_argument("--question", metavar="NAME|FILE", help=text)
+    text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
+    question.add_argument("--prompt_template", type=int, choices=tuple(TEMPLATES), help=text)
     args = parse(parser, arguments)
     if args.scorer not in (None, *BASELINES):
         args.model = args.scorer

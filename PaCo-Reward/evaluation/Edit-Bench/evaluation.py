@@ -30,11 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 from calculate_statistics import save_tables
 
 from paco_eval.data import Source, open_source
-from paco_eval.engines import ScorePairs, ask_once, make_engine, results_of
 from paco_eval.results import Row
-from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark
+from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_judge
 from paco_judge.client import Pair
-from paco_judge.questions import EDITING, Question, editing_texts, form_of, load_editing_questions, record
+from paco_judge.questions import EDITING, Question, editing_texts, load_editing_questions
 from paco_judge.verdict import Verdict, editing_score
 
 HUB_NAME = "EditScore/EditReward-Bench"
@@ -103,18 +102,11 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Score the rows without a result and print the tables; returns the number of rows left without."""
-
-    def make() -> tuple[str, ScorePairs]:
-        name, engine = make_engine(args)
-        return name, ask_once(engine)  # the same edit occurs in several rows
-
     questions = load_editing_questions(args.question or EDITING)
     version = "-v" + "+".join(question.name for question in questions) if args.question else ""
-    asked = record(questions, form_of(args)) | {"resize_edits": args.resize_edits}
     items = load_bench(args.dataset, questions, args.split, args.resize_edits)
-    file, stamp = results_of(args, version, asked)
-    failed = run_benchmark(items, file, stamp, make, args.batch_size)
-    if file.exists():
+    failed = run_judge(args, items, questions, version, resize_edits=args.resize_edits)
+    if failed < len(items):
         save_tables(Path(args.results_dir), args.output)
     return failed
 

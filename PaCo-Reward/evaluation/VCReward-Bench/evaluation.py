@@ -24,11 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from paco_eval.data import Source, open_source
-from paco_eval.engines import make_engine, results_of
 from paco_eval.results import Row, read_results, write_tables
-from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark
+from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_judge
 from paco_judge.client import Pair
-from paco_judge.questions import Question, form_of, load_question, record
+from paco_judge.questions import Question, load_question
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"
 QUESTION = "editing_consistency"
@@ -90,10 +89,9 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score the rows without a result and print the table; returns the number of rows left without."""
     question = load_question(args.compare or args.question, ("instruction", "prompt"))
     items = load_bench(args.dataset, question, bool(args.compare), args.split)
-    asked = record((question,), form_of(args)) | {"compares": bool(args.compare)}
-    file, stamp = results_of(args, "" if question.name == QUESTION else f"-v{question.name}", asked)
-    failed = run_benchmark(items, file, stamp, lambda: make_engine(args), args.batch_size)
-    if file.exists():
+    version = "" if question.name == QUESTION else f"-v{question.name}"
+    failed = run_judge(args, items, (question,), version, compares=bool(args.compare))
+    if failed < len(items):
         save_tables(Path(args.results_dir), args.output)
     return failed
 

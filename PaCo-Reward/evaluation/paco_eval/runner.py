@@ -5,12 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from paco_eval.engines import ScorePairs, add_engine_arguments
+from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, results_of
 from paco_eval.results import BenchError, Row, first_line, key_of, open_results
 from paco_judge.client import DEFAULT_MODEL, JudgeError, Pair
+from paco_judge.questions import Question, form_of, record
 from paco_judge.verdict import Verdict
 
 HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
@@ -28,6 +30,22 @@ class Item:
     fields: Row
     name: str
     prepare: Callable[[], Prepared]
+
+
+def run_judge(
+    args: argparse.Namespace, items: Sequence[Item], questions: Sequence[Question], version: str, **asked: Any
+) -> int:
+    """``run_benchmark`` with the judge of the options of ``parse``.
+
+    ``version``: follows the judge in the file's name. ``asked``: stands in the rows next to the questions' record.
+    """
+    file, stamp = results_of(args, version, record(questions, form_of(args)) | asked)
+
+    def make() -> tuple[str, ScorePairs]:
+        name, engine = make_engine(args)
+        return name, ask_once(engine)  # EditReward-Bench repeats edits
+
+    return run_benchmark(items, file, stamp, make, args.batch_size)
 
 
 def run_benchmark(

@@ -12,8 +12,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from PIL import Image
 
@@ -98,7 +99,11 @@ class JudgeClient:
         Raises:
             JudgeError: The first call found no server, or another model.
         """
-        return transport.run(self._score(pairs, self.check()))
+        return transport.run(self._each(pairs, self.check(), self._ask))
+
+    def write_blocking(self, pairs: Sequence[Pair], max_tokens: int) -> list[tuple[str | None, str | None]]:
+        """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError."""
+        return transport.run(self._each(pairs, self.check(), partial(self._write, max_tokens)))
 
     def check(self) -> str:
         """Ask the server for its models once and return the served name of ours.
@@ -130,13 +135,13 @@ class JudgeClient:
         logger.warning("the judge at %s serves %r; using it for %r", self.base_url, alike[0], self.model)
         return alike[0]
 
-    async def _score(self, pairs: Sequence[Pair], model: str) -> list[Verdict]:
+    async def _each(self, pairs: Sequence[Pair], model: str, ask: Callable) -> list:
         deadline = _in(self.deadline_s)
         images = {id(image): image for pair in pairs for image in pair.images}  # each is encoded once
         encoding = [asyncio.to_thread(data_url, image, self.form.image_format) for image in images.values()]
         urls = dict(zip(images, await asyncio.gather(*encoding, return_exceptions=True), strict=True))
         return await asyncio.gather(
-            *(self._ask(model, pair.question, [urls[id(i)] for i in pair.images], deadline) for pair in pairs)
+            *(ask(model, pair.question, [urls[id(i)] for i in pair.images], deadline) for pair in pairs)
         )
 
     async def _ask(self, model: str, question: str, urls: Sequence[str | BaseException], deadline: float) -> Verdict:
@@ -158,6 +163,20 @@ class JudgeClient:
             if len(_scores) > CACHE_ENTRIES:
                 del _scores[next(iter(_scores))]  # the oldest
         return verdict
+
+    async def _write(
+        self, max_tokens: int, model: str, question: str, urls: Sequence[str | BaseException], deadline: float
+    ) -> tuple[str | None, str | None]:
+        if unreadable := next((url for url in urls if not isinstance(url, str)), None):
+            return None, str(unreadable)
+        request = {"model": model, "messages": build_messages(urls, question, self.form), "max_tokens": max_tokens}
+        body = json.dumps(request | {"temperature": 0}).encode()
+        try:
+            async with self._slots:
+                answer = await transport.post(f"{self.base_url}/v1/chat/completions", self._headers, body, deadline)
+            return parse(answer)["choices"][0]["message"]["content"] or "", None
+        except (transport.NoAnswer, ValueError, LookupError, TypeError) as error:
+            return None, f"judge at {self.base_url}: {error}"
 
 
 def _in(seconds: float) -> float:

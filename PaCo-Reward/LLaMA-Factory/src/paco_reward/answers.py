@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from paco_judge.client import DEFAULT_MODEL, Pair
+from paco_judge.client import DEFAULT_MODEL, JudgeClient, Pair
 from paco_judge.grid import pairs as index_pairs
-from paco_judge.questions import EDITING, editing_texts, form_of, load_editing_questions, load_question
+from paco_judge.questions import EDITING, RequestForm, editing_texts, form_of, load_editing_questions, load_question
 from paco_judge.verdict import Verdict, editing_score, mean_score
 from paco_reward.errors import PacoRewardError
-from paco_reward.server import Server
 
 if TYPE_CHECKING:
     from paco_judge.scorer import JudgeScorer
@@ -42,6 +42,14 @@ def load_judge(args: argparse.Namespace) -> JudgeScorer:
     return JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form_of(args))
 
 
+def client_of(args: argparse.Namespace, model: str, form: RequestForm) -> JudgeClient:
+    """The client of --server and --api_key_env (other users can see command lines, hence a variable)."""
+    key = os.environ.get(args.api_key_env) if args.api_key_env else None
+    if args.api_key_env and not key:
+        raise PacoRewardError(f"--api_key_env {args.api_key_env}: this environment variable is not set; export it")
+    return JudgeClient(args.server, model, api_key=key, max_concurrency=16, form=form)
+
+
 def judge_named(args: argparse.Namespace) -> Judge:
     """The judge of ``add_asking_options``: loaded, or behind a server. Raises as ``load_judge``."""
     if not args.server:
@@ -50,15 +58,13 @@ def judge_named(args: argparse.Namespace) -> Judge:
         return Judge(name, partial(judge.score, top=TOP_LOGPROBS), partial(judge.reasons, max_new_tokens=args.reason_tokens))
     if args.adapter:
         raise PacoRewardError("--adapter needs a local model; serve the adapter and name it with --model")
-    server = Server.of(args, args.model or DEFAULT_MODEL, form_of(args))
+    client = client_of(args, args.model or DEFAULT_MODEL, form_of(args))
 
     def explain(pairs: Sequence[Pair]) -> list[str]:
-        answers: dict[str, str] = {}
-        opened = {str(number): partial(pairs.__getitem__, number) for number in range(len(pairs))}
-        refused = server.ask_all(opened, answers.__setitem__, "reasons", args.reason_tokens)
-        return [answers.get(key) or f"no answer: {refused.get(key)}" for key in opened]
+        answers = client.write_blocking(pairs, args.reason_tokens)
+        return [f"no answer: {error}" if text is None else text for text, error in answers]
 
-    return Judge(f"{server.model} at {server.url}", server.judge.score_blocking, explain)
+    return Judge(f"{client.model} at {client.base_url}", client.score_blocking, explain)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """A training configuration: a YAML file and key=value arguments, merged as LLaMA-Factory merges them."""
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paco_reward.errors import PacoRewardError
+from paco_reward.loss import SCHEMES
+
+OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +39,8 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     wanted = config.pop("global_batch_size", None)
     if wanted is None:
         return config
-    if type(wanted) is not int or wanted < 1:
-        raise PacoRewardError(f"global_batch_size must be a positive integer, not {wanted!r}")
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
-    steps = config.get("gradient_accumulation_steps")
-    if steps is None:
-        fewer = max(wanted // at_once, 1)
-        steps = min(fewer, fewer + 1, key=lambda steps: abs(steps * at_once - wanted))
+    steps = config.get("gradient_accumulation_steps") or max(math.ceil(wanted / at_once - 0.5), 1)
     if steps * at_once != wanted:
         logger.warning("a step has %d sequences instead of global_batch_size: %d", steps * at_once, wanted)
     return config | {"gradient_accumulation_steps": steps}
@@ -49,15 +48,24 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
 
 def check_combinations(config: dict[str, Any]) -> None:
     """Refuse settings under which the first-token-weighted loss would be wrong."""
-    if config.get("first_token_weight") is None:
+    weight = config.get("first_token_weight")
+    if weight is None:
         return
-    packed = config.get("packing") and not config.get("neat_packing")
+    scheme, packing = config.get("first_token_scheme", "sequence"), config.get("packing")
     # LLaMA-Factory separates the pairs of a row in Qwen3.5's linear attention under flash attention alone.
-    mixed = config.get("packing") and config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2"
+    mixed = packing and config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2"
+    other_losses = [name for name in OTHER_LOSSES if config.get(name)]
     for wrong, message in (
+        (not 0 <= weight <= 1, f"a value from 0 to 1, not {weight}"),
+        (scheme not in SCHEMES, f"first_token_scheme: {' or '.join(SCHEMES)}, not {scheme}"),
+        (config.get("stage", "sft") != "sft", "stage: sft"),
+        (other_losses, f"{', '.join(other_losses)}: false"),
         (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
         (config.get("enable_thinking"), "enable_thinking: false (our default), so that answers begin with Yes or No"),
-        (packed, "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row"),
+        (
+            packing and not config.get("neat_packing"),
+            "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row",
+        ),
         (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
         (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),
         (config.get("label_smoothing_factor"), "label_smoothing_factor: 0 (the default)"),

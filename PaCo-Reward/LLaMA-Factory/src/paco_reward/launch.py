@@ -1,5 +1,9 @@
-"""`paco-reward train`: checks the configuration, then trains in this process or in several through torchrun."""
+"""`paco-reward train`: checks a configuration, then trains in this process or in several through torchrun. By hand:
 
+torchrun --nproc_per_node 2 -m paco_reward.launch CONFIG [key=value …]
+"""
+
+import logging
 import os
 import subprocess
 import sys
@@ -8,10 +12,10 @@ from typing import Any
 
 import torch
 
-from paco_reward.config import check_combinations, load_config
+from paco_reward import overlay
+from paco_reward.config import check_combinations, load_config, with_accumulation
 from paco_reward.datasets import check_data
 from paco_reward.families import with_template
-from paco_reward.worker import train
 
 
 def run(config_path: str | Path, overrides: list[str], environment: dict[str, str]) -> int:
@@ -26,6 +30,16 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
         return 0
     print(" ".join(command), flush=True)
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train with a configuration in this process: the only one, or one of torchrun's."""
+    from llamafactory.train.tuner import run_exp
+
+    config = with_template(config)
+    check_combinations(config)
+    overlay.install()
+    run_exp(with_accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def loss_name(config: dict[str, Any]) -> str:
@@ -55,4 +69,9 @@ def torchrun_command(
     else:
         names = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         command += [f"--{name.lower()}={environment.get(name, default)}" for name, default in names.items()]
-    return [*command, "-m", "paco_reward.worker", str(config_path), *overrides]
+    return [*command, "-m", "paco_reward.launch", str(config_path), *overrides]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    train(load_config(sys.argv[1], sys.argv[2:]))

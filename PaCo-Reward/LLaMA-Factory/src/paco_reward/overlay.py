@@ -20,7 +20,7 @@ import torch
 from paco_judge.scorer import option_ids
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
-from paco_reward.loss import SCHEMES, answer_positions_only, find_answers, first_token_loss
+from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
 from paco_reward.metrics import JudgeMetrics
 
 TESTED_VERSION = "0.9.5"
@@ -98,15 +98,6 @@ def _arguments_class(base: type) -> type:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.compute_accuracy = self.compute_accuracy or self.first_token_accuracy
-            if self.first_token_weight is None:
-                return
-            if not 0.0 <= self.first_token_weight <= 1.0:
-                raise ValueError(f"first_token_weight must be between 0 and 1, not {self.first_token_weight}")
-            if self.first_token_scheme not in SCHEMES or self.stage != "sft":
-                raise ValueError(f"first_token_weight needs stage: sft and first_token_scheme: one of {SCHEMES}")
-            for name in ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel"):
-                if getattr(self, name):
-                    raise ValueError(f"first_token_weight and {name} cannot both be set")
 
     FirstTokenArguments.__name__ = FirstTokenArguments.__qualname__ = base.__name__
     return FirstTokenArguments

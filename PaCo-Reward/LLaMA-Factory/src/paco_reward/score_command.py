@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     answers = Answers(judge.name, images, args.images, questions).scored(judge)
     if args.reasons:
         answers = answers.explained(judge)
-    (_print_edits if answers.about_edits else _print_pairs)(answers)
+    _print(answers)
     if args.html:
         Path(args.html).write_text(sheet.page(answers), encoding="utf-8")
     if answers.missing:
@@ -75,25 +75,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_pairs(answers: Answers) -> None:
-    names = answers.names
-    width = max(map(len, names))
-    for number, (i, j, _) in enumerate(answers.cells):
-        print(f"{names[i]:<{width}}  {names[j]:<{width}}  {_shown(answers.verdicts[number])}")
-        if answers.reasons:
-            print(f"    {answers.reasons[number]}")
-
-
-def _print_edits(answers: Answers) -> None:
-    names = answers.names
-    width, count = max(map(len, ["edit", *names[1:]])), len(answers.questions)
-    print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in answers.of_edit(1)))
-    for number, name in enumerate(names[1:]):
-        cells = map(_shown, answers.of_edit(number + 1).values())
-        print(f"{name:<{width}}  " + "  ".join(f"{cell:>16}" for cell in cells))
-        reasons = answers.reasons[number * count : (number + 1) * count]
+def _print(answers: Answers) -> None:
+    """A line for each pair, or for each edit with its answers side by side; then the reasons."""
+    names, cells = answers.names, zip(answers.cells, answers.verdicts, strict=True)
+    width = max(map(len, ["edit", *names] if answers.about_edits else names))
+    rows = [(f"{names[i]:<{width}}  {names[j]}", {"": verdict}) for (i, j, _), verdict in cells]
+    if answers.about_edits:
+        rows = [(names[number], answers.of_edit(number)) for number in range(1, len(names))]
+        print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in rows[0][1]))
+    reasons, width = iter(answers.reasons), max(len(name) for name, _ in rows)
+    for name, verdicts in rows:
+        cells = [f"{_shown(verdict):>{16 * answers.about_edits}}" for verdict in verdicts.values()]
+        print(f"{name:<{width}}  " + "  ".join(cells))
         for dimension, reason in zip(answers.questions, reasons):
-            print(f"    {dimension}: {reason}")
+            print(f"    {dimension}: {reason}" if dimension else f"    {reason}")
 
 
 def _shown(verdict: Verdict) -> str:

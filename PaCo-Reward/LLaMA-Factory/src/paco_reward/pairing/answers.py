@@ -3,23 +3,21 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from paco_judge.client import Pair
+from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import load_image
 from paco_judge.questions import Question
 from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.inputs import PromptItem, Ranking, ReasonRow
 from paco_reward.pairing.select import CandidateSet, LabeledPair
-from paco_reward.server import Server
 
 REASON_TOKENS = 256
 _PAIRS_AT_ONCE = 64
@@ -55,37 +53,37 @@ class Journal:
 Asked = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 
 
-def ask_scores(asked: Sequence[Asked], output: Path, server: Server, what: str) -> dict[Asked, float]:
-    """P(Yes) of images and questions, from the journal or the server; those without a score have no entry.
+def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, texts: bool = False) -> dict[Asked, Any]:
+    """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
 
-    Raises:
-        PacoRewardError: The server gives no scores.
+    They come from the journal or from the server. Raises PacoRewardError: The server gives no answers.
     """
-    journal = Journal(output / "work" / "scores.jsonl")
-    keys = {one: json.dumps([server.model, *one, *astuple(server.form)]) for one in asked}
+    journal = Journal(output / "work" / ("reasons.jsonl" if texts else "scores.jsonl"))
+    form = () if texts else astuple(judge.form)
+    keys = {one: json.dumps([judge.check(), *one, *form]) for one in asked}
     todo = [one for one, key in keys.items() if key not in journal.values]
     with tqdm(total=len(todo), desc=what) as bar:
         for start in range(0, len(todo), _PAIRS_AT_ONCE):
             own = todo[start : start + _PAIRS_AT_ONCE]
-            verdicts = server.judge.score_blocking([_open(output, *one) for one in own])
-            for one, verdict in zip(own, verdicts, strict=True):
-                if verdict.ok:
-                    journal.add(keys[one], verdict.p_yes)
+            pairs = [Pair(load_image(output / first), load_image(output / second), text) for first, second, text in own]
+            if texts:
+                found = judge.write_blocking(pairs, REASON_TOKENS)
+            else:
+                found = [(verdict.p_yes, verdict.error) for verdict in judge.score_blocking(pairs)]
+            for one, (value, error) in zip(own, found, strict=True):
+                if error is None:
+                    journal.add(keys[one], value)
             bar.update(len(own))
-            if not any(verdict.ok for verdict in verdicts):
-                raise PacoRewardError(f"--server {server.url}: none of {len(own)} {what} has a score: {verdicts[0].error}")
+            if all(error is not None for _, error in found) and (len(own) == _PAIRS_AT_ONCE or not journal.values):
+                raise PacoRewardError(f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue")
     return {one: journal.values[key] for one, key in keys.items() if key in journal.values}
-
-
-def _open(output: Path, first: str, second: str, question: str) -> Pair:
-    return Pair(load_image(output / first), load_image(output / second), question)
 
 
 def rank_by_scores(
     sets: Sequence[CandidateSet],
     items: Mapping[str, PromptItem],
     output: Path,
-    server: Server,
+    judge: JudgeClient,
     counts: Counter,
     question: Question,
 ) -> list[Ranking]:
@@ -97,7 +95,7 @@ def rank_by_scores(
     for one in sets:
         folder, text = f"images/{one.folder}/", question.text(theme=items[one.folder].theme)
         asked[one] = {name: (folder + one.ref_image, folder + name, text) for name in one.comp_images}
-    known = ask_scores([key for keys in asked.values() for key in keys.values()], output, server, "rankings")
+    known = ask([key for keys in asked.values() for key in keys.values()], output, judge, "rankings")
     rankings = []
     for one, keys in asked.items():
         scores = {name: known[key] for name, key in keys.items() if key in known}
@@ -111,7 +109,7 @@ def rank_by_scores(
 
 
 def label_edits(
-    pairs: Sequence[LabeledPair], output: Path, server: Server, min_gap: float, counts: Counter
+    pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, min_gap: float, counts: Counter
 ) -> list[LabeledPair]:
     """Editing pairs with a judge's labels: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2.
 
@@ -119,7 +117,7 @@ def label_edits(
     again).
     """
     keys = [(pair.first, pair.second, pair.question) for pair in pairs]
-    known = ask_scores(keys, output, server, "editing labels")
+    known = ask(keys, output, judge, "editing labels")
     labeled = []
     for pair, p_yes in zip(pairs, map(known.get, keys), strict=True):
         if p_yes is None:
@@ -131,19 +129,17 @@ def label_edits(
     return labeled
 
 
-def write_reasons(pairs: Sequence[LabeledPair], output: Path, server: Server, counts: Counter) -> list[LabeledPair]:
+def write_reasons(pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``).
 
     Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
-    (``reasons_unreadable``), and questions that the server refused (``reasons_without_answer``; the next run asks
-    again).
+    (``reasons_unreadable``), and questions without an answer (``reasons_without_answer``; the next run asks again).
     """
-    journal = Journal(output / "work" / "reasons.jsonl")
-    keys = {pair: json.dumps([server.model, pair.first, pair.second, _reason_request(pair)]) for pair in pairs}
-    todo = {key: pair for pair, key in keys.items() if key not in journal.values}
-    openers = {key: partial(_open, output, p.first, p.second, _reason_request(p)) for key, p in todo.items()}
-    counts["reasons_without_answer"] += len(server.ask_all(openers, journal.add, "reasons", REASON_TOKENS))
-    return _agreeing([(pair, journal.values[key]) for pair, key in keys.items() if key in journal.values], counts)
+    keys = {pair: (pair.first, pair.second, _reason_request(pair)) for pair in pairs}
+    known = ask(keys.values(), output, judge, "reasons", texts=True)
+    answered = [(pair, known[key]) for pair, key in keys.items() if key in known]
+    counts["reasons_without_answer"] += len(keys) - len(answered)
+    return _agreeing(answered, counts)
 
 
 def given_reasons(
@@ -167,12 +163,9 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
     kept = []
     for pair, answer in answered:
         verdict, reasons = read_reason(answer) or (None, None)
-        if verdict is None:
-            counts["reasons_unreadable"] += 1
-        elif verdict != pair.verdict:
-            counts["reasons_contradicting"] += 1
-        else:
-            counts["reasons_kept"] += 1
+        agrees = "unreadable" if verdict is None else "kept" if verdict == pair.verdict else "contradicting"
+        counts[f"reasons_{agrees}"] += 1
+        if agrees == "kept":
             kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
     return kept
 

@@ -15,19 +15,20 @@ import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paco_judge.client import JudgeClient
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
 from paco_judge.questions import EDITING, Question, form_of, load_editing_questions, load_question, record
+from paco_reward.answers import client_of
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, select
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking
 from paco_reward.pairing.select import LabeledPair
-from paco_reward.server import Server
 
 EDITING_NAME = "sharegpt_editing"
 TRAIN, TEST = "train", "test"
@@ -55,16 +56,16 @@ def build(options: Namespace) -> dict[str, Any]:
             f"{len(items[0].generations)} of {items[0].panels}; generate more, or give --rankings"
         )
     form = form_of(options, answer_tokens="variants")
-    server = Server.of(options, options.model, form) if options.server else None
-    if server is not None:
-        server = replace(server, model=server.judge.check())
+    judge = client_of(options, options.model, form) if options.server else None
+    if judge:
+        judge.check()
     _claim(output, items)
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output))
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
         _write_lines(output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items))
-        rankings = ranked if ranked is not None else _form_rankings(options, by_folder, server, counts, question)
+        rankings = ranked if ranked is not None else _form_rankings(options, by_folder, judge, counts, question)
         if not options.sets_only:
             counts["rankings"] = len(rankings)
             names = ("folder", "ref_image", "comp_images", "rank_images")
@@ -74,27 +75,26 @@ def build(options: Namespace) -> dict[str, Any]:
             labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
             pairs = select.pairs_of_rankings(labeled, by_folder, question, options.seed, counts)
             decided = {item.group: item.split for item in items if item.split}
-            datasets |= _datasets(options, options.name, pairs, counts, server, decided, written)
+            datasets |= _datasets(options, options.name, pairs, counts, judge, decided, written)
     if edits and not options.sets_only:
         pairs, unlabeled = _editing_pairs(edits, output, editing)
-        if server is not None and unlabeled:
-            pairs += answers.label_edits(unlabeled, output, server, options.min_gap, counts)
-        datasets |= _datasets(options, EDITING_NAME, pairs, counts, server, {}, None)
+        if judge and unlabeled:
+            pairs += answers.label_edits(unlabeled, output, judge, options.min_gap, counts)
+        datasets |= _datasets(options, EDITING_NAME, pairs, counts, judge, {}, None)
 
     asked = record((question,) * bool(items) + editing * bool(edits), form)
     counts = Counter({name: value for name, value in counts.items() if value})
-    stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": _numbers(datasets)}
-    if datasets:
-        _write_datasets(output, datasets, pair_prefix(form))
-    elif not options.sets_only:
+    if not datasets and not options.sets_only:
         lost = ", ".join(f"{name} {value}" for name, value in counts.items())
         raise PacoRewardError(f"no balanced pairs are left ({lost}); add images or rankings, or loosen the options")
+    numbers = _write_datasets(output, datasets, pair_prefix(form))
+    stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": numbers}
     _write(output / "stats.json", json.dumps(stats, indent=2, ensure_ascii=False) + "\n")
     return stats
 
 
 def _form_rankings(
-    options: Namespace, items: Mapping[str, PromptItem], server: Server | None, counts: Counter, question: Question
+    options: Namespace, items: Mapping[str, PromptItem], judge: JudgeClient | None, counts: Counter, question: Question
 ) -> list[Ranking]:
     """Candidate sets in OUTPUT/sets.jsonl, and the server's rankings of them (none with --sets_only)."""
     sets = []
@@ -104,9 +104,9 @@ def _form_rankings(
         sets += own
     counts["sets"] = len(sets)
     _write_lines(options.output / "sets.jsonl", map(asdict, sets))
-    if options.sets_only or server is None:
+    if options.sets_only or judge is None:
         return []
-    return answers.rank_by_scores(sets, items, options.output, server, counts, question)
+    return answers.rank_by_scores(sets, items, options.output, judge, counts, question)
 
 
 def _editing_pairs(
@@ -138,7 +138,7 @@ def _datasets(
     name: str,
     labeled: Sequence[LabeledPair],
     counts: Counter,
-    server: Server | None,
+    judge: JudgeClient | None,
     decided: Mapping[str, str],
     written: Mapping[frozenset[str], inputs.ReasonRow] | None,
 ) -> dict[str, list[LabeledPair]]:
@@ -167,7 +167,7 @@ def _datasets(
         if written is not None:
             parts = split(answers.given_reasons(pairs, written, counts))
         else:
-            parts = split(answers.write_reasons(pairs, options.output, server, counts))
+            parts = split(answers.write_reasons(pairs, options.output, judge, counts))
     return {f"{name}_{part}": own for part, own in parts.items() if own}
 
 
@@ -206,23 +206,14 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     return sum(len(item.sources) for item in items)
 
 
-def _numbers(datasets: Mapping[str, Sequence[LabeledPair]]) -> dict[str, dict[str, int]]:
-    """``groups``: themes, or edits' sources."""
-    numbers = {}
-    for name, pairs in datasets.items():
-        yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
-        images = {name for pair in pairs for name in (pair.first, pair.second)}
-        sizes = {"images": len(images), "groups": len(groups)}
-        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, **sizes}
-    return numbers
-
-
-def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str) -> None:
+def _write_datasets(
+    output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
+) -> dict[str, dict[str, int]]:
     """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json.
 
-    ``images``: what stands for the two images before each question.
+    ``images``: what stands for the two images before each question. Returns numbers; ``groups``: themes, or edits' sources.
     """
-    info = {}
+    info, numbers = {}, {}
     for name, pairs in datasets.items():
         rows = []
         for pair in pairs:
@@ -233,7 +224,13 @@ def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]],
         _write(output / f"{name}.json", f"[\n{text}\n]\n")
         columns = {"messages": "messages", "images": "images"}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
-    _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+        yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
+        shown = {image for pair in pairs for image in (pair.first, pair.second)}
+        sizes = {"images": len(shown), "groups": len(groups)}
+        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, **sizes}
+    if info:
+        _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+    return numbers
 
 
 def _write(file: Path, content: str | bytes) -> None:
