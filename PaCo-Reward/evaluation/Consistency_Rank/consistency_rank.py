@@ -48,11 +48,7 @@ def find_bench(dataset_dir: str | None) -> Path:
 
 
 def unpack_images(root: Path) -> None:
-    """Unpack ``images.zip`` to ``images/``, once; nothing is written outside (``zipfile`` drops .. and absolute paths).
-
-    Raises:
-        BenchError: Neither is there, or the archive cannot be unpacked.
-    """
+    """Unpack ``images.zip`` to ``images/``, once; nothing is written outside (``zipfile`` drops .. and absolute paths)."""
     archive, images = root / "images.zip", root / "images"
     if images.is_dir():
         return
@@ -67,11 +63,7 @@ def unpack_images(root: Path) -> None:
 
 
 def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
-    """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``.
-
-    Raises:
-        BenchError: A file is missing or not JSON lines.
-    """
+    """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``. Raises BenchError."""
     root = find_bench(dataset_dir)
     unpack_images(root)
     prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)} if question.fields else {}
@@ -85,14 +77,8 @@ def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
 def prepare(root: Path, prompts: dict[str, Row], question: Question, row: Row) -> Prepared:
     """An item's pairs, candidate after candidate, and the function that makes its row from their scores.
 
-    Args:
-        root: The benchmark folder.
-        prompts: Rows with ``prompt`` and ``criteria`` by ``idx``; folder ``0012`` may be idx 12.
-        question: Asked about the reference and each candidate.
-        row: ``folder``, ``ref_image``, ``comp_images``, and ``rank_images``: the same, best first.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: A field or an image of the item is missing or damaged.
+    ``prompts``: by ``idx``; folder ``0012`` may be idx 12. ``row``: ``folder``, ``ref_image``, ``comp_images``, and
+    ``rank_images``, the same, best first.
     """
     listed, ranked, name = list(row["comp_images"]), list(row["rank_images"]), row["folder"]
     if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed) or len(listed) < 2:

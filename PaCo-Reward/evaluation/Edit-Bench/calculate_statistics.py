@@ -33,13 +33,10 @@ KINDS = ("strict", "lenient")
 
 def parse_row(row: Row) -> Row:
     """The columns that the tables need. Raises ValueError, KeyError or TypeError."""
-    better, worse = row["scores"]
-    if row["dimension"] not in EDIT_DIMENSIONS or not all(
-        isinstance(score, float) and 0 <= score <= 1 for score in (better, worse)
-    ):
-        raise ValueError(f"dimension {row['dimension']!r} with scores {row['scores']}")
-    task = str(row["task_type"])
-    columns = {"dimension": row["dimension"], "group": GROUP_OF.get(task, OTHER), "task type": task}
+    (better, worse), task, dimension = map(float, row["scores"]), str(row["task_type"]), row["dimension"]
+    if dimension not in EDIT_DIMENSIONS:
+        raise ValueError(f"unknown dimension {dimension!r}")
+    columns = {"dimension": dimension, "group": GROUP_OF.get(task, OTHER), "task type": task}
     return columns | {"strict": better > worse, "lenient": better >= worse, "ties": better == worse}
 
 
@@ -68,11 +65,7 @@ def task_table(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_tables(results_dir: Path, output: str, model: str | None = None) -> None:
-    """Print the tables and write ``<output>.txt`` and ``.tex``; ``model``: of files whose name begins with it alone.
-
-    Raises:
-        BenchError: No results, or an invalid line.
-    """
+    """Print the tables and write ``<output>.txt`` and ``.tex``; ``model``: of files whose name begins with it alone."""
     results = read_results(results_dir, parse_row)
     if model:
         results = results[results["model"].str.startswith(Path(model).name)]

@@ -44,15 +44,9 @@ IMAGE_COLUMNS = ("input_image", "output_images")
 def load_bench(
     dataset: str | None, questions: Sequence[Question], split: str | None = None, resize_edits: bool = False
 ) -> list[Item]:
-    """Read all rows but not their images.
+    """Read all rows but not their images. Raises BenchError, as ``open_source``.
 
-    Args:
-        dataset, split: As in ``open_source``.
-        questions: One or two (``paco_judge.questions.load_editing_questions``).
-        resize_edits: Give every edit the size of its input image (Pillow's default resampling).
-
-    Raises:
-        BenchError: The data set is missing, not readable, empty, or lacks a column.
+    ``resize_edits``: every edit gets the size of its input image (Pillow's default resampling).
     """
     source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
     items = []
@@ -64,11 +58,7 @@ def load_bench(
 
 
 def prepare(source: Source, index: int, questions: Sequence[Question], resize_edits: bool) -> Prepared:
-    """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: A value or an image of the row cannot be used.
-    """
+    """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result."""
     row = source.rows[index]
     if not isinstance(row["key"], list) or len(row["key"]) != 2:
         raise ValueError(f"key must name two edits, not {row['key']!r}")

