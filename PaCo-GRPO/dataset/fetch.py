@@ -9,18 +9,197 @@ downloaded before. The output is written completely or not at all, and is read o
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
 import shutil
 import sys
+import tarfile
 import tempfile
-import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import converters
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
+from paco_judge.grid import split_prompt
+from paco_judge.images import UnreadableImage, read_image
 
 HERE = Path(__file__).resolve().parent
+_QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
+_PIECE = 64  # rows of a table in memory
+
+
+# --- from the published form to ours: each reads a folder with a set and writes our files to ``out`` ----------------------
+
+
+def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool = False, **_) -> None:
+    """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
+
+    A set in one file is divided by a hash of each item's theme, so that train and test share no theme. Files named by
+    split, as in the prompt folders of the published trainer, stay as they are. With ``open_twins`` each prompt is there
+    twice: with ``"open": false``, and as ``open_twin`` makes it.
+    """
+    folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
+    if len(folders) > 1:
+        raise DataError(f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}")
+    known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
+    splits: dict[str, list[dict]] = {"train": [], "test": []}
+    for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
+        for _, row in (line for file in files for line in json_lines(file)):
+            theme = str(row.get("theme") or row["prompt"])
+            splits[split or ("test" if _share_of(theme) < test_share else "train")].append(row)
+    for split, rows in splits.items():
+        if open_twins:
+            rows = [each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each]
+        _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A T2IS row without the sentences that describe what all panels share: the theme and the panels are left.
+
+    The description follows the theme's period without a space (dataset/README.md). A prompt without one has no twin: None.
+    The twin has ``"open": true``, its own ``idx`` and category, and no criteria of identity, which the description states.
+    """
+    prompt = str(row["prompt"])
+    head = split_prompt(prompt).theme
+    theme = re.match(r".*?[^.]\.(?=[^\s.])", head, re.DOTALL)
+    if theme is None:
+        return None
+    twin = {**row, "prompt": theme[0] + prompt[len(head) :], "open": True}
+    twin |= {name: f"{row[name]} (open)" for name in ("idx", "category") if row.get(name) is not None}
+    if row.get("criteria"):
+        twin["criteria"] = {name: texts for name, texts in row["criteria"].items() if name != "Identity"}
+    return twin
+
+
+def gedit(source: Path, out: Path, *, language: str, **_) -> None:
+    """GEdit-Bench (``instruction``, ``input_image_raw``, ``task_type``, ``instruction_language``) → ``geneval_image``.
+
+    It is a benchmark, so all of it is the test split.
+    """
+    rows = []
+    (out / "images").mkdir()
+    for where, row in _parquet_rows(_files(source, "*.parquet")):
+        if row["instruction_language"] != language:
+            continue
+        name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
+        image = row.get("input_image_raw") or row["input_image"]
+        try:
+            read_image(image["bytes"]).save(out / name)
+        except UnreadableImage as error:
+            raise DataError(f"{where}: the image {error}") from error
+        rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
+    _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int | None = None, **_) -> None:
+    """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, at most ``limit`` items.
+
+    Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives.
+    """
+    schema = pa.schema({"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
+    edits = islice(_edits(source), limit)
+    with (
+        pq.ParquetWriter(out / "train.parquet", schema) as train,
+        pq.ParquetWriter(out / "test.parquet", schema) as test,
+    ):
+        while piece := list(islice(edits, _PIECE)):  # a large set is never in memory
+            rows: dict[pq.ParquetWriter, list[dict]] = {train: [], test: []}
+            for name, prompt, data in piece:
+                writer = test if _share_of(name) < test_share else train  # by image: no picture is in both
+                rows[writer].append({"prompt": prompt, "image": {"bytes": data, "path": None}})
+            for writer in filter(rows.get, rows):
+                writer.write_table(pa.Table.from_pylist(rows[writer], schema=schema))
+
+
+def _edits(source: Path) -> Iterator[tuple[str, str, bytes]]:
+    """(image's name, prompt, encoded image) of the edits of a single image."""
+    file, read = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source)
+    for row in json.loads(file.read_bytes()):
+        names = row["input_image"]
+        names = [names] if isinstance(names, str) else names
+        if len(names) == 1:
+            yield names[0], row["input_prompt"], read(names[0])
+
+
+def _image_reader(folder: Path) -> Callable[[str], bytes]:
+    """A function from an image's name to its bytes: a file, or a member of a tar archive."""
+    members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
+    for archive in sorted(folder.rglob("*.tar")):
+        with tarfile.open(archive) as tar:
+            members |= {member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()}
+
+    def read(name: str) -> bytes:
+        for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
+            if (folder / candidate).is_file():
+                return (folder / candidate).read_bytes()
+            if candidate in members:
+                archive, member = members[candidate]
+                with tarfile.open(archive) as tar:
+                    return tar.extractfile(member).read()
+        raise DataError(f"image {name!r} is neither a file of {folder} nor in its archives")
+
+    return read
+
+
+def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:
+    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split.
+
+    The lists of the published trainer (``{train,test}.txt``) stay as they are.
+    """
+    if (source / "train.txt").is_file():
+        for split in ("train", "test"):
+            shutil.copy(source / f"{split}.txt", out)
+        return
+    seen: set[str] = set()
+    for split in ("test", "train"):
+        captions: list[str] = []
+        for _, row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
+            caption = " ".join(str(row["caption"] or "").split())
+            if caption and caption not in seen and (limit is None or len(captions) < limit):
+                seen.add(caption)
+                captions.append(caption)
+        _write_lines(out / f"{split}.txt", captions)
+
+
+def ocr(source: Path, out: Path, **_) -> None:
+    """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
+    for split in ("train", "test"):
+        lines = (" ".join(line.split()) for line in text_of(source / f"{split}.txt").splitlines())
+        _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
+
+
+def _share_of(text: str) -> float:
+    """A number in [0, 1) that depends on ``text`` alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row, a piece of a file at a time."""
+    for file in files:
+        batches = pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"{file}: row {number}", row
+
+
+def _write_lines(file: Path, lines: Iterable[str]) -> None:
+    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    files = sorted(folder.rglob(pattern))
+    if not files:
+        raise DataError(f"{folder} holds no {pattern}")
+    return files
+
+
+# --- the sets ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -38,13 +217,13 @@ class PublicSet:
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/"
 _SHAREGPT = "FreedomIntelligence/ShareGPT-4o-Image"
 SETS = {
-    "t2is": PublicSet("geneval", converters.t2is, "ChengyouJia/T2IS-Bench", ("*.jsonl",)),
-    "gedit": PublicSet("geneval_image", converters.gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",), splits=("test",)),
+    "t2is": PublicSet("geneval", t2is, "ChengyouJia/T2IS-Bench", ("*.jsonl",)),
+    "gedit": PublicSet("geneval_image", gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",), splits=("test",)),
     "sharegpt-4o-image": PublicSet(
-        "arrow_editing", converters.sharegpt_4o_image, _SHAREGPT, ("text_and_image_to_image*",)
+        "arrow_editing", sharegpt_4o_image, _SHAREGPT, ("text_and_image_to_image*",)
     ),
-    "pickscore": PublicSet("general_ocr", converters.pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
-    "ocr": PublicSet("general_ocr", converters.ocr, urls=(f"{_FLOW_GRPO}train.txt", f"{_FLOW_GRPO}test.txt")),
+    "pickscore": PublicSet("general_ocr", pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
+    "ocr": PublicSet("general_ocr", ocr, urls=(f"{_FLOW_GRPO}train.txt", f"{_FLOW_GRPO}test.txt")),
 }
 
 
@@ -68,7 +247,7 @@ def download(public: PublicSet, name: str) -> Path:
             with urllib.request.urlopen(url, timeout=60) as answer:
                 (folder / url.rpartition("/")[2]).write_bytes(answer.read())
         return folder
-    except (OSError, ValueError, RuntimeError, ImportError, urllib.error.URLError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         command = "; ".join(f"curl -O {url}" for url in public.urls)
         if public.hub:
@@ -85,8 +264,6 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
     Raises:
         FetchError: ``output`` is not empty, or the set is not in the form we know.
     """
-    from paco_grpo.data.prompts import load_prompts  # imports torch
-
     if output.exists() and any(output.iterdir()):
         raise FetchError(f"{output} is not empty; give another folder with --output, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import torch
 
-from paco_grpo.data.files import DataError, common_fields, json_lines, text_of
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.prompts import DataError, common_fields, json_lines, load_prompts, text_of
 from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions, read_options

@@ -1,15 +1,87 @@
-"""Prompt sets: files become items, checked line by line (docs/method.md §2)."""
+"""Prompt sets: files become items, checked line by line; errors name file, line and field (docs/method.md §2).
+
+Reference images are opened each time an item's ``image`` is read, not before; a damaged one is named then.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from paco_grpo.data.editing import load_arrow_editing, load_geneval_image
-from paco_grpo.data.files import DataError, common_fields, json_lines, text_of
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+from pyarrow import compute, types
+
 from paco_grpo.types import Item
 from paco_judge.grid import PromptLayoutError, split_prompt
+from paco_judge.images import UnreadableImage, read_image
+from paco_judge.json_io import DamagedJson, lines, parse_object
+
+_LARGEST_SIDE = 1 << 16  # pixels
+
+
+class DataError(ValueError):
+    """A prompt set that cannot be used; the message names file, line and field."""
+
+
+def text_of(path: Path) -> str:
+    """The text without a byte order mark.
+
+    Raises:
+        DataError: The file does not exist, is not UTF-8, or holds NUL bytes (UTF-16).
+    """
+    _require(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
+    if "\0" in text:
+        raise DataError(f"{path}: not a text (NUL byte); save it as UTF-8")
+    return text
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind")
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(``file:line``, object) of every non-empty line.
+
+    Raises:
+        DataError: No such file, or a line is not a JSON object.
+    """
+    _require(path)
+    for number, line in lines(path):
+        try:
+            yield f"{path}:{number}", parse_object(line)
+        except DamagedJson as error:
+            raise DataError(f"{path}:{number}: {error}; correct or remove the line") from error
+
+
+def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:
+    """Fields ``prompt``, ``height`` and ``width`` of a row; the size in pixels, both sides or none.
+
+    Raises:
+        DataError: The prompt is missing, empty or holds a NUL; a side is alone or not a positive integer; or ``category``,
+            by which an evaluation groups its scores, is a list or an object.
+    """
+    prompt, height, width, category = (row.get(name) for name in ("prompt", "height", "width", "category"))
+    if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
+        raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
+    for side, value in (("height", height), ("width", width)):
+        if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST_SIDE):
+            raise DataError(f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}")
+    if (height is None) != (width is None):
+        raise DataError(f"{where}: fields 'height' and 'width' must be given together")
+    if isinstance(category, list | dict):
+        raise DataError(f"{where}: field 'category' must be a text, got {category!r}")
+    return prompt, height, width
 
 
 def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
@@ -61,16 +133,109 @@ def _geneval(folder: Path, split: str) -> list[Item]:
 
 
 def _text(folder: Path, split: str) -> list[Item]:
-    lines = text_of(folder / f"{split}.txt").splitlines()
-    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, map(str.strip, lines)))]
+    stripped = map(str.strip, text_of(folder / f"{split}.txt").splitlines())
+    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, stripped))]
+
+
+def _geneval_image(folder: Path, split: str) -> list[Item]:
+    """Items of ``{split}_metadata.jsonl``: ``prompt``, ``image`` (path from the dataset's folder) or ``images`` (a list of
+    paths), optional sizes."""
+    items = []
+    for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
+        prompt, height, width = common_fields(row, where)
+        field = "images" if "images" in row else "image"
+        names = row.get("images", [row.get("image")])
+        if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
+            raise DataError(f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'")
+        own = []
+        for name in names:
+            if not isinstance(name, str) or not os.path.isfile(folder / name):  # names may be too long for a file
+                raise DataError(f"{where}: field {field!r} must name a file in {folder}, got {name!r}")
+            own.append(partial(_open_image, folder / name, f"{where}: field {field!r} ({name!r})"))
+        items.append(Item(len(items), prompt, height, width, dict(row), own[0], tuple(own[1:])))
+    return items
+
+
+def _arrow_editing(folder: Path, split: str) -> list[Item]:
+    """Items of ``{split}.arrow`` (as ``datasets`` saves it) or ``{split}.parquet``.
+
+    Columns: ``prompt`` (text) and ``image`` (encoded bytes, or a struct with ``bytes``) or ``images`` (a list of them).
+    Other columns that are texts or numbers go into an item's metadata. The file is read in pieces: its images are never all
+    in memory.
+    """
+    path = next((p for p in (folder / f"{split}.arrow", folder / f"{split}.parquet") if p.is_file()), None)
+    if path is None:
+        raise DataError(f"neither {split}.arrow nor {split}.parquet is in {folder} (config.dataset, config.prompt_fn)")
+    items = []
+    try:
+        schema, pieces = _open_table(path)
+        column = "images" if "images" in schema.names and "image" not in schema.names else "image"
+        for needed in ("prompt", column):
+            if needed not in schema.names:
+                raise DataError(f"{path}: column {needed!r} is missing; it has {', '.join(schema.names)}")
+        plain = [f.name for f in schema if not (types.is_nested(f.type) or types.is_binary(f.type))]
+        for read in pieces:
+            rows = read(plain).to_pylist()
+            counts = [1] * len(rows)
+            if column == "images":
+                counts = compute.list_value_length(read([column]).column(0)).to_pylist()
+            for row, (metadata, count) in enumerate(zip(rows, counts, strict=True)):
+                where = f"{path}: row {len(items)}"
+                prompt, height, width = common_fields(metadata, where)
+                if not count:
+                    raise DataError(f"{where}: field {column!r} has no image")
+                what = f"{where}: field {column!r}"
+                own = [partial(_image_of_row, read, column, row, number, what) for number in range(count)]
+                items.append(Item(len(items), prompt, height, width, metadata, own[0], tuple(own[1:])))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again") from error
+    return items
+
+
+def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
+    """The schema of an Arrow or Parquet file, and for each of its pieces a function that reads columns of it."""
+    source = pyarrow.memory_map(str(path))
+    if path.suffix == ".parquet":
+        mapped = source.read_buffer()
+        file = pyarrow.parquet.ParquetFile(mapped)
+        pieces = [partial(_read_row_group, mapped, file.metadata, number) for number in range(file.num_row_groups)]
+        return file.schema_arrow, pieces
+    try:  # ``datasets`` writes the stream format
+        table = pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid:
+        table = pyarrow.ipc.open_file(source).read_all()
+    return table.schema, [batch.select for batch in table.to_batches()]
+
+
+def _read_row_group(mapped: pyarrow.Buffer, metadata: Any, number: int, columns: list[str]) -> Any:
+    # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
+    return pyarrow.parquet.ParquetFile(mapped, metadata=metadata).read_row_group(number, columns)
+
+
+def _image_of_row(read: Callable[[list[str]], Any], column: str, row: int, number: int, what: str) -> Image.Image:
+    value = read([column]).column(0)[row].as_py()
+    encoded = (value if isinstance(value, list) else [value])[number]
+    if isinstance(encoded, dict):
+        encoded = encoded.get("bytes")
+    if not isinstance(encoded, bytes):
+        raise DataError(f"{what} has no bytes; save the set with its images embedded")
+    return _open_image(encoded, what)
+
+
+def _open_image(source: Path | bytes, what: str) -> Image.Image:
+    """RGB, upright according to its EXIF data. Raises DataError."""
+    try:
+        return read_image(source, upright=True)
+    except UnreadableImage as error:
+        raise DataError(f"{what} {error}") from error
 
 
 KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
     "geneval": _geneval,
     "general_ocr": _text,
     "text": _text,
-    "geneval_image": load_geneval_image,
-    "arrow_editing": load_arrow_editing,
+    "geneval_image": _geneval_image,
+    "arrow_editing": _arrow_editing,
 }
 
 
