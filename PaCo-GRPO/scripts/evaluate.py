@@ -38,7 +38,6 @@ from paco_grpo.evaluation.benchmarks import (
 )
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.policies import policy_class
 from paco_grpo.policies.lora import remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
@@ -91,9 +90,8 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     Returns:
         The tables, also written to ``results.md``.
     """
-    edits_images = policy_class(options.pretrained.model).edits_images
     names = [name for name in own.benchmarks.split(",") if name]
-    sets = {name.partition("=")[0]: options_for(options, name, edits_images) for name in names} or {"": options}
+    sets = {name.partition("=")[0]: options_for(options, name) for name in names} or {"": options}
     if own.images_per_prompt > 1:
         sets = {name: measuring(each, own.images_per_prompt) for name, each in sets.items()}
     for each in sets.values():

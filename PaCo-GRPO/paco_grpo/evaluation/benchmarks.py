@@ -22,53 +22,29 @@ from paco_judge.images import read_image
 _SHEET_PAIRS = 24
 
 
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """A prompt set and the rewards that measure its images."""
-
-    folder: str  # as dataset/fetch.py writes it
-    prompt_fn: str
-    rewards: tuple[str, ...]  # their arguments are the configuration's
-    edits: bool  # whether it asks for edits of images
-
-
+# Name → prompt set as dataset/fetch.py writes it, its kind, and the rewards that measure its images.
 BENCHMARKS = {
-    "t2is": Benchmark("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore"), edits=False),
-    "gedit": Benchmark("dataset/public-gedit", "geneval_image", ("consistency_for_editing",), edits=True),
+    "t2is": ("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore")),
+    "gedit": ("dataset/public-gedit", "geneval_image", ("consistency_for_editing",)),
 }
 
 
-def options_for(options: RunOptions, benchmark: str, edits_images: bool) -> RunOptions:
-    """``options`` whose test set and test rewards are those of ``benchmark``, a name or ``name=folder``.
-
-    Args:
-        edits_images: Whether the configuration's generator edits images.
-
-    Raises:
-        ConfigError: There is no such benchmark, its folder does not exist, or it is for another kind of generator.
-    """
+def options_for(options: RunOptions, benchmark: str) -> RunOptions:
+    """``options`` whose test set and test rewards are those of ``benchmark``, a name or ``name=folder``; the rewards'
+    arguments are the configuration's. Raises a ``ConfigError`` for another name."""
     name, _, folder = benchmark.partition("=")
     if name not in BENCHMARKS:
-        known = ", ".join(BENCHMARKS)
-        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {known}")
-    found = BENCHMARKS[name]
-    if found.edits and not edits_images:
-        raise ConfigError(f"benchmark {name} asks for edits, but {options.pretrained.model} edits no images")
-    folder = folder or found.folder
-    if not Path(folder).is_dir():
-        raise ConfigError(
-            f"benchmark {name}: {folder} does not exist; `python dataset/fetch.py {name}` makes {found.folder}, "
-            f"or name another folder: --benchmarks {name}=FOLDER"
-        )
+        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}")
+    public, kind, rewards = BENCHMARKS[name]
     given = {**options.train.reward_fn_kwargs, **options.test.reward_fn_kwargs}
     test = dataclasses.replace(
         options.test,
-        reward_fn=dict.fromkeys(found.rewards, 1.0),
-        reward_fn_kwargs={reward: given[reward] for reward in found.rewards if reward in given},
+        reward_fn=dict.fromkeys(rewards, 1.0),
+        reward_fn_kwargs={reward: given[reward] for reward in rewards if reward in given},
         num_images=None,
         save_eval_images=True,
     )
-    return dataclasses.replace(options, dataset=folder, prompt_fn=found.prompt_fn, test=test)
+    return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, test=test)
 
 
 def begin(
@@ -164,11 +140,10 @@ def interval(values: np.ndarray) -> Interval | None:
 
 def by_prompt(rows: Sequence[Mapping[str, Any]], reward: str) -> dict[int, float]:
     """Mean score of each item's images; NaN where one of them has no score."""
-    scores: dict[int, list[float]] = {}
+    scores: dict[int, list[float | None]] = {}
     for row in rows:
-        value = row["rewards"][reward]
-        scores.setdefault(row["item_id"], []).append(math.nan if value is None else value)
-    return {item: float(np.mean(values)) for item, values in scores.items()}
+        scores.setdefault(row["item_id"], []).append(row["rewards"][reward])
+    return {item: float(np.mean(np.array(values, float))) for item, values in scores.items()}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tiny_run import load_script, tiny_options, train, write_edits, write_prompt
 
 from paco_grpo.evaluation import benchmarks
 from paco_grpo.evaluation.benchmarks import compare, interval, markdown, summarize_prompts
-from paco_grpo.options import ConfigError, options_to_yaml
+from paco_grpo.options import options_to_yaml
 
 
 def rows(scores: dict[int, list[float | None]]) -> list[dict]:
@@ -118,10 +118,14 @@ def test_two_adapters_on_t2is(trained, tmp_path, capsys, monkeypatch):
         assert sheet.width > 300
 
 
-def test_what_cannot_be_measured_is_refused_before_loading(tiny_flux_dir, tmp_path):
+def test_what_cannot_be_measured_is_refused_before_loading(tiny_flux_dir, tmp_path, capsys):
     options = tiny_options(tiny_flux_dir, tmp_path)
-    for name, named in (("t2iss", "Did you mean 't2is'"), ("gedit", "edits no images"), ("t2is", "dataset/fetch.py t2is")):
-        with pytest.raises(ConfigError, match=named):
-            benchmarks.options_for(options, name, edits_images=False)
-    edits = benchmarks.options_for(options, f"gedit={write_edits(tmp_path / 'gedit')}", edits_images=True)
-    assert list(edits.test.reward_fn) == ["consistency_for_editing"] and edits.prompt_fn == "geneval_image"
+    (tmp_path / "saved.yaml").write_text(options_to_yaml(options))
+    edits = f"gedit={write_edits(tmp_path / 'gedit')}"
+    kwargs = "--config.test.reward_fn_kwargs.consistency_for_editing.base_url=http://127.0.0.1:9"
+    main = load_script("evaluate").main
+    for name, said in (("t2iss", "Did you mean 't2is'"), (edits, "text alone"), ("t2is", "dataset/fetch.py t2is")):
+        command = ["--config", str(tmp_path / "saved.yaml"), kwargs, "--benchmarks", name, "--output", str(tmp_path / "out")]
+        assert main(command) == 2 and said in capsys.readouterr().err
+    found = benchmarks.options_for(options, edits)
+    assert list(found.test.reward_fn) == ["consistency_for_editing"] and found.prompt_fn == "geneval_image"
