@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -134,12 +134,13 @@ class DiffusersPolicy(Policy):
         """Of each text: ``_encode_text`` on the CPU. Each (text, images) goes through the encoders once, alone: to the last
         bit, its features then do not depend on the other texts of a call, nor on what is cached."""
 
-        def compute(text: str, seen: EncoderImages) -> tuple[torch.Tensor, ...]:
-            with self._offloaded_text.on_device():
+        with ExitStack() as copied:  # one transfer of the encoders for all texts that are not cached
+
+            def compute(text: str, seen: EncoderImages) -> tuple[torch.Tensor, ...]:
+                copied.enter_context(self._offloaded_text.on_device())
                 return tuple(features.to(self.dtype) for features in self._encode_text(text, *seen.images))
 
-        pairs = zip(texts, images or [EncoderImages()] * len(texts), strict=True)
-        with self.keep_encoders_on_device():
+            pairs = zip(texts, images or [EncoderImages()] * len(texts), strict=True)
             return [self._texts.get((t, seen.key), lambda t=t, seen=seen: compute(t, seen)) for t, seen in pairs]
 
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
@@ -247,12 +248,6 @@ class DiffusersPolicy(Policy):
             self.offloads_text_encoders = True
         if vae:
             self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
-
-    @contextmanager
-    def keep_encoders_on_device(self) -> Iterator[None]:
-        """Text encoders and VAE that are copied to the device inside the block stay there until its end."""
-        with self._offloaded_text.keep_on_device(), self._offloaded_vae.keep_on_device():
-            yield
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""

@@ -79,8 +79,8 @@ class QwenImagePolicy(TrueCfgPolicy):
     ) -> dict[str, torch.Tensor | None]:
         """The fields of ``QwenConditioning``."""
         fields: dict[str, torch.Tensor | None] = {}
-        for name, texts in self._texts_by_name(items):
-            rows = [row for (row,) in self._features(texts, seen)]
+        for name, features in self._features_by_name(items, seen):
+            rows = [row for (row,) in features]
             mask = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
             fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
             fields[f"{name}_mask"] = None if mask.all() else mask.to(self.device)

@@ -7,7 +7,9 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -126,10 +128,14 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""
         nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
-        with self.keep_encoders_on_device():
+        with ExitStack() as copied:  # one transfer of the VAE for all images that are not cached
+
+            def compute(reference: Reference) -> tuple[torch.Tensor]:
+                copied.enter_context(self._offloaded_vae.on_device())
+                return (self._encode_image(reference),)
+
             tokens = [
-                torch.cat([nothing, *(self._latents.get(r.key, lambda r=r: (self._encode_image(r),))[0] for r in row)])
-                for row in references
+                torch.cat([nothing, *(self._latents.get(r.key, partial(compute, r))[0] for r in row)]) for row in references
             ]
         grids = [torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2) for row in references]
         return {
@@ -140,11 +146,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _encode_image(self, reference: Reference) -> torch.Tensor:
         """Packed latents (M, C) of a reference."""
         pixels = self.pipeline.image_processor.preprocess(reference.image, *reference.size)
-        vae = self.pipeline.vae
-        with self._offloaded_vae.on_device():
-            latents = self.pipeline._encode_vae_image(
-                image=self._vae_input(pixels.to(vae.device, vae.dtype)), generator=None
-            )
+        pixels = self._vae_input(pixels.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
+        latents = self.pipeline._encode_vae_image(image=pixels, generator=None)
         return self._pack(latents)[0].to(self.dtype)
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     def encode(self, items: Sequence[Item]) -> SD3Conditioning:
         """As in ``Policy``."""
         fields = []
-        for _, texts in self._texts_by_name(items):
-            fields += [torch.stack(column).to(self.device) for column in zip(*self._features(texts), strict=True)]
+        for _, features in self._features_by_name(items):
+            fields += [torch.stack(column).to(self.device) for column in zip(*features, strict=True)]
         return SD3Conditioning(*fields)
 
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
 
 from paco_grpo.policies.base import ForwardInputs
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy, EncoderImages
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,15 @@ class TrueCfgPolicy(DiffusersPolicy):
         if not given:
             self.negative_prompt = self.default_negative
 
-    def _texts_by_name(self, items: Sequence[Item]) -> Iterator[tuple[str, list[str]]]:
-        """("prompt", those of the items) and, if ``guided``, ("negative", the negative prompt for each item).
-
-        Text encoders that are copied to the device stay there until the last of them.
-        """
-        with self.keep_encoders_on_device():
-            yield "prompt", [item.prompt for item in items]
-            if self.guided:
-                yield "negative", [self.negative_prompt] * len(items)
+    def _features_by_name(
+        self, items: Sequence[Item], seen: Sequence[EncoderImages] | None = None
+    ) -> Iterator[tuple[str, list[tuple[torch.Tensor, ...]]]]:
+        """("prompt", features of each item's) and, if ``guided``, ("negative", those of the negative prompt for each)."""
+        texts = {"prompt": [item.prompt for item in items]}
+        if self.guided:
+            texts["negative"] = [self.negative_prompt] * len(items)
+        rows = iter(self._features([*chain(*texts.values())], seen and [*seen] * len(texts)))
+        return ((name, [*islice(rows, len(items))]) for name in texts)
 
     def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
         conditional = self._predict(inputs)

@@ -61,8 +61,8 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     def encode(self, items: Sequence[Item]) -> ZImageConditioning:
         """As in ``Policy``."""
         fields = {}
-        for name, texts in self._texts_by_name(items):
-            rows = [row for (row,) in self._features(texts)]
+        for name, features in self._features_by_name(items):
+            rows = [row for (row,) in features]
             fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
             fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
         return ZImageConditioning(**fields)

@@ -24,31 +24,22 @@ class Offloaded:
         tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
         self._originals = [(tensor, tensor.data.cpu()) for tensor in tensors.values()]
         self._users = 0
-        self._on_device = True
-        self._leave_unless_used()
+        self._leave()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The modules are on the device inside; blocks may be nested."""
-        with self.keep_on_device():
-            if not self._on_device:
-                for tensor, original in self._originals:
-                    tensor.data = original.to(self.device, copy=True)
-                self._on_device = True
-            yield
-
-    @contextmanager
-    def keep_on_device(self) -> Iterator[None]:
-        """Once copied, the modules stay on the device until the end of this block: one transfer for several inputs."""
+        """The modules are on the device inside; of nested blocks, the first one copies and the last one leaves."""
+        if not self._users:
+            for tensor, original in self._originals:
+                tensor.data = original.to(self.device, copy=True)
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
-            self._leave_unless_used()
+            if not self._users:
+                self._leave()
 
-    def _leave_unless_used(self) -> None:
-        if self._on_device and not self._users:
-            for tensor, original in self._originals:
-                tensor.data = original
-            self._on_device = False
+    def _leave(self) -> None:
+        for tensor, original in self._originals:
+            tensor.data = original
