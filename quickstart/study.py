@@ -55,7 +55,7 @@ REPO = Path(__file__).resolve().parent.parent
 GRPO, HERE = REPO / "PaCo-GRPO", REPO / "quickstart"
 RESULTS, OUT = HERE / "results.csv", HERE / "out" / "study"
 SERVED = {"base_url": "http://127.0.0.1:8077", "model": "PaCo-Reward-Toy"}
-OTHER = "PaCo-Reward-Other"
+OTHER = {"base_url": "http://127.0.0.1:8078", "model": "PaCo-Reward-Other"}
 ORACLE = "paco_toy.oracle:oracle_"
 
 
@@ -130,7 +130,7 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
     kwargs = {name: SERVED for name in JUDGED} | {between: {"named_only": False}}
     if other:
         names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
-        rewards, kwargs = rewards + names, kwargs | {name: SERVED | dict(other) for name in names}
+        rewards, kwargs = rewards + names, kwargs | {name: dict(other) for name in names}
     options = {
         "dataset": "../quickstart/out/world/open_prompts", "test.seed": 1000 + seed,
         "test.reward_fn": dict.fromkeys(rewards, 1.0), "test.reward_fn_kwargs": kwargs,
@@ -229,20 +229,21 @@ def train(
     epochs: int,
     jobs: int,
 ) -> None:
-    """Train ``jobs`` runs at a time, one thread each, beside one server of the judges; each finished run becomes a row.
+    """Train ``jobs`` runs at a time, one thread each, beside a server of each judge; each finished run becomes a row.
 
     ``question``: the other judge's wording, if it has its own.
     """
-    other_options = {"model": OTHER} if other else {}
-    if other and question:
-        other_options["question"] = str(question.resolve())
+    other_options = {} if other is None else OTHER | ({"question": str(question.resolve())} if question else {})
     OUT.mkdir(parents=True, exist_ok=True)
-    models = {SERVED["model"]: judge} | ({OTHER: other} if other else {})
-    server = {**os.environ, "VLLM_PORT": "8077", "VLLM_LABEL": "paco-study"}
-    server |= {"VLLM_MODEL_NAMES": ",".join(models), "VLLM_MODEL_PATHS": ",".join(map(str, models.values()))}
-    if not shutil.which("nvidia-smi"):
-        server.setdefault("VLLM_ENGINE", "transformers")
-    subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
+    servers = []
+    for served, folder in ((SERVED, judge), (OTHER, other)):
+        if folder is not None:
+            model, (host, port) = served["model"], served["base_url"].removeprefix("http://").split(":")
+            variables = {"VLLM_HOST": host, "VLLM_PORT": port, "VLLM_LABEL": f"paco-study-{port}"}
+            variables |= {"VLLM_MODEL_NAMES": model, "VLLM_MODEL_PATHS": str(folder.resolve())}
+            if not shutil.which("nvidia-smi"):
+                variables["VLLM_ENGINE"] = os.environ.get("VLLM_ENGINE", "transformers")
+            servers.append({**os.environ, **variables})
 
     def one(name: str, seed: int) -> dict:
         folder = OUT / f"{name}-seed{seed}"
@@ -264,11 +265,14 @@ def train(
 
     pool = ThreadPoolExecutor(jobs)
     try:
+        for server in servers:
+            subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
         for future in as_completed([pool.submit(one, *each) for each in todo]):
             keep(future.result())
     finally:
         pool.shutdown(cancel_futures=True)
-        subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
+        for server in servers:
+            subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
 
 
 def main() -> None:
