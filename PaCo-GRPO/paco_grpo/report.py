@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import html
 import io
 import json
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
@@ -37,6 +39,10 @@ HEALTH = {
     "health/distinctness_vs_first": "distinctness / first",
 }  # fmt: skip
 PHASES = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
+PLOT = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.formatter.useoffset": False,
+    "legend.frameon": False, "legend.fontsize": 7, "figure.constrained_layout.use": True,
+}  # fmt: skip
 GALLERY, SIDE = 12, 256  # image pairs, and pixels of a picture
 STYLE = """
 *{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
@@ -50,10 +56,6 @@ figure{margin:0;flex:1;min-width:0;font-size:12px} figure img{width:100%;display
 """
 Row = Mapping[str, Any]
 Curves = dict[str, np.ndarray]  # metric -> (N, 3): epoch, mean, its standard error or NaN
-
-
-class ReportError(RuntimeError):
-    """A run directory cannot be reported on; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,11 @@ class Run:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file; a last line that was cut short (a killed run) is left out. Raises ReportError."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read ({error.strerror}); is {path.parent} a run directory?") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line) | {})
-        except (ValueError, TypeError) as error:
-            if number < len(lines):
-                raise ReportError(f"{path}, line {number} is not a JSON object; correct or remove the line") from error
+    """Rows of a JSON-lines file; a last line that was cut short (a killed run) is left out."""
+    lines = path.read_bytes().splitlines()
+    rows = [json.loads(line) for line in lines[:-1]]
+    with contextlib.suppress(ValueError):
+        rows += [json.loads(line) for line in lines[-1:]]
     return rows
 
 
@@ -111,34 +106,31 @@ def _pictures(folder: Path) -> dict[str, Row]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run directory. Raises ReportError."""
+    """Read a run directory."""
     metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
     rows = read_rows(metrics)
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
-        raise ReportError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
-    try:
-        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
-        sample = options.get("sample", {})
-        images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
-        seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
-        evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
-        if len(evaluations) > 1:
-            before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
-            # Evaluations use the same items and seeds in the same order: the file name identifies the image.
-            pairs = [(before[n], after[n]) for n in before if n in after and before[n]["prompt"] == after[n]["prompt"]]
-        return Run(
-            name=folder.resolve().name,
-            config=options,
-            train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
-            test=_reward_curves(test, "eval/", "_stderr"),
-            health={key: _curve(train, key) for key in HEALTH if any(key in row for row in train)},
-            seconds={name: value for name, value in seconds.items() if value > 0},
-            pairs=pairs,
-            epochs=max(row["epoch"] for row in rows),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise ReportError(f"{folder} holds something that no run writes ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
+    options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+    sample = options.get("sample", {})
+    images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+    seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
+    evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
+    if len(evaluations) > 1:
+        before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
+        # Evaluations use the same items and seeds in the same order: the file name identifies the image.
+        pairs = [(before[n], after[n]) for n in before if n in after and before[n]["prompt"] == after[n]["prompt"]]
+    return Run(
+        name=folder.resolve().name,
+        config=options,
+        train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
+        test=_reward_curves(test, "eval/", "_stderr"),
+        health={key: _curve(train, key) for key in HEALTH if any(key in row for row in train)},
+        seconds={name: value for name, value in seconds.items() if value > 0},
+        pairs=pairs,
+        epochs=max(row["epoch"] for row in rows),
+    )
 
 
 def write_report(
@@ -154,18 +146,16 @@ def write_report(
         title: Heading; None = the run's name.
 
     Returns:
-        The files written, the page first.
-
-    Raises:
-        ReportError: Something needed is missing or unreadable; before anything is written.
+        The files written, the page first; none before everything has been read.
     """
     run = read_run(run_dir)
-    judges = [_read_json(path) for path in judge]
-    stages = _read_json(stage_seconds) if stage_seconds else run.seconds
+    judges = [json.loads(path.read_bytes()) for path in judge]
+    stages = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
     names = [name for name in run.train if name in run.test]
     names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
     gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in choose_pairs(run.pairs, GALLERY))
-    figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}
+    with matplotlib.rc_context(PLOT):
+        figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}
     out.parent.mkdir(parents=True, exist_ok=True)
     written, shown = [], dict.fromkeys(figures, "")
     for name, figure in figures.items():
@@ -190,13 +180,6 @@ def write_report(
 '''
     out.write_text(page, encoding="utf-8")
     return [out, *written]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes()) | {}
-    except (OSError, ValueError, TypeError) as error:
-        raise ReportError(f"{path} cannot be used: {error}") from error
 
 
 def label(name: str) -> str:
@@ -247,7 +230,7 @@ def _figure(caption: str, file: Path, scores: Mapping[str, float | None]) -> str
     try:
         image = read_image(file)
     except UnreadableImage as error:
-        raise ReportError(f"image {file} {error}, or remove it") from error
+        raise ValueError(f"image {file} {error}, or remove it") from error
     scale, buffer = SIDE / max(image.size), io.BytesIO()
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(buffer, "PNG")
@@ -278,20 +261,19 @@ def _draw(axes: Any, curve: np.ndarray, text: str | None = None) -> None:
     axes.fill_between(epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _curves(run: Run) -> Figure:
     """Rewards by epoch: training samples on the left, evaluations on the right."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4))
     parts = {"train": ("training samples", run.train), "test": ("evaluation", run.test)}
     for axes, (part, (title, curves)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
         for name, curve in curves.items():
             _draw(axes, curve, label(name))
         side = run.option(f"{part}.resolution")
-        axes.set_title(f"{title}, {side} px" if side else title, fontsize=10)
+        axes.set_title(f"{title}, {side} px" if side else title)
         if curves:
-            axes.legend(fontsize=7, frameon=False)
+            axes.legend()
     return figure
 
 
@@ -301,16 +283,15 @@ def _judge_and_oracle(run: Run) -> Figure | None:
     judge = next((name for name in run.train if name in run.test and name != oracle), None)
     if oracle is None or judge is None:
         return None
-    figure = Figure(figsize=(4.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.5, 3.6))
     axes = figure.subplots()
     for when, name in enumerate(("before", "after")):
         points = [[pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs]
         points = np.array([point for point in points if None not in point]).reshape(-1, 2)
         axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
     axes.set(xlabel=label(oracle), ylabel=label(judge))
-    axes.set_title("each image: training reward and oracle", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
+    axes.set_title("each image: training reward and oracle")
+    axes.legend()
     return figure
 
 
@@ -319,12 +300,11 @@ def _health(run: Run) -> Figure | None:
     if not run.health:
         return None
     rows = -(-len(run.health) // 4)
-    figure = Figure(figsize=(9, 2.1 * rows), layout="constrained")
+    figure = Figure(figsize=(9, 2.1 * rows))
     for place, (key, curve) in enumerate(run.health.items(), start=1):
         axes = figure.add_subplot(rows, 4, place)
         _draw(axes, curve)
-        axes.set_title(HEALTH[key], fontsize=9)
-        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.set_title(HEALTH[key])
     return figure
 
 
@@ -332,12 +312,11 @@ def _time(seconds: Mapping[str, float]) -> Figure | None:
     """Minutes of each phase or stage."""
     if not seconds:
         return None
-    figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)), layout="constrained")
+    figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)))
     axes = figure.subplots()
     bars = axes.barh([*seconds][::-1], [value / 60 for value in seconds.values()][::-1])
     axes.bar_label(bars, fmt="%.1f min", padding=3, fontsize=8)
     axes.margins(x=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -353,8 +332,8 @@ def main(argv: list[str] | None = None) -> int:
     out = asked.out or asked.run_dir / "report.html"
     try:
         print(*write_report(asked.run_dir, out, asked.judge, asked.stage_seconds, asked.title), sep="\n")
-    except (ReportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        print(f"error: no report on {asked.run_dir}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 

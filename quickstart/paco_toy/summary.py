@@ -151,21 +151,22 @@ def commit() -> str:
 
 def table(summary: dict[str, Any], labels: dict[str, str]) -> str:
     """The small table at the end."""
-    rows = [("", "before", "after", "change")]
+    lines = [f"{'':<42}{'before':<13}{'after':<13}change"]
+
+    def add(name: str, before: dict, after: dict, key: str, change: str = "") -> None:
+        lines.append(f"{name:<42}{before[key]:<13.3f}{after[key]:<13.3f}{change}".rstrip())
+
     if "judge" in summary:
         base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
-        rows.append(("judge: accuracy, held-out pairs", f"{base['accuracy']:.3f}", f"{lora['accuracy']:.3f}", ""))
-        for name, kind in lora["kinds"].items():  # toy_pairs_KIND_test
-            rows.append((f"  {name.split('_')[2]}", f"{base['kinds'][name]['accuracy']:.3f}", f"{kind['accuracy']:.3f}", ""))
-        rows.append(("judge: AUC", f"{base['auc']:.3f}", f"{lora['auc']:.3f}", ""))
-        rows.append(("tau-b of histogram, of judge", f"{rank['histogram']['kendalltau']:.3f}", f"{rank['kendalltau']:.3f}", ""))
+        add("judge: accuracy, held-out pairs", base, lora, "accuracy")
+        for name in lora["kinds"]:  # toy_pairs_KIND_test
+            add(f"  {name.split('_')[2]}", base["kinds"][name], lora["kinds"][name], "accuracy")
+        add("judge: AUC", base, lora, "auc")
+        add("tau-b of histogram, of judge", rank["histogram"], rank, "kendalltau")
     policy = summary["policy"]
-    rows.append((f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px", "", "", ""))
+    lines.append(f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px")
     for name, change in policy["change"].items():
-        values = (f"{policy[when][name]:.3f}" for when in ("before", "after"))
-        rows.append((f"  {labels[name]}", *values, f"{change['mean']:+.3f} ±{change['stderr']:.3f}"))
-    width = max(len(row[0]) for row in rows)
-    lines = ["  ".join([f"{row[0]:<{width}}", *(f"{cell:<13}" for cell in row[1:])]).rstrip() for row in rows]
+        add(f"  {labels[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
     return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_rss_mb']} MB."])
 
 

@@ -200,18 +200,3 @@ def train(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, se
 
     for batches.comparisons, share in ((False, 0.45), (True, 0.55)):
         fit([(model, 1.5e-3)], next_losses, "judge", seconds=share * seconds, decay=0.6)
-
-
-@torch.no_grad()
-def caption_accuracy(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, count: int = 420) -> float:
-    """Share of single panels whose caption, decoded greedily, is correct word for word."""
-    processor, right = batches.processor, 0
-    head = chat_prompt(processor, CAPTION_ONE, 1)
-    for start in range(0, count, 105):
-        characters = [c % len(CHARACTERS) for c in range(start, start + 105)]
-        images = [batches.panel(c) for c in characters]
-        inputs = processor(text=[head] * len(images), images=images, padding=True, return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        answers = processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        right += sum(a.strip() == _caption_one(CHARACTERS[c]) for a, c in zip(answers, characters))
-    return right / count
