@@ -4,13 +4,8 @@ import asyncio
 import base64
 import importlib.util
 import io
-import logging
 import socket
-import subprocess
-import sys
-import threading
 import time
-import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -104,15 +99,6 @@ def test_the_cache_distinguishes_question_model_and_server_and_is_optional():
         assert len(judge.requests) == 4
 
 
-def test_the_cache_drops_the_oldest(monkeypatch):
-    monkeypatch.setattr("paco_judge.client.CACHE_ENTRIES", 2)
-    monkeypatch.setattr("paco_judge.client._scores", {})
-    with FakeJudge() as judge:
-        for question, requests in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 4)):
-            client(judge).score_blocking([Pair(picture(1), picture(2), f"evict {question}")])
-            assert len(judge.requests) == requests
-
-
 def test_concurrency_is_bounded():
     with FakeJudge(delay_s=0.01) as judge:
         client(judge, max_concurrency=5).score_blocking(batch(20, "bounded"))
@@ -136,7 +122,7 @@ async def test_async_scoring_from_the_callers_loop():
         assert first.ok and second.ok
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, None])
+@pytest.mark.parametrize("fault", [429, 503, None])
 def test_temporary_faults_are_retried(fault):
     def respond(number, request):
         if number <= 2:
@@ -154,24 +140,9 @@ def test_a_request_that_always_fails_is_tried_three_times():
         assert "HTTP 500: out of memory" in verdict.error and len(judge.requests) == 3
 
 
-@pytest.mark.parametrize("encoding", [{}, {"content-encoding": "gzip"}])
-def test_an_answer_without_end_is_an_error_and_fills_no_memory(encoding):
-    """A gzip bomb is not unpacked; what exceeds 1 MiB is not read."""
-    endless = zlib.compress(b" " * (64 << 20), wbits=31) if encoding else b" " * (8 << 20)
-    with FakeJudge(lambda number, request: (200, endless, encoding)) as judge:
-        tracemalloc.start()
-        (verdict,) = client(judge).score_blocking(batch(1, f"endless {encoding}"))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert not verdict.ok and peak < 16 << 20
-        judge.models = ["x" * (2 << 20)]
-        with pytest.raises(JudgeError, match="larger than"):
-            JudgeClient(judge.url, "m").check()
-
-
-@pytest.mark.parametrize("status", [301, 400, 404, 413])
+@pytest.mark.parametrize("status", [400, 404])
 def test_permanent_errors_are_not_retried(status):
-    refusal = (status, {"error": {"message": "no such thing"}}, {"location": "/elsewhere"})
+    refusal = (status, {"error": {"message": "no such thing"}}, {})
     with FakeJudge(lambda number, request: refusal) as judge:
         (verdict,) = client(judge).score_blocking(batch(1, f"permanent {status}"))
         assert verdict.p_yes is None and f"HTTP {status}: no such thing" in verdict.error
@@ -190,9 +161,7 @@ def test_retry_after_is_respected():
     assert moments[1] - moments[0] >= 0.79
 
 
-@pytest.mark.parametrize(
-    "body", [b"<html>hello</html>", b"{}", b'{"choices": []}', b'{"choices": [{"logprobs": null}]}']
-)
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}'])
 def test_unreadable_answers_are_errors_and_not_cached(body):
     with FakeJudge(lambda number, request: (200, body, {})) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
@@ -209,32 +178,23 @@ def test_neither_yes_nor_no_is_no_score():
         asked = batch(1, "neither")
         (verdict,) = client(judge).score_blocking(asked)
         assert verdict.p_yes is None and "neither Yes nor No" in verdict.error
-        assert client(judge, form=RequestForm(answer_tokens="variants")).score_blocking(asked)[
-            0
-        ].p_yes == pytest.approx(0.5)
+        (verdict,) = client(judge, form=RequestForm(answer_tokens="variants")).score_blocking(asked)
+        assert verdict.p_yes == pytest.approx(0.5)
 
 
-def test_an_outage_is_waited_for_once_and_not_by_every_call(caplog):
+def test_an_outage_is_waited_for_once_and_not_by_every_call():
     with FakeJudge() as judge:
         scorer = client(judge, deadline_s=2.0)
         scorer.check()
     start = time.monotonic()
-    with caplog.at_level(logging.WARNING, "paco_judge"):
-        first = scorer.score_blocking(batch(8, "down 1"))
-    waited = time.monotonic() - start
-    assert 1.0 < waited < 4.0 and not any(verdict.ok for verdict in first)
-    assert "ClientConnectorError" in first[0].error
-    assert "launch.sh" in next(record.message for record in caplog.records if "no judge answers" in record.message)
-    time.sleep(max(0.0, 2.1 - waited))
+    assert not any(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 1")))
+    assert 1.0 < time.monotonic() - start < 4.0
+    time.sleep(max(0.0, 2.1 - (time.monotonic() - start)))
     start = time.monotonic()
-    second = scorer.score_blocking(batch(8, "down 2"))
-    assert time.monotonic() - start < 1.0, "the server has been down for longer than the deadline"
-    assert "the server has been down for" in second[0].error
+    assert not any(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 2")))
+    assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
         assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
-    start = time.monotonic()
-    scorer.score_blocking(batch(2, "down 4"))
-    assert time.monotonic() - start > 1.0, "a new outage is waited for again"
 
 
 def test_a_missing_judge_is_reported_at_once():
@@ -245,25 +205,14 @@ def test_a_missing_judge_is_reported_at_once():
     with pytest.raises(JudgeError):
         scorer.score_blocking(batch(1, "missing"))
     assert time.monotonic() - start < 3
-    with FakeJudge() as judge:
-        judge.models = None  # another kind of server
-        with pytest.raises(JudgeError):
-            JudgeClient(judge.url, "x").check()
 
 
-def test_a_missing_model_lists_the_served_ones():
-    with FakeJudge(models=("Qwen", "other")) as judge, pytest.raises(JudgeError, match="'Qwen', 'other'"):
-        client(judge, model="PaCo-Reward-7B").check()
-
-
-def test_model_names_match_case_insensitively_with_a_warning(caplog):
-    with FakeJudge(models=("Paco-Reward-7B",)) as judge:
-        scorer = client(judge, model="PaCo-Reward-7B")
-        with caplog.at_level(logging.WARNING):
-            assert scorer.score_blocking(batch(1, "case"))[0].ok
-    assert judge.requests[0]["model"] == "Paco-Reward-7B" and "'Paco-Reward-7B'" in caplog.text
-    with FakeJudge(models=("JUDGE", "Judge")) as judge, pytest.raises(JudgeError):
-        client(judge, model="judge").check()
+def test_the_model_is_looked_up_whatever_its_case(caplog):
+    with FakeJudge(models=("Paco-Reward-7B", "other")) as judge:
+        assert client(judge, model="PaCo-Reward-7B").score_blocking(batch(1, "case"))[0].ok
+        assert judge.requests[0]["model"] == "Paco-Reward-7B" and "'Paco-Reward-7B'" in caplog.text
+        with pytest.raises(JudgeError, match="'Paco-Reward-7B', 'other'"):
+            client(judge, model="Qwen").check()
 
 
 def test_the_api_key_is_sent_and_a_wrong_one_is_reported():
@@ -287,34 +236,3 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
     assert "half.png cannot be read" in bad.error and good.ok
     with pytest.raises(UnreadableImage, match=r"half\.png"):
         data_url(broken)
-
-
-_WAITING_AT_EXIT = """
-import sys, time
-from concurrent.futures import ThreadPoolExecutor
-from PIL import Image
-from paco_judge.client import JudgeClient, Pair
-image = Image.new("RGB", (8, 8))
-client = JudgeClient(sys.argv[1], model=sys.argv[2], deadline_s=60)
-client.check()
-pool = ThreadPoolExecutor(1)
-pool.submit(client.score_blocking, [Pair(image, image, "q")])
-time.sleep(0.3)
-pool.shutdown(wait=False, cancel_futures=True)
-"""
-
-
-def test_a_thread_waiting_for_scores_does_not_delay_the_exit():
-    released = threading.Event()
-    with FakeJudge(lambda number, request: released.wait(60)) as judge:
-        start = time.monotonic()
-        run = [sys.executable, "-c", _WAITING_AT_EXIT, judge.url, "Paco-Reward-7B"]
-        done = subprocess.run(run, check=True, timeout=50, stderr=subprocess.PIPE, text=True)
-        assert time.monotonic() - start < 40 and not done.stderr
-        released.set()
-
-
-@pytest.mark.parametrize("settings", [{"base_url": "localhost:8000"}, {"max_concurrency": 0}, {"deadline_s": 0}])
-def test_invalid_settings_are_errors(settings):
-    with pytest.raises(ValueError):
-        JudgeClient(**settings)

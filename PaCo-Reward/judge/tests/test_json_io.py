@@ -1,15 +1,13 @@
 """JSON from outside, and the answers of any server: a value, or one sentence; never another exception, never a score."""
 
 import json
-import math
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paco_judge import transport
-from paco_judge.client import JudgeClient, _read_answer
-from paco_judge.grid import PromptLayoutError, split_prompt
+from paco_judge.client import _read_answer
 from paco_judge.json_io import DamagedJson, lines, parse, parse_object
 from paco_judge.verdict import Verdict
 
@@ -28,8 +26,6 @@ JSON = st.recursive(
         ("{not json", "not JSON .*column 2"),
         (b'{"a": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
         ("[" * 100_000, "not JSON"),
-        ("1" * 5000, "not JSON"),
-        (r'["\ud800"]', "surrogate"),
         (b"", "not JSON"),
     ],
 )
@@ -48,28 +44,7 @@ def test_a_byte_order_mark_and_other_line_ends_are_accepted(tmp_path):
     assert [(number, parse(line)["a"]) for number, line in lines(file)] == [(1, "1\u2028"), (3, 2)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60) | st.text(max_size=60))
-@example(b"-" + b"9" * 4301)
-def test_any_bytes_are_json_or_damaged(content):
-    try:
-        parse(content)
-    except DamagedJson as error:
-        assert "\n" not in str(error)
-
-
 # ---------------------------------------------------------------- answers of a judge
-
-
-def top(*logprobs: object) -> bytes:
-    entries = [{"token": token, "logprob": value} for token, value in zip(("Yes", "No"), logprobs)]
-    return json.dumps({"choices": [{"logprobs": {"content": [{"top_logprobs": entries}]}}]}).encode()
-
-
-def test_usual_log_probabilities_are_scores():
-    assert _read_answer(top(0.0, -math.inf), "exact").p_yes == 1.0
-    assert _read_answer(top(0, -9999), "exact").p_yes == 1.0
-    assert _read_answer(top(1e-6, -20.0), "exact").p_yes == pytest.approx(1.0)  # rounding
 
 
 def changed(value, data):
@@ -97,22 +72,3 @@ def test_any_answer_is_a_verdict(data):
         assert all(type(e["logprob"]) in (int, float) and e["logprob"] <= 1e-3
                    for e in json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
                    if e["token"] in ("Yes", "No"))  # fmt: skip
-
-
-@pytest.mark.parametrize("key", ["secret\n", "a\r\nX-Other: 1", "a\0b", "schlüssel"])
-def test_a_key_that_no_header_can_hold_is_one_sentence(key):
-    with pytest.raises(ValueError, match="the API key has a line break or another character") as caught:
-        JudgeClient("http://127.0.0.1:1", api_key=key)
-    assert key.strip() not in str(caught.value)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text('0123456789x⨉ .[]-:TOPLEFTPANEL"\n', max_size=60))
-@example("9" * 5000 + "x2 grid. PANEL-1: a")
-@example("1x2 grid. PANEL-" + "1" * 5000 + ": a. PANEL-2: b")
-@example("9999999x9999999 grid")
-def test_any_prompt_is_a_grid_or_a_layout_error(prompt):
-    try:
-        split_prompt(prompt)
-    except PromptLayoutError:
-        pass

@@ -16,7 +16,6 @@ from paco_judge.questions import (
     theme_question,
 )
 
-texts = st.text(min_size=1).filter(str.strip)
 FIELDS = ("theme", "criterion", "instruction", "rows", "cols")
 
 
@@ -43,23 +42,10 @@ def test_the_wording_of_earlier_versions_is_unchanged():
     """Scores of other versions stay comparable: the SHA-256 of all templates they shipped but the published one."""
     later = ("theme", "editing_instruction_several", "better", "better_edit")
     others = "\n".join(text for name, text in sorted(shipped().items()) if name not in later)
-    assert (
-        hashlib.sha256(others.encode()).hexdigest()
-        == "ed234ef5c14a515a2cecdf332c883d0281dd6391c0a5532a18cf6915a6435fa7"
-    )
-    assert (
-        load_question("grid_layout")
-        .text(rows=1, cols=3)
-        .startswith("Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size")
-    )
-    assert "2x1 grid, that is 2 rows of 1 separate picture of" in load_question("grid_layout").text(rows=2, cols=1)
-
-
-@given(texts)
-def test_values_are_inserted_once_and_as_they_are(value):
-    for name, about in (("theme", "theme"), ("editing_consistency", "instruction")):
-        before, found, after = load_question(name).template.partition(f"{{{about}}}")
-        assert found and load_question(name).text(**{about: value}) == before + value + after
+    digest = "ed234ef5c14a515a2cecdf332c883d0281dd6391c0a5532a18cf6915a6435fa7"
+    assert hashlib.sha256(others.encode()).hexdigest() == digest
+    asked = load_question("grid_layout").text(rows=1, cols=3)
+    assert asked.startswith("Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size")
 
 
 def test_a_file_with_fields(template):
@@ -72,8 +58,6 @@ def test_a_file_with_fields(template):
     ("text", "about", "named"),
     [
         ("{themes}?", FIELDS, "{themes}.*{theme}"),
-        ("{theme} {criterion}", ("theme",), "{criterion}.*: {theme}$"),
-        ("{rows}", (), "{rows}.* none"),
         (" \n", FIELDS, "mine.txt"),
     ],
 )
@@ -86,9 +70,6 @@ def test_a_question_that_does_not_exist(tmp_path):
     for question in ("themes", str(tmp_path), str(tmp_path / "none.txt")):
         with pytest.raises(ValueError, match="theme_no_duplicates"):
             load_question(question)
-    (tmp_path / "latin.txt").write_bytes(b"\xe4?")
-    with pytest.raises(ValueError, match="latin.txt"):
-        load_question(str(tmp_path / "latin.txt"))
 
 
 def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
@@ -107,7 +88,7 @@ def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
 
 
-@given(texts)
+@given(st.text(min_size=1).filter(str.strip))
 def test_editing_dimensions_ask_the_editing_questions(instruction):
     questions = load_editing_questions()
     asked = {name: editing_texts(questions, instruction, name) for name in EDIT_DIMENSIONS}
@@ -119,16 +100,6 @@ def test_editing_dimensions_ask_the_editing_questions(instruction):
     assert all(editing_texts(alone, instruction, name) == editing_texts(alone, instruction) for name in EDIT_DIMENSIONS)
 
 
-def test_unusable_editing_questions():
-    with pytest.raises(ValueError, match="instruction is empty"):
-        editing_texts(load_editing_questions(), "\t\u2003")
-    with pytest.raises(ValueError, match="'quality'.*prompt_following, consistency"):
-        editing_texts(load_editing_questions(), "make it blue", "quality")
-    for wrong in ((), ("pair",) * 3, "theme"):
-        with pytest.raises(ValueError):
-            load_editing_questions(wrong)
-
-
 def test_messages_are_images_then_text_each_image_after_its_label():
     (message,) = build_messages(["data:a", "data:b"], "same?")
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
@@ -137,14 +108,6 @@ def test_messages_are_images_then_text_each_image_after_its_label():
     (labeled,) = build_messages(["data:a", "data:b"], "same?", RequestForm("<img{n}>: "))
     label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
     assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
-    (alone,) = build_messages(["data:a"], "a grid?")
-    assert [part["type"] for part in alone["content"]] == ["image_url", "text"]
-
-
-@pytest.mark.parametrize("wrong", [{"image_labels": "<img1>: "}, {"image_format": "gif"}, {"answer_tokens": "all"}])
-def test_an_unknown_form_is_an_error(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        RequestForm(**wrong)
 
 
 def test_a_record_holds_text_hash_and_form(template):

@@ -91,22 +91,8 @@ def test_top_limits_the_counted_tokens_as_a_server_does(scorer, pairs):
     assert few.p_yes is None and f"top {rank - 1} tokens" in few.error
 
 
-def test_non_finite_logits_are_a_missing_score(scorer, pairs, monkeypatch):
-    logits = np.zeros((1, len(scorer.processor.tokenizer)), dtype=np.float32)
-    logits[0, scorer.yes_id] = np.nan
-    monkeypatch.setattr(scorer, "first_token_logits", lambda chats: logits)
-    assert "not finite" in scorer.score(pairs[:1])[0].error
-
-
 def test_labels_and_one_image_alone(folder, scorer, pairs):
     form = RequestForm("<img{n}>: ", "jpeg", "variants")
     labeled = JudgeScorer.from_pretrained(folder, form=form)
     assert "<img2>: " in labeled.prompt(labeled.chat(pairs[0]).messages)
     assert scorer.score([Pair(pairs[0].image_a, None, "red?")])[0].ok
-
-
-def test_what_cannot_be_loaded(folder, tmp_path):
-    with pytest.raises(OSError, match="adapter"):
-        JudgeScorer.from_pretrained(folder, tmp_path)
-    with pytest.raises(ValueError, match="batch_size"):
-        JudgeScorer.from_pretrained(folder, batch_size=0)

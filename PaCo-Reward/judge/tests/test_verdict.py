@@ -33,13 +33,7 @@ def test_variants_are_summed():
     assert p_yes_from_top_logprobs(top) == 1.0
 
 
-def test_openai_list_form_and_equal_tokens():
-    top = [{"token": "Yes", "logprob": math.log(0.2)}, {"token": "No", "logprob": math.log(0.4)}]
-    assert p_yes_from_top_logprobs(top) == pytest.approx(1 / 3)
-    assert p_yes_from_top_logprobs([*top, {"token": "Yes", "logprob": math.log(0.2)}]) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5, True, False, "-0.1", None, [-0.1], 10**400])
+@pytest.mark.parametrize("bad", [math.nan, 0.5, True, "-0.1", None])
 def test_logprobs_that_are_none_are_an_error(bad):
     with pytest.raises(ValueError, match="not a log-probability"):
         p_yes_from_top_logprobs({"Yes": bad, "No": -1.0})
