@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge
 from PIL import Image
 
 from paco_eval.engines import ask_once, make_engine, server_engine
-from paco_eval.results import BenchError, open_results
+from paco_eval.results import BenchError, open_results, read_results, read_rows
 from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import JudgeError, Pair
 from paco_judge.questions import RequestForm
@@ -47,18 +48,14 @@ def test_a_stopped_run_continues(name, request, capsys):
     [
         ("rank", {"model": "other/judge"}),
         ("rank", {"folder": "12"}),
-        ("rank", {"index": 77}),
-        ("edits", {"key": ["x", "y"]}),
         ("edits", {"dimension": "overall"}),
-        ("edits", None),
     ],
 )
 def test_results_of_something_else_are_not_mixed(name, change, request, capsys):
     command = request.getfixturevalue(name)
     assert command(BrightnessJudge(stop_after=1)) == 130
     first, *others = command.rows
-    first = {**first, **change} if change else {"model": first["model"]}
-    before = "".join(json.dumps(row) + "\n" for row in [first, *others])
+    before = "".join(json.dumps(row) + "\n" for row in [first | change, *others])
     command.file.write_text(before)
     assert command(BrightnessJudge()) == 2
     assert "line 1" in capsys.readouterr().err and command.file.read_text() == before
@@ -78,9 +75,7 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(changed, rank, 
     (model / changed).write_bytes((model / changed).read_bytes()[:-1] + b"b")
     capsys.readouterr()
     assert command(BrightnessJudge(), "--model", model) == 2 and command.file.read_bytes() == before
-    reported = capsys.readouterr().err
-    assert reported.startswith("error: ") and reported.count("\n") == 1
-    assert f"{command.file} line 1 " in reported and "weights sha256:" in reported
+    assert f"{command.file} line 1 " in capsys.readouterr().err
     (model / changed).write_bytes((model / changed).read_bytes()[:-1] + {"m": b"a", "c": b"}"}[changed[0]])
     model = model.parent.rename(tmp_path / "moved") / "judge"
     assert command(BrightnessJudge(), "--model", model) == 0 and command.file.read_bytes().startswith(before)
@@ -93,7 +88,35 @@ def test_two_runs_do_not_write_one_file(rank, capsys):
     with open_results(rank.file, items, {"model": "some/judge"}):
         assert rank(BrightnessJudge()) == 2
     assert str(rank.file) in capsys.readouterr().err
-    assert rank(BrightnessJudge(), "--results_dir", rank.file / "below") == 2
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"[1]", b"{"])
+def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
+    file = tmp_path / "m.jsonl"
+    file.write_bytes(b'{"model": "m", "index": 0}\n' + line + b"\n")
+    for read in (
+        lambda: open_results(file, [{"index": 0}], {"model": "m"}).__enter__(),
+        lambda: read_results(tmp_path, lambda row: {"index": row["index"]}),
+        lambda: read_rows(file),
+    ):
+        with pytest.raises(BenchError, match=r"m.jsonl line 2"):
+            read()
+
+
+def test_a_full_disk_costs_one_row_at_most(tmp_path):
+    file, items = tmp_path / "m.jsonl", [{"index": index} for index in range(3)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_results(file, items, {"model": "m"}) as (_, append):
+        append({"index": 0})
+        whole = file.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, before[1]))  # cuts off, as a disk that fills up
+    try:
+        with pytest.raises(OSError), open_results(file, items, {"model": "m"}) as (_, append):
+            append({"index": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with open_results(file, items, {"model": "m"}) as (done, _):
+        assert len(done) == 1 and file.read_bytes() == whole
 
 
 # ---------------------------------------------------------------- batches and failing engines
@@ -175,18 +198,14 @@ def test_ask_once_repeats_only_pairs_without_a_score():
     [
         ((), "--engine transformers"),
         (("--server", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
-        (("--server", "nowhere"), "nowhere"),
         (("--model", "./none", "--engine", "transformers"), "./none"),
         (("--adapter", "a"), "--adapter"),
-        (("--adapter", "a", "--server", "http://127.0.0.1:9"), "--adapter"),
     ],
 )
 def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert rank.main("--model", "some/judge", *arguments) == 2
-    reported = capsys.readouterr().err
-    assert named in reported and reported.startswith("error: ") and reported.count("\n") == 1
-    assert list(rank.file.parent.iterdir()) == []
+    assert named in capsys.readouterr().err and list(rank.file.parent.iterdir()) == []
 
 
 def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
@@ -219,7 +238,7 @@ def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys)
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
 
 
-@pytest.mark.parametrize("script", ["eval_vllm.py", "print_eval_table.py", EDIT_FOLDER / "evaluation.py"])
+@pytest.mark.parametrize("script", ["eval_vllm.py", EDIT_FOLDER / "evaluation.py"])
 def test_a_missing_package_is_one_sentence(script, tmp_path):
     """The interpreter is a real one without scipy: a finder before all others denies it."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -228,13 +247,7 @@ def test_a_missing_package_is_one_sentence(script, tmp_path):
         "sys.modules['scipy'] = None\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    run = subprocess.run(
-        [sys.executable, script, "--help"],
-        cwd=RANK_FOLDER,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
+    command = [sys.executable, script, "--help"]
+    run = subprocess.run(command, cwd=RANK_FOLDER, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
     assert " lacks scipy; run: pip install -r " in run.stderr

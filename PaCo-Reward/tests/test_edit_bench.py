@@ -1,6 +1,5 @@
 """EditReward-Bench: rows and their scores, forms of the data set, broken rows, tables, the command line."""
 
-import io
 import json
 from pathlib import Path
 
@@ -91,14 +90,9 @@ def test_table_files(edits, tmp_path, capsys):
     assert r"second\_judge & prompt\_following & lenient" in latex
     assert calculate_statistics.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
     assert "judge  " not in Path(f"{output}.txt").read_text().replace("second_judge", "")
-
-    capsys.readouterr()
-    good = '{"scores": [0.5, 0.1], "dimension": "overall", "task_type": "extract"}'
-    for bad in ("{}", good.replace("overall", "beauty"), good.replace("0.5", '"a"'), good.replace("0.1", "null"), "["):
-        second.write_text(f"{good}\n{bad}\n")
-        assert calculate_statistics.main(command) == 2
-        assert "second_judge.jsonl line 2" in capsys.readouterr().err
-    assert calculate_statistics.main(["--results_dir", str(tmp_path), *command[2:]]) == 2
+    second.write_text('{"scores": [0.5, null], "dimension": "overall", "task_type": "extract"}\n')
+    assert calculate_statistics.main(command) == 2
+    assert "second_judge.jsonl line 1" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- scores
@@ -123,57 +117,37 @@ def test_scores_are_the_judges_answers(edits, examples):
     assert sum(judge.batches) == 7 * 2 * 2
 
 
-@pytest.mark.parametrize("resized", [False, True])
-def test_one_question_decides_every_dimension(edits, examples, resized):
+def test_one_question_decides_every_dimension(edits):
     class SizeJudge(BrightnessJudge):
         def score(self, pair):
             return 1.0 if pair.image_a.size == pair.image_b.size else 0.0
 
     image = edits.data.parent / "images" / "4_b.png"
     Image.open(image).resize((7, 9)).save(image)
-    judge = SizeJudge()
-    assert edits(judge, "--question", "editing_consistency", *["--resize_edits"] * resized) == 0
-    assert {text.partition(" Does ")[2][:10] for text in judge.questions} == {"everything"}
     edits.file = edits.file.with_name("judge-vediting_consistency.jsonl")
-    assert edits.rows[4]["scores"] == [1.0, float(resized)] and edits.rows[4]["asked"]["resize_edits"] == resized
-    assert all(row["scores"] == [1.0, 1.0] for row in edits.rows if row["index"] != 4)
-    assert {row["dimension"] for row in edits.rows} == set(EDIT_DIMENSIONS)
+    for resized in (False, True):
+        judge = SizeJudge()
+        assert edits(judge, "--question", "editing_consistency", *["--resize_edits"] * resized) == 0
+        assert {text.partition(" Does ")[2][:10] for text in judge.questions} == {"everything"}
+        assert edits.rows[4]["scores"] == [1.0, float(resized)] and edits.rows[4]["asked"]["resize_edits"] == resized
+        assert all(row["scores"] == [1.0, 1.0] for row in edits.rows if row["index"] != 4)
+        edits.file.unlink()
 
 
 def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys):
-    images = edits.data.parent / "images"
-    (images / "4_a.png").write_bytes(b"no picture")
-    (images / "5_in.png").unlink()
-    whole = (images / "6_b.png").read_bytes()
-    (images / "6_b.png").write_bytes(whole[: len(whole) // 2])
-    edit_lines(
-        edits.data,
-        {
-            8: lambda row: {**row, "dimension": "beauty"},
-            9: lambda row: {**row, "output_images": row["output_images"][:1]},
-            10: lambda row: {**row, "instruction": "  "},
-            11: lambda row: {name: value for name, value in row.items() if name != "task_type"},
-            13: lambda row: {**row, "key": "edit40a"},
-            14: lambda row: {**row, "input_image": None},
-            15: "{}",
-            16: lambda row: {**row, "key": ["edit50a"]},
-            17: lambda row: {name: value for name, value in row.items() if name != "output_images"},
-            18: lambda row: {**row, "output_images": "a.png"},
-        },
-    )
+    image = edits.data.parent / "images" / "6_b.png"
+    whole = image.read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}, 13: {"key": "edit40a"}}
+    edit_lines(edits.data, {number: lambda row, new=new: row | new for number, new in changes.items()} | {15: "{}"})
     assert edits(BrightnessJudge()) == 1
     lines = capsys.readouterr().err.splitlines()
-    named = {
-        4: "output_images[0]", 5: "input_image", 6: "output_images[1]", 8: "beauty", 9: "output_images",
-        10: "instruction", 11: "task_type", 13: "key", 14: "input_image", 15: "lacks", 16: "key",
-        17: "output_images", 18: "output_images",
-    }  # fmt: skip
+    named = {6: "output_images[1]", 8: "beauty", 9: "output_images", 10: "instruction", 13: "key", 15: "lacks"}
     for row, cause in named.items():
         assert any(line.startswith(f"row {row} ") and cause in line for line in lines), row
-    good = [0, 1, 2, 3, 7, 12, 19]
+    good = [index for index in range(20) if index not in named]
     assert [row["index"] for row in edits.rows] == good and (tmp_path / "summary.txt").exists()
-
-    (images / "6_b.png").write_bytes(whole)  # repaired: the same command adds it
+    image.write_bytes(whole)  # repaired: the same command adds it
     assert edits(BrightnessJudge()) == 1 and [row["index"] for row in edits.rows] == [*good, 6]
 
 
@@ -204,49 +178,26 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "parquet file", "paths in parquet"])
+@pytest.mark.parametrize("kind", ["saved", "splits", "parquet"])
 def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache):
     import datasets
 
-    place = tmp_path / "copy"
-    expected = load_bench(str(edits.data), QUESTIONS)
+    place, expected = tmp_path / "copy", load_bench(str(edits.data), QUESTIONS)
     if kind == "saved":
         hugging_face(examples).save_to_disk(place)
     elif kind == "splits":
         datasets.DatasetDict({"train": hugging_face(examples), "other": hugging_face(examples[:2])}).save_to_disk(place)
-    elif kind == "paths in parquet":
-        place = edits.data.parent / "rows.parquet"
-        datasets.Dataset.from_list([json.loads(line) for line in edits.data.read_text().splitlines()]).to_parquet(place)
-    else:
-        (place / "data").mkdir(parents=True)
-        for part in range(2):
-            file = place / "data" / f"train-0000{part}-of-00002.parquet"
-            hugging_face(examples[10 * part : 10 * part + 10]).to_parquet(file)
-        if kind == "parquet file":
-            place, expected = file, expected[10:]
-    bench = load_bench(str(place), QUESTIONS)
-    assert [item.fields["key"] for item in bench] == [item.fields["key"] for item in expected]
-    assert contents(bench) == contents(expected)
-    if kind == "splits":
         assert len(load_bench(str(place), QUESTIONS, "other")) == 2
         with pytest.raises(BenchError, match="--split"):
             load_bench(str(place), QUESTIONS, "test")
-        datasets.DatasetDict({"a": hugging_face(examples), "b": hugging_face(examples)}).save_to_disk(tmp_path / "two")
-        with pytest.raises(BenchError, match="--split"):
-            load_bench(str(tmp_path / "two"), QUESTIONS)
-
-
-def test_a_broken_image_in_a_saved_data_set_affects_one_row(examples, tmp_path):
-    buffer = io.BytesIO()
-    examples[0]["input_image"].save(buffer, "PNG")
-    rows = [dict(row) for row in examples[:3]]
-    rows[1]["output_images"] = [{"bytes": b"no picture", "path": None}, {"bytes": buffer.getvalue(), "path": None}]
-    hugging_face(rows).save_to_disk(tmp_path / "saved")
-    bench = load_bench(str(tmp_path / "saved"), QUESTIONS)
-    assert len(bench) == 3
-    bench[0].prepare()
-    with pytest.raises(ValueError, match=r"output_images\[0\]"):
-        bench[1].prepare()
+    else:
+        (place / "data").mkdir(parents=True)
+        for part in range(2):
+            rows = hugging_face(examples[10 * part : 10 * part + 10])
+            rows.to_parquet(place / "data" / f"train-0000{part}-of-00002.parquet")
+    bench = load_bench(str(place), QUESTIONS)
+    assert [item.fields["key"] for item in bench] == [item.fields["key"] for item in expected]
+    assert contents(bench) == contents(expected)
 
 
 def test_the_default_data_set(edits, tmp_path, monkeypatch):
@@ -257,39 +208,24 @@ def test_the_default_data_set(edits, tmp_path, monkeypatch):
     assert len(load_bench(None, QUESTIONS)) == 20
 
 
-def test_unusable_data_sets(edits, examples, tmp_path, capsys, own_cache):
-    (tmp_path / "empty").mkdir()
+def test_unusable_data_sets(edits, tmp_path, capsys, own_cache):
     edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
-    hugging_face(examples[:2]).remove_columns(["key"]).save_to_disk(tmp_path / "saved")
     (tmp_path / "none.jsonl").write_text("\n")
-    (tmp_path / "cut.jsonl").write_text('{}\n\n{"key": ["edit40a"')
     (tmp_path / "bad.parquet").write_bytes(b"PAR0")
-    (tmp_path / "text.csv").write_text("a,b")
-    capsys.readouterr()
     for dataset, named in (
         (tmp_path / "nowhere", "hf download"),
-        ("./nowhere/here", "hf download"),
-        (tmp_path / "empty", "hf download"),
         (edits.data, "task_type, dimension, input_image"),
-        (tmp_path / "saved", "key"),
         (tmp_path / "none.jsonl", "none.jsonl"),
-        (tmp_path / "cut.jsonl", "cut.jsonl line 3"),
         (tmp_path / "bad.parquet", "bad.parquet"),
-        (tmp_path / "text.csv", "text.csv"),
-        ("EditScore/EditReward-Bench", "HF_ENDPOINT"),
     ):
         assert edits.main("--dataset", dataset) == 2
-        reported = capsys.readouterr().err
-        assert reported.startswith("error: ") and reported.count("\n") == 1 and named in reported, reported
+        assert named in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-def test_command_line_defaults(capsys):
+def test_command_line_defaults():
     assert command_line([]).model == "X-GenGroup/PaCo-Reward-7B"
     assert command_line(["--server", "http://h:1"]).model == "PaCo-Reward-7B"
     published = command_line(["--benchmark_dir", "b", "--result_dir", "r", "--backbone", "m"])
     assert (published.dataset, published.results_dir, published.model) == ("b", "r", "m")
     assert command_line(["--port", "8001"]).server == "http://127.0.0.1:8001"
-    with pytest.raises(SystemExit):
-        command_line(["--batch_size", "0"])
-    assert "--batch_size" in capsys.readouterr().err

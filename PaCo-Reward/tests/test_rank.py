@@ -70,12 +70,6 @@ def test_metrics_of_random_rankings(case):
     assert found["spearmanr_published"] == pytest.approx(rho(predicted, order), abs=1e-9)
 
 
-def test_perfect_and_reversed():
-    assert rank_metrics([0.9, 0.5, 0.1], [0, 1, 2])["kendalltau"] == 1
-    reverse = rank_metrics([0.9, 0.5, 0.1], [2, 1, 0])
-    assert reverse["kendalltau"] == -1 and reverse["footrule"] == 4 and reverse["accuracy"] == pytest.approx(1 / 3)
-
-
 def test_rows_of_a_results_file(rank):
     assert rank(BrightnessJudge()) == 0
     assert [row["folder"] for row in rank.rows] == [f"{i:04d}" for i in range(5)]
@@ -123,14 +117,6 @@ def test_criteria_are_averaged_within_and_over_dimensions(rank, capsys):
     assert "item 0003: " in reported and "item 0004: " in reported
 
 
-def test_templates_two_and_three(rank):
-    short, long = BrightnessJudge(), BrightnessJudge()
-    assert rank(short, "--prompt_template", "2") == 0 and rank(long) == 0
-    assert short.questions[0].endswith('Answer only "Yes" or "No".')
-    assert long.questions[0].endswith('Answer "Yes" and "No" first, and then provide detailed reasons.')
-    assert rank.file.with_name("judge-v2.jsonl").exists() and rank.file.exists()
-
-
 def test_a_question_by_name_or_file(rank, tmp_path, capsys):
     """A run records what it asks and in which form, and does not continue results of another question."""
     theme, file = BrightnessJudge(), tmp_path / "mine.txt"
@@ -150,30 +136,24 @@ def test_a_question_by_name_or_file(rank, tmp_path, capsys):
     assert [row["asked"] for row in rank.rows] == [recorded] * 4
     capsys.readouterr()
     assert rank(judge, "--question", file) == 2 and "mine.jsonl line 1" in capsys.readouterr().err
-    file.write_text("{instruction}")
-    for wrong in (file, "themes"):
-        assert rank(judge, "--question", wrong) == 2 and str(wrong) in capsys.readouterr().err
 
 
 def test_images_are_unpacked_once(rank, capsys):
     """As the data set is published; with a hostile name in it."""
     images, archive = rank.data / "images", rank.data / "images.zip"
-    for inner in ("images/", ""):
-        with ZipFile(archive, "w") as packed:
-            for file in images.rglob("*.png"):
-                packed.write(file, f"{inner}{file.relative_to(images)}")
-            packed.writestr("../../evil.png", b"")
-        shutil.rmtree(images)
-        assert rank(BrightnessJudge()) == 0 and len(list(images.glob("*/*.png"))) == 20
-        assert all(rank.data in file.parents for file in rank.out.rglob("evil.png"))
-        rank.file.unlink()
+    with ZipFile(archive, "w") as packed:
+        for file in images.rglob("*.png"):
+            packed.write(file, f"images/{file.relative_to(images)}")
+        packed.writestr("../../evil.png", b"")
+    shutil.rmtree(images)
+    assert rank(BrightnessJudge()) == 0 and len(list(images.glob("*/*.png"))) == 20
+    assert all(rank.data in file.parents for file in rank.out.rglob("evil.png"))
     archive.write_bytes(b"no archive")
     assert rank(BrightnessJudge()) == 0  # unpacked already
     shutil.rmtree(images)
     assert rank(BrightnessJudge()) == 2 and str(archive) in capsys.readouterr().err
     archive.unlink()
     assert rank(BrightnessJudge()) == 2 and "hf download" in capsys.readouterr().err
-    assert not any(rank.data.glob("images*"))
 
 
 def test_finding_the_benchmark(bench, monkeypatch, tmp_path):
@@ -186,7 +166,7 @@ def test_finding_the_benchmark(bench, monkeypatch, tmp_path):
         find_bench(str(tmp_path / "nowhere"))
 
 
-def test_tables(rank, tmp_path, capsys):
+def test_tables(rank, tmp_path):
     assert rank(BrightnessJudge()) == 0
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output)]
@@ -198,10 +178,3 @@ def test_tables(rank, tmp_path, capsys):
     assert text.splitlines()[1].split()[:2] == ["judge-v3", "5"]
     assert print_eval_table.main([*base, "--output_format", "latex", "--print_std"]) == 0
     assert r"$\pm$" in output.read_text() and r"\toprule" in output.read_text()
-    assert print_eval_table.main([*base, "--output_format", "latex"]) == 0
-    assert "pm" not in output.read_text() and r"\begin{tabular}{lr" in output.read_text()
-    capsys.readouterr()
-    (tmp_path / "results" / "other.jsonl").write_text('{"a": 1}\n')
-    assert print_eval_table.main(base) == 2
-    assert "other.jsonl line 1" in capsys.readouterr().err
-    assert print_eval_table.main(["--results_dir", str(tmp_path / "none"), *base[2:]]) == 2
