@@ -1,16 +1,13 @@
 """Small versions of the two benchmarks, a judge that compares brightness, and the commands as users type them."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import ImageStat
 
-from paco_judge.client import Pair
-from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_questions
+from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
@@ -50,9 +47,9 @@ class BrightnessJudge:
 class BenchCommand:
     """A benchmark command in this process: ``command(judge, "--flag", …)`` -> exit status."""
 
-    def __init__(self, script, data, out, arguments):
+    def __init__(self, script, data, out, arguments, results="judge-v3"):
         self.script, self.data, self.out, self.arguments = script, data, out, arguments
-        self.file = out / "results" / "judge-v3.jsonl"
+        self.file = out / "results" / f"{results}.jsonl"
 
     def __call__(self, judge, *arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -140,60 +137,10 @@ def edits(examples, tmp_path):
     """``evaluation.py`` on ``examples`` as JSON lines."""
     data = save_jsonl(examples, tmp_path / "data")
     arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
-    command = BenchCommand(evaluation, data, tmp_path, arguments)
-    command.file = tmp_path / "results" / "judge.jsonl"
-    return command
+    return BenchCommand(evaluation, data, tmp_path, arguments, "judge")
 
 
 @pytest.fixture(scope="session")
 def answering_judge(tmp_path_factory, tiny):
     """The quickstart's base judge, made to answer."""
-    return save_answering(TOY_JUDGE, tmp_path_factory.mktemp("answering") / "judge", tiny)
-
-
-def save_answering(source: Path, folder: Path, tiny, least: float = 40) -> Path:
-    """A judge as a folder, changed so that Yes and No are its most probable tokens: ``least`` is added to their logits.
-
-    Without the change a pair has no score, because neither is among the top 20 tokens. A multiple of the mean last
-    hidden state is added to both rows of the head, which keeps the difference of the two logits.
-    """
-    import torch
-
-    from paco_judge.scorer import JudgeScorer
-
-    judge = JudgeScorer.from_pretrained(source)
-    states = []
-    hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
-    texts = list(editing_texts(load_editing_questions(), "make it red").values())
-    judge.score([Pair(tiny.picture(i), tiny.picture(i + 1), texts[(i + 1) % 2]) for i in range(8)])
-    hook.remove()
-    states = torch.cat(states)
-    towards = states.mean(0)
-    head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
-    head.data[[judge.yes_id, judge.no_id]] += towards * least / (states @ towards).min()
-    judge.model.lm_head.weight = head
-    judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
-    judge.model.save_pretrained(folder)
-    judge.processor.save_pretrained(folder)
-    return folder
-
-
-def start_script(script, *arguments, python=sys.executable, folder=RANK_FOLDER):
-    """A command as users type it, started in its folder: ``bash`` for a .sh file, else ``python``."""
-    return subprocess.Popen(
-        ["bash" if str(script).endswith(".sh") else str(python), *map(str, (script, *arguments))],
-        cwd=folder,
-        env={**os.environ, "PYTHON": str(python)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def outcome(process, timeout=280):
-    """(exit status, stdout and stderr together) of a command that ends."""
-    try:
-        output = process.communicate(timeout=timeout)[0]
-    finally:
-        process.kill()
-    return process.returncode, output
+    return tiny.save_answering(TOY_JUDGE, tmp_path_factory.mktemp("answering") / "judge")

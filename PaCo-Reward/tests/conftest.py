@@ -28,6 +28,7 @@ fake_judge_module = load("paco_reward_fake_judge", HERE.parent / "judge" / "test
 tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
 pairing_tools = load("pairing_tools", HERE / "pairing_tools.py")
 training_tools = load("training_tools", HERE / "training_tools.py")
+load("tiny_pipelines", HERE.parents[1] / "PaCo-GRPO" / "tests" / "tiny_pipelines.py")
 bench_tools = load("bench_tools", HERE / "bench_tools.py")
 world = pairing_tools.world
 bench, rank, examples, edits = bench_tools.bench, bench_tools.rank, bench_tools.examples, bench_tools.edits

@@ -26,6 +26,13 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(("option", "value"), [("--batch_size", "0")])
+def test_counts_are_positive(arguments, option, value, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, option, value])
+    assert option in capsys.readouterr().err
+
+
 def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(arguments, data_dir, tmp_path, capsys, monkeypatch):
     opened, original = [], Image.open
     monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or original(*args, **kwargs))
@@ -42,10 +49,3 @@ def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(arguments, 
     assert main([*arguments, "--output", "."]) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["missing"] == 1 and "directory" in shown.err
-
-
-@pytest.mark.parametrize(("option", "value"), [("--batch_size", "0"), ("--max_samples", "-1")])
-def test_counts_are_positive(arguments, option, value, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments, option, value])
-    assert option in capsys.readouterr().err

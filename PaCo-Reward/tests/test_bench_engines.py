@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-from bench_tools import EDIT_FOLDER, HERE, outcome, save_answering, save_jsonl, start_script
+from bench_tools import HERE, RANK_FOLDER
 
 REPO = HERE.parent.parent
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
@@ -28,7 +29,7 @@ def judge(request, answering_judge, tiny, tmp_path):
     if request.param == "qwen2_5_vl":
         return answering_judge
     random = tiny.save_new_judge(tmp_path / "random", request.param)
-    return save_answering(random, tmp_path / "judge", tiny, least=8)  # in bfloat16 larger logits are rounded more
+    return tiny.save_answering(random, tmp_path / "judge", least=8)  # in bfloat16 larger logits are rounded more
 
 
 @pytest.fixture
@@ -49,31 +50,20 @@ def server(judge):
         subprocess.run(["bash", "vllm_server/stop.sh"], check=False, timeout=600, **options)
 
 
-def test_three_engines_agree(judge, bench, examples, tmp_path, server):
-    """ConsistencyRank candidate by candidate, and EditReward-Bench edit by edit."""
+def test_three_engines_agree(judge, bench, tmp_path, server):
+    """ConsistencyRank candidate by candidate."""
     tolerance = TOLERANCE.get(json.loads((judge / "config.json").read_text())["model_type"], 1e-3)
-    data = save_jsonl(examples, tmp_path / "edits")
-    judges = {
-        "transformers": (sys.executable, ["--model", judge, "--engine", "transformers"]),
-        "vllm": (VLLM_PYTHON, ["--model", judge]),
-        "server": (sys.executable, ["--model", "toy", "--server", server]),
-    }
-    benchmarks = {
-        "eval_vllm.py": ["--dataset_dir", bench.parent],
-        EDIT_FOLDER / "evaluation.py": ["--dataset", data, "--output", tmp_path / "summary"],
-    }
-    for number, (script, arguments) in enumerate(benchmarks.items()):
-        reference = None
-        for name, (python, options) in judges.items():
-            folder = tmp_path / f"{name}-{number}"
-            run = start_script(script, *options, *arguments, "--results_dir", folder, python=python)
-            status, output = outcome(run, timeout=1500)
-            assert status == 0, output[-3000:]
-            rows = map(json.loads, next(folder.glob("*.jsonl")).read_text().splitlines())
-            scores = {row["index"]: row["scores"] for row in rows}
-            reference = reference or scores
-            assert scores.keys() == reference.keys() and len(scores) == (len(examples) if number else 5), name
-            for index, values in scores.items():
-                assert values == pytest.approx(reference[index], abs=tolerance), (name, index)
-        values = [value for values in reference.values() for value in values]
-        assert max(values) - min(values) > 0.1  # otherwise any engine would agree
+    scores = {}
+    for name, python, options in (
+        ("transformers", sys.executable, ["--model", judge, "--engine", "transformers"]),
+        ("vllm", VLLM_PYTHON, ["--model", judge]),
+        ("server", sys.executable, ["--model", "toy", "--server", server]),
+    ):
+        folder = tmp_path / name
+        command = [python, "eval_vllm.py", *options, "--dataset_dir", bench.parent, "--results_dir", folder]
+        run = subprocess.run([str(word) for word in command], cwd=RANK_FOLDER, capture_output=True, text=True, timeout=1500, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        rows = map(json.loads, next(folder.glob("*.jsonl")).read_text().splitlines())
+        scores[name] = np.array([row["scores"] for row in sorted(rows, key=lambda row: row["index"])])
+        assert scores[name] == pytest.approx(scores["transformers"], abs=tolerance), name
+    assert scores["server"].shape == (5, 3) and np.ptp(scores["server"]) > 0.1  # otherwise any engine would agree

@@ -11,7 +11,7 @@ import pytest
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import check_data
 from paco_reward.errors import PacoRewardError
-from paco_reward.launch import loss_name, torchrun_command
+from paco_reward.launch import loss_name
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "config"
@@ -51,22 +51,14 @@ def test_dataset_problems(config, data, tmp_path):
     for number, change, named in (
         (0, {"images": rows[0]["images"][:1]}, "1 images"),
         (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
-        (3, {"images": None}, "'images'"),
         (1, {"messages": turns[:1]}, "assistant"),
-        (1, {"messages": [{"role": "user"}]}, "'content'"),
         (4, {"messages": [turns[0], {"role": "assistant", "content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
-        (5, {"messages": [turns[0], {"role": "assistant", "content": "No. <image>"}]}, "3 <image> tags"),
     ):
-        changed = {key: value for key, value in (rows[number] | change).items() if value is not None}
-        (data / "pairs.json").write_text(json.dumps([*rows[:number], changed, *rows[number + 1 :]]))
+        (data / "pairs.json").write_text(json.dumps([*rows[:number], rows[number] | change, *rows[number + 1 :]]))
         message = problem(config)
         assert f"pairs row {number}" in message and named in message
-    for text in ("[]", "{broken"):
-        (data / "pairs.json").write_text(text)
-        assert "pairs.json" in problem(config)
-    (data / "pairs.json").unlink()
-    with pytest.raises(OSError, match="pairs.json"):
-        check_data(config)
+    (data / "pairs.json").write_text("{broken")
+    assert "pairs.json" in problem(config)
 
 
 def test_other_labels_are_announced(config, data, capsys):
@@ -78,17 +70,14 @@ def test_other_labels_are_announced(config, data, capsys):
     assert "1 answers" in warning and "row 3" in warning and "Maybe" in warning
 
 
-def test_configuration_files(tmp_path):
+def test_configuration_files():
     for name in ("paco_reward_lora", "paco_reward_lora_16gb", "toy_reward_lora"):
         config = load_config(CONFIGS / f"{name}.yaml", ["learning_rate=1e-5"])
         assert config["learning_rate"] == 1e-5 and config["template"] == "qwen2_vl"
         assert config["first_token_weight"] == 0.1 and config["first_token_scheme"] == "sequence"
         assert "released" in loss_name(config) and "null" in loss_name({})
-    (tmp_path / "bad.yaml").write_text("a: [1")
-    (tmp_path / "list.yaml").write_text("- a")
-    for file, overrides in ((CONFIGS / "toy_reward_lora.yaml", ["lr"]), (tmp_path / "bad.yaml", []), (tmp_path / "list.yaml", [])):
-        with pytest.raises(PacoRewardError):
-            load_config(file, overrides)
+    with pytest.raises(PacoRewardError):
+        load_config(CONFIGS / "toy_reward_lora.yaml", ["lr"])
 
 
 def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
@@ -109,9 +98,6 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
         ({"use_dft_loss": True}, "use_dft_loss"),
         ({"train_on_prompt": True}, "train_on_prompt"),
         ({"packing": True}, "neat_packing"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"enable_thinking": True}, "enable_thinking"),
         ({"packing": True, "neat_packing": True, "template": "qwen3_5"}, "Qwen3.5"),
     ],
 )
@@ -120,13 +106,3 @@ def test_invalid_combinations(config, named):
     with pytest.raises(PacoRewardError, match=named):
         check_combinations({"first_token_weight": 0.1} | config)
     check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
-
-
-def test_the_torchrun_command():
-    assert torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is None
-    command = torchrun_command({}, "c.yaml", ["a=1"], {"NPROC_PER_NODE": "2", "MASTER_PORT": "1234"})
-    assert command[-4:] == ["-m", "paco_reward.launch", "c.yaml", "a=1"]
-    assert "--nproc_per_node=2" in command and "--master_port=1234" in command
-    several = torchrun_command({}, "c.yaml", [], {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1"})
-    assert "--nnodes=2" in several and "--node_rank=1" in several and "--master_port=29500" in several
-    assert torchrun_command({"deepspeed": "ds.json"}, "c.yaml", [], {"NPROC_PER_NODE": "1"}) is not None

@@ -20,10 +20,6 @@ from paco_reward.demo import asked_about
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 
 
-def panel(color: str) -> Image.Image:
-    return Image.new("RGB", (64, 64), color)
-
-
 @pytest.fixture
 def grid(tmp_path, tiny) -> Path:
     """A 2x2 grid of pictures."""
@@ -75,27 +71,14 @@ def test_the_page_over_http(page, grid, answering_judge):
     assert not [url for url in loaded if not url.startswith(page) and "iframe-resizer" not in url], "nothing leaves the machine"
 
 
-def answers(questions: dict[str, str], verdicts: list[Verdict], count: int, reasons=()) -> Answers:
-    images = [panel(color) for color in ("red", "green", "blue")[:count]]
-    return Answers("<b>judge</b>", images, [f"<{n}>&.png" for n in range(count)], questions, verdicts, reasons)
-
-
 def test_the_sheet_escapes_what_it_shows():
-    shown = sheet.page(
-        answers(questions_about("<script>"), [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)], 3, ["<a>"] * 3)
-    )
+    images = [Image.new("RGB", (64, 64), color) for color in ("red", "green", "blue")]
+    verdicts, names = [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)], [f"<{n}>&.png" for n in range(3)]
+    shown = sheet.page(Answers("<b>judge</b>", images, names, questions_about("<script>"), verdicts, ["<a>"] * 3))
     for text in ("<script>", "<b>judge", "<0>&.png", "<i>no", "<a>"):
         assert text not in shown
     assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
     assert "0.250" in shown and "1.000" in shown and "No mean: 1 of 3 pairs have no score" in shown
-
-
-def test_the_sheet_of_edits_has_a_row_each():
-    verdicts = [Verdict(0.64), Verdict(0.25), Verdict(0.5), Verdict(None, "gone")]
-    shown = sheet.fragment(answers(questions_about(instruction="make it blue"), verdicts, 3))
-    assert "0.400" in shown  # sqrt(0.64 * 0.25)
-    assert shown.count('class="missing"') == 2  # the answer and the overall score that needs it
-    assert "prompt following" in shown and "make it blue" in shown
 
 
 def test_score_writes_the_sheet(tmp_path, tiny, answering_judge, capsys):
@@ -108,23 +91,7 @@ def test_score_writes_the_sheet(tmp_path, tiny, answering_judge, capsys):
     assert f"{float(printed):.3f} <small>mean" in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("count", "rows", "columns", "theme", "instruction", "named"),
-    [
-        (1, 1, 1, "", "", "not 1"),
-        (0, 1, 1, "", "", "not 0"),
-        (1, 5, 5, "", "", "not 25"),
-        (2, 1, 1, "a boat", "make it blue", "not both"),
-        (1, 100, 1, "", "", "cannot be cut"),
-    ],
-)
-def test_what_cannot_be_asked_is_named(tmp_path, count, rows, columns, theme, instruction, named):
-    panel("red").save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=named):
-        asked_about("judge", [(str(tmp_path / "a.png"), None)] * count, rows, columns, theme, instruction)
-
-
-def test_others_need_a_password(monkeypatch, capsys):
-    monkeypatch.delenv("PACO_DEMO_PASSWORD", raising=False)
-    assert main(["demo", "--model", "x/y", "--host", "0.0.0.0"]) == 1
-    assert "PACO_DEMO_PASSWORD" in capsys.readouterr().err
+def test_what_cannot_be_asked_is_named(grid):
+    for count, rows, instruction, named in ((1, 1, "", "not 1"), (1, 100, "", "cannot be cut"), (2, 1, "make it blue", "not both")):
+        with pytest.raises(ValueError, match=named):
+            asked_about("judge", [(str(grid), None)] * count, rows, 1, "a boat", instruction)

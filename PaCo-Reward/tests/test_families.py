@@ -126,12 +126,6 @@ def test_configurations(name, tiny, tmp_path):
     assert with_template({"model_name_or_path": str(model), "template": "mine"})["template"] == "mine"
 
 
-def test_unknown_types_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(PacoRewardError, match="llava.*set template:"):
-        with_template({"model_name_or_path": str(tmp_path)})
-
-
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     """As the -Thinking models: the server's prompt ends with an opened block of thoughts, the training's does not."""
     model = shutil.copytree(judge, tmp_path / "thinking")

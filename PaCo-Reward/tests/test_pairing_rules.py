@@ -182,18 +182,15 @@ def test_repeated_and_disputed_pairs_are_left_out():
         ('"yes" - the same fox in both.', ("Yes", "The same fox in both.")),
         ("Yes", None),
         ("Yesterday both were the same.", None),
-        ("Nothing differs between the two.", None),
         ("I think yes, since both are red.", None),
-        ("Yes. Look at <image> and its colours.", None),
         ("Yes. Look at <|image_pad|> and its colours.", None),
-        ("", None),
     ],
 )
 def test_reading_reasons(answer, read):
     assert read_reason(answer) == read
 
 
-@pytest.mark.parametrize("cut", [0, 1, 9, 25, 36, 37, 60])
+@pytest.mark.parametrize("cut", [0, 25, 36, 60])
 def test_a_journal_keeps_every_complete_answer_wherever_it_is_cut(tmp_path, cut):
     file = tmp_path / "work" / "j.jsonl"
     values = {"a": 0.5, "b": "é\u2028\n", "c": 0.25}

@@ -1,18 +1,18 @@
 """ConsistencyRank's baselines against direct computations, and eval.py."""
 
 import importlib.util
-import json
 
 import numpy as np
 import print_eval_table
 import pytest
+import tiny_pipelines  # registered by conftest.py
 import torch
 from bench_tools import RANK_FOLDER, BenchCommand, BrightnessJudge
 from PIL import Image
 from safetensors.torch import save_file
 
 from paco_eval import runner
-from paco_eval.baselines import Similarity, make_baseline
+from paco_eval.baselines import make_baseline
 from paco_judge.client import Pair
 
 # By its file: a module called `eval` would hide the builtin.
@@ -20,25 +20,11 @@ spec = importlib.util.spec_from_file_location("rank_eval", RANK_FOLDER / "eval.p
 rank_eval = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rank_eval)
 
-TINY_CLIP = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
-    "text_cfg": {"context_length": 16, "vocab_size": 100, "width": 16, "heads": 2, "layers": 1},
-}
-
 
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory):
     """A tiny OpenCLIP in the hub's format."""
-    import open_clip
-
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
-    config = {"model_cfg": TINY_CLIP, "preprocess_cfg": {"mean": mean, "std": std}}
-    (folder / "open_clip_config.json").write_text(json.dumps(config))
-    model = open_clip.CLIP(**{**TINY_CLIP, "vision_cfg": dict(TINY_CLIP["vision_cfg"])})
-    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    tiny_pipelines.save_open_clip(folder := tmp_path_factory.mktemp("clip"))
     return folder
 
 
@@ -82,7 +68,7 @@ def test_clip_i_is_the_cosine_of_image_features(evaluate, clip_folder, bench):
     assert len({score for row in rows for score in row["scores"]}) == 15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dreamsim_is_its_distance(evaluate, bench, tmp_path):
     """The package's smaller model (ViT-B/32) with random weights in the release's format."""
     from dreamsim import dreamsim

@@ -1,7 +1,6 @@
 """VCReward-Bench: accuracy by hand, both ways of asking, winners, broken rows."""
 
 import importlib.util
-import io
 import json
 
 import pytest
@@ -11,12 +10,6 @@ from PIL import ImageStat
 spec = importlib.util.spec_from_file_location("vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py")
 vc_reward = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(vc_reward)
-
-
-def png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def light(image):
@@ -43,8 +36,8 @@ def bench(pictures, tmp_path):
             "instruction": "make it red",
             "winner": str(index % 2),
             "task": ("subject_add", "cref")[index // 4],
-            "source_image": {"bytes": png(source)},
-            "edited_images": [{"bytes": png(edit)} for edit in edits],
+            "source_image": source,
+            "edited_images": edits,
         }
         for index, (source, *edits) in enumerate(pictures)
     ]
@@ -52,9 +45,7 @@ def bench(pictures, tmp_path):
     folder.mkdir(parents=True)
     datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(folder / "test-0.parquet")
     arguments = ["--dataset", folder.parent, "--results_dir", tmp_path / "results", "--output", tmp_path / "table"]
-    command = BenchCommand(vc_reward, folder, tmp_path, arguments)
-    command.file = tmp_path / "results" / "judge.jsonl"
-    return command
+    return BenchCommand(vc_reward, folder, tmp_path, arguments, "judge")
 
 
 def expected_accuracy(pictures, rows):

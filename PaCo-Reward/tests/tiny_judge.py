@@ -19,7 +19,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from paco_judge.questions import theme_question
+from paco_judge.client import Pair
+from paco_judge.questions import editing_texts, load_editing_questions, theme_question
+from paco_judge.scorer import JudgeScorer
 from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor
 
 THEMES = ["one red fox in four seasons", "a paper boat", "a tall lighthouse"]
@@ -128,4 +130,27 @@ def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0,
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     }
     info_file.write_text(json.dumps(info))
+    return folder
+
+
+def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
+    """A judge as a folder, changed so that Yes and No are its most probable tokens: ``least`` is added to their logits.
+
+    Without the change a pair has no score, because neither is among the top 20 tokens. A multiple of the mean last
+    hidden state is added to both rows of the head, which keeps the difference of the two logits.
+    """
+    judge = JudgeScorer.from_pretrained(source)
+    states = []
+    hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
+    texts = list(editing_texts(load_editing_questions(), "make it red").values())
+    judge.score([Pair(picture(i), picture(i + 1), texts[(i + 1) % 2]) for i in range(8)])
+    hook.remove()
+    states = torch.cat(states)
+    towards = states.mean(0)
+    head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
+    head.data[[judge.yes_id, judge.no_id]] += towards * least / (states @ towards).min()
+    judge.model.lm_head.weight = head
+    judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
+    judge.model.save_pretrained(folder)
+    judge.processor.save_pretrained(folder)
     return folder

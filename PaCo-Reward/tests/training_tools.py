@@ -55,7 +55,7 @@ def run_processes(command, configs, folder) -> str:
         files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")
         files[-1].write_text(yaml.safe_dump(config))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
-    environment["HF_DATASETS_CACHE"] = str(Path(folder) / "cache")
+    environment |= {"HF_DATASETS_CACHE": str(Path(folder) / "cache"), "NPROC_PER_NODE": "1"}
     done = subprocess.run(
         [sys.executable, *command, *map(str, files)],
         env=environment,
