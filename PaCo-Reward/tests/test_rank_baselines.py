@@ -125,7 +125,6 @@ def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
     "arguments, named",
     [
         (("histogram", "--weights", "x"), "--weights"),
-        (("clip_i", "--prompt_template", "2"), "--prompt_template"),
         (("dreamsim", "--weights", "gone"), "--weights gone"),
     ],
 )
