@@ -2,15 +2,11 @@
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from training_tools import TIMEOUT, adapter, losses, run_processes, train_config
+from training_tools import adapter, losses, run_processes, train_config
 from transformers import Qwen2_5_VLConfig
 
 from paco_judge.client import Pair
@@ -207,22 +203,3 @@ def test_evaluation_metrics_equal_the_scorers(trained, judge_dir, data_dir):
     assert found["eval_judge_auc"] == pytest.approx(expected["auc"])
     assert found["eval_judge_ece"] == pytest.approx(expected["ece"], abs=1e-5)
     assert 0 <= found["eval_accuracy"] <= 1 and 0 <= found["eval_first_token_accuracy"] <= 1
-
-
-@pytest.mark.slow
-def test_train_command(judge_dir, data_dir, tmp_path):
-    """The published script on the toy configuration with a smaller model, in two processes."""
-    root = Path(__file__).parent.parent
-    command = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", f"model_name_or_path={judge_dir}"]
-    command += [f"dataset_dir={data_dir}", "dataset=pairs", f"output_dir={tmp_path / 'out'}", "max_steps=2"]
-    command += ["per_device_train_batch_size=4", "global_batch_size=9", "logging_steps=1"]
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    log = done.stdout + done.stderr
-    assert "8 sequences instead of global_batch_size: 9" in log and "first_token_scheme sequence" in log
-    layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.") for name in adapter(tmp_path / "out")}
-    assert {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "model.visual.blocks.2.attn.qkv"} <= layers
-    assert "model.language_model.layers.2.mlp.down_proj" in layers and len(layers) == 38

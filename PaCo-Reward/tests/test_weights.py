@@ -93,7 +93,6 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(judge_dir, tmp_pa
         (lambda weights: weights.update({one_of(weights, "q_proj.lora_A"): torch.ones(2, 9)}), "2x9"),
         (lambda weights: weights.update({one_of(weights, "q_proj.lora_A").replace("q_proj", "x"): torch.ones(2, 9)}),
          "that its base lacks"),
-        (lambda weights: weights.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head"),
         (lambda weights: weights[one_of(weights, "q_proj.lora_A")].fill_(float("inf")), "not finite"),
     ],
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """run.sh on a stand-in repository: stages are skipped when they are done, and everything it started is ended."""
 
-import json
 import os
 import shutil
 import signal
@@ -134,41 +133,16 @@ def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     assert made == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python", "python", "stop.sh"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_ends_everything_it_started(repo, number):
+def test_interrupted_it_ends_everything_it_started(repo):
     process = hanging(repo)
     assert (repo / "serving").exists()
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert not (repo / "serving").exists() and running(repo) == []
-    assert [line.split()[0] for line in (repo / "quickstart/out/done").read_text().splitlines()] == ["world", "judge", "rank", "server"]
 
 
-def test_a_command_ends_with_a_killed_run_and_the_next_one_starts(repo):
-    process = hanging(repo)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
-    deadline = time.monotonic() + 60
-    while running(repo):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert drive(repo).returncode == 0
-
-
-def test_a_second_run_in_one_clone_is_refused(repo):
-    process = hanging(repo)
-    try:
-        done = drive(repo)
-        assert done.returncode == 1 and "another quickstart" in done.stderr and (repo / "serving").exists()
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-@pytest.mark.parametrize("arguments", [["--sead", "1"], ["--seed", "x"], ["--seed"], ["--minutes", "-1"]])
+@pytest.mark.parametrize("arguments", [["--sead", "1"], ["--minutes", "-1"]])
 def test_unknown_arguments_are_refused(repo, arguments):
     done = drive(repo, *arguments)
     assert done.returncode == 2 and arguments[0] in done.stderr and calls(repo) == []
@@ -183,14 +157,3 @@ def test_a_taken_port_is_replaced(repo):
     assert done.returncode == 0 and f"port {port} is taken" in done.stdout
     trained = next(call for call in calls(repo) if "train_flux" in call)
     assert "consistency_score.base_url=http://127.0.0.1:" in trained and f":{port}" not in trained
-
-
-def test_the_peak_memory_is_of_all_processes_with_the_mark(tmp_path):
-    command = [sys.executable, "-m", "paco_toy.progress", str(tmp_path / "logs" / "a.log"), sys.executable, "-c",
-               "x = bytearray(200 << 20); print('step 1/2', flush=True); import time; time.sleep(2)"]  # fmt: skip
-    code = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"  # on a terminal it looks twice a second
-    done = subprocess.run([sys.executable, "-c", code, *command], env={**os.environ, "PACO_QUICKSTART_ID": str(tmp_path)},
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
-    assert done.returncode == 0 and "step 1/2" in done.stdout
-    assert int((tmp_path / "peak_mb").read_text()) > 200
-    assert json.loads((tmp_path / "peak_mb").read_text()) < 2000

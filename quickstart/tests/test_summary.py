@@ -13,7 +13,7 @@ from paco_grpo.evaluation.agreement import agreement, pairs_of
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
-from paco_toy.summary import EDIT_MEASURES, MEASURES, edit_measures, policy_measures, rank_measures, table
+from paco_toy.summary import EDIT_MEASURES, MEASURES, edit_measures, policy_measures, table
 from paco_toy.world import (
     CHARACTERS,
     VIEWS,
@@ -57,22 +57,6 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     assert (found["epochs"], found["num_images"], found["train_resolution"], found["test_resolution"]) == (2, 4, 64, 128)
 
 
-def test_full_prompts_alone_have_no_agreement_and_no_diversity(tmp_path):
-    for epoch in (0, 1):
-        evaluation(tmp_path, epoch, [[0] * 4] * 2, [CHARACTERS[0]] * 2, 0.5)
-    assert set(policy_measures(tmp_path)["change"]) == set(MEASURES) - {"agreement", "choice"}
-
-
-def test_missing_evaluations_and_images_are_named(tmp_path):
-    evaluation(tmp_path, 0, [[0] * 4], [CHARACTERS[0]], 0.5)
-    with pytest.raises(SystemExit, match="1 evaluations"):
-        policy_measures(tmp_path)
-    evaluation(tmp_path, 1, [[0] * 4], [CHARACTERS[1]], 0.5)
-    write_jsonl(tmp_path / "eval/epoch_0001/eval_data.jsonl", [{"file": None, "prompt": "", "rewards": {}}])
-    with pytest.raises(SystemExit, match="save_eval_images"):
-        policy_measures(tmp_path)
-
-
 def test_the_change_of_edits_is_paired(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     before, after = [0.0, 0.0, 1.0, 0.5], [1.0, 0.0, 1.0, 1.0]
@@ -84,12 +68,6 @@ def test_the_change_of_edits_is_paired(tmp_path):
     stderr = np.subtract(after, before).std(ddof=1) / 2
     assert found["change"]["oracle_edit"] == pytest.approx({"mean": 0.375, "stderr": stderr})
     assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_rss_mb": 100}, EDIT_MEASURES)
-
-
-def test_rank_means_leave_failed_items_out(tmp_path):
-    rows = [{"metrics": {"accuracy": 1.0, "kendalltau": 0.5}}, {"metrics": {"accuracy": 0.0, "kendalltau": None}}, {"error": "x"}]
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert rank_measures(tmp_path / "r.jsonl") == {"accuracy": 0.5, "kendalltau": 0.5, "items": 2}
 
 
 @pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"])

@@ -21,12 +21,10 @@ from paco_toy.world import (
     VIEWS,
     Character,
     assemble_grid,
-    departed,
     grid_prompt,
     opened,
     random_jitter,
     render_panel,
-    split_characters,
     to_uint8,
 )
 
@@ -57,16 +55,6 @@ def test_open_prompts_say_nothing_of_what_is_open(character, attributes, views):
     assert len(split_prompt(prompt).panels) == 4
 
 
-def test_an_open_prompt_in_words():
-    assert grid_prompt(Character("striped", "", "star"), [VIEWS[0]] * 4).startswith(
-        "2x2 grid layout depicting a striped star.The same star throughout. [TOP]-[LEFT]:"
-    )
-    assert "depicting an outlined purple star.The" in grid_prompt(Character("outlined", "purple", "star"), [VIEWS[0]] * 4)
-    assert "depicting a red character.The same character throughout." in grid_prompt(
-        Character("", "red", ""), [VIEWS[0]] * 4
-    )
-
-
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path, share):
     build_prompts(tmp_path, seed=1, train=120, test=96, open_share=share)
@@ -79,21 +67,6 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path, 
     categories = Counter((row["open"], row["category"]) for row in rows)
     assert len(categories) == len({row["category"] for row in rows}) == (4 if share else 2)
     assert len(set(categories.values())) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "2x2 grid layout depicting a filled red dog.",
-        "a cat",
-        "2x2 grid layout depicting a character. [TOP]-[LEFT]:",
-        grid_prompt(CHARACTERS[0], [VIEWS[0]] * 4).replace("filled red", "red filled"),
-    ],
-)
-def test_other_prompts_are_refused(text):
-    with pytest.raises(ValueError, match="not a prompt of the shapes world"):
-        read_prompt(text)
 
 
 @settings(max_examples=25, deadline=None)
@@ -132,11 +105,8 @@ def reading_of(*grids):
     [
         (stars("red", "red", "red", "red"), 1.0, 1.0),
         (stars("red", "red", "blue", "blue"), 2 / 6, 1.0),
-        (stars("red", "red", "red", "blue"), 3 / 6, 1.0),
-        (stars("red", "green", "cyan", "blue"), 0.0, 1.0),
         ([*stars("red", "red", "blue"), *stars("red", shape="circle")], 1 / 3, 0.75),  # the circle is not asked for
         ([*stars("red", "red"), -1, -1], 1.0, 0.5),
-        ([*stars("red"), -1, -1, -1], 0.0, 0.25),  # nothing to compare
         ([-1] * 4, 0.0, 0.0),
     ],
 )
@@ -144,11 +114,6 @@ def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, align
     reading = reading_of(panels)
     assert reading.agreement([STAR]) == pytest.approx([agreement])
     assert reading.alignment([STAR]) == pytest.approx([alignment])
-
-
-def test_agreement_is_missing_for_full_prompts():
-    scores = reading_of(*[stars("red", "red", "red", "blue")] * 2).agreement([STAR, CHARACTERS[0]])
-    assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
 
 
 def test_between_images_counts_what_other_images_of_the_prompt_show():
@@ -182,14 +147,3 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
 def test_empty_or_flat_panels_are_invalid(level):
     reading = read_grids([Image.new("RGB", (64, 64), (level,) * 3)])
     assert not reading.valid.any() and reading.consistency()[0] == 0.0
-
-
-def test_held_out_characters_are_the_same_for_every_seed_and_apart():
-    known, held_out = split_characters()
-    assert len(held_out) == 21
-    assert sorted((*known, *held_out)) == list(range(len(CHARACTERS)))
-
-
-@given(st.integers(0, len(CHARACTERS) - 1), st.integers(0, 2**31))
-def test_a_departed_character_is_another_one(character, seed):
-    assert departed(character, np.random.default_rng(seed)) != character

@@ -5,11 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-
-from paco_judge.scorer import JudgeScorer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests")]
 
@@ -51,32 +46,12 @@ def pairing_tools():
     return load("pairing_tools", "tests/pairing_tools.py")
 
 
-def save_judge(folder: Path, tiny_judge) -> Path:
-    """A random judge that always answers Yes or No: the toy judge knows one question, the guides ask others."""
-    tiny_judge.save_judge(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
-    # Yes and No share what the last hidden state of every question has in common, so that both are always the most
-    # probable; they differ a little, so that scores do. All other tokens have the logit 0.
-    scorer, states = JudgeScorer(model.eval(), AutoProcessor.from_pretrained(folder)), []
-    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][:, -1]))
-    noise = [Image.effect_noise((64, 64), sigma).convert("RGB") for sigma in (5, 100, 200)]
-    scorer.score(scorer.image_pairs([*noise, Image.new("RGB", (64, 64), "red")], "one red fox"))
-    hook.remove()
-    common = torch.cat(states).mean(dim=0)
-    old, new = model.get_input_embeddings().weight.detach(), torch.zeros_like(model.lm_head.weight)
-    new[words] = 10 * common / common.square().sum() + old[words] / 10
-    model.lm_head.weight = torch.nn.Parameter(new)
-    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def new_terminal(tmp_path_factory, tiny_judge):
     """Makes a terminal whose ``vllm`` environment is the given folder."""
     weights = tmp_path_factory.mktemp("weights")
-    clip, judge = Path(save_clip(weights / "clip")), save_judge(weights / "judge", tiny_judge)
+    clip = Path(save_clip(weights / "clip"))
+    judge = tiny_judge.save_answering(tiny_judge.save_judge(weights / "random"), weights / "judge")
     published = PUBLISHED | dict.fromkeys(JUDGES, judge)
     published["Qwen/Qwen-Image-Edit"] = build("qwen_image_edit", weights / "qwen")
     published |= dict.fromkeys(("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"), clip)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -51,26 +50,6 @@ def test_weights_are_fetched_before_training(terminal, command, answer):
     assert answer in terminal.run(f"conda activate paco-grpo\n{command}", "PaCo-GRPO")
 
 
-@pytest.fixture(scope="module")
-def judge_port(terminal):
-    """The port of the reward server, launched as in the guide."""
-    port = free_port()
-    launched = terminal.run(
-        """
-export CUDA_VISIBLE_DEVICES=0
-export GPU_MEMORY_UTILIZATION=0.85
-export VLLM_MODEL_PATHS='X-GenGroup/PaCo-Reward-7B'
-export VLLM_MODEL_NAMES='Paco-Reward-7B'
-conda activate vllm
-bash vllm_server/launch.sh
-""",
-        "PaCo-GRPO",
-        VLLM_PORT=port,
-    )
-    assert "Ready:  Paco-Reward-7B" in launched
-    return port
-
-
 def save_editing_set(folder: Path) -> Path:
     """What ``python dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
     folder.mkdir()
@@ -84,22 +63,6 @@ def save_editing_set(folder: Path) -> Path:
     return folder
 
 
-def test_t2is(terminal, judge_port, open_clip):
-    """At toy size; the editors' commands are those of PaCo-GRPO/README.md (test_readmes.py)."""
-    server = f"--config.train.reward_fn_kwargs.consistency_score={{'port': {judge_port}, 'model': 'PaCo-Reward-7B'}}"
-    clip = f"--config.train.reward_fn_kwargs.subfig_clipT={{'model': '{open_clip}', 'pretrained': None}}"
-    words = " ".join(map(shlex.quote, (*TOY_SIZE, server, clip)))
-    terminal.run(
-        f"""
-export CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7
-conda activate paco-grpo
-bash scripts/single_node/train_flux.sh t2is {words}
-""",
-        "PaCo-GRPO",
-    )
-    check_learning(metrics(terminal.clone), "consistency_score")
-
-
 def check_learning(rows: list[dict], reward: str) -> None:
     """The judge's scores have reached the weights."""
     before, trained, after = rows
@@ -107,6 +70,14 @@ def check_learning(rows: list[dict], reward: str) -> None:
     assert trained["reward/missing_share"] == 0 and trained["train/grad_norm"] > 0
 
 
+ONE_MODEL = """
+export CUDA_VISIBLE_DEVICES=0
+export GPU_MEMORY_UTILIZATION=0.85
+export VLLM_MODEL_PATHS='X-GenGroup/PaCo-Reward-7B'
+export VLLM_MODEL_NAMES='Paco-Reward-7B'
+conda activate vllm
+bash vllm_server/launch.sh
+"""
 ONE_PORT = """
 export VLLM_MODEL_PATHS="X-GenGroup/PaCo-Reward-7B,google/gemma-3-4b-it"
 export VLLM_MODEL_NAMES="Paco-Reward-7B,Gemma-3-4B-IT"
@@ -132,11 +103,12 @@ bash vllm_server/launch.sh
 )
 
 
-def test_two_models(terminal):
-    """Both options of the guide: one port for two models, and a port for each."""
+def test_servers(terminal):
+    """One model, and both options of the guide for two: one port for both, and a port for each."""
     activated = "conda activate vllm\n"
     ports = {port: str(free_port()) for port in ("8000", "8001")}
-    shared = str(free_port())
+    alone, shared = str(free_port()), str(free_port())
+    assert "Ready:  Paco-Reward-7B" in terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=alone)
     terminal.run(activated + ONE_PORT.replace("8000", shared), "PaCo-GRPO")
     for block in TWO_PORTS:
         for published, free in ports.items():

@@ -17,23 +17,6 @@ VLLM = REPOSITORY / ".venv-vllm"
 needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="vLLM environment not installed")
 
 
-@pytest.mark.slow
-def test_training(terminal, tiny_judge):
-    for name in DATA_SETS:
-        tiny_judge.save_pairs(terminal.clone / "PaCo-Reward" / "PaCo-Dataset", 8, name)
-    terminal.run(
-        """
-cd PaCo-Reward
-conda create -n paco-reward python=3.12 -y
-conda activate paco-reward
-cd LLaMA-Factory && pip install -e ".[torch,metrics]" --no-build-isolation
-cd .. && bash train/paco_reward.sh """
-        + TOY_SIZE
-    )
-    (adapter,) = (terminal.clone / "PaCo-Reward" / "checkpoints").glob("*/adapter_model.safetensors")
-    assert json.loads((adapter.parent / "trainer_state.json").read_text())["global_step"] == 1
-
-
 def save_rank_bench(folder: Path, tiny) -> None:
     """ConsistencyRank-Bench as it is downloaded, with two items: its images are in an archive."""
     folder.mkdir()

@@ -1,12 +1,10 @@
 """setup.sh: choice of Python, messages when something is missing, and pins that name no host."""
 
-import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -41,23 +39,12 @@ def setup(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=variables, check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.13", "none"])
-def test_other_pythons_are_refused_by_version(clone, version):
+def test_other_pythons_are_refused_by_version(clone):
     path = clone / "fakepython"
-    if version != "none":
-        path.write_text(f"#!/bin/sh\necho {version}\n")
-        path.chmod(0o755)
+    path.write_text("#!/bin/sh\necho 3.13\n")
+    path.chmod(0o755)
     done = setup(clone, PYTHON=str(path))
-    assert done.returncode == 1 and "3.11 or 3.12" in done.stderr and "PYTHON=" in done.stderr
-    assert version == "none" or version in done.stderr
-
-
-def test_unreachable_registry_names_the_remedies(clone):
-    dead = "http://127.0.0.1:9/simple"
-    done = setup(clone, UV_DEFAULT_INDEX=dead, PIP_INDEX_URL=dead, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_RETRIES="0",
-                 PIP_CONFIG_FILE=os.devnull, UV_HTTP_RETRIES="0", UV_OFFLINE="0", UV_CACHE_DIR=str(clone / "cache"))  # fmt: skip
-    assert done.returncode == 1 and "HTTPS_PROXY" in done.stderr
-    assert not (clone / ".venv/.paco-stamp").exists()
+    assert done.returncode == 1 and "3.11 or 3.12" in done.stderr and "3.13" in done.stderr
 
 
 @pytest.mark.parametrize("tag", ["py311", "py312"])
@@ -68,14 +55,3 @@ def test_pins_are_names_and_versions_only_and_complete(tag):
     for name in (tag, f"vllm-{tag}"):
         lines = (REPO / f"constraints/{name}.txt").read_text().splitlines()
         assert len(lines) > 100 and [line for line in lines if not PINS.fullmatch(line)] == []
-
-
-def test_this_environment_agrees_with_the_pins():
-    """The tests run on what setup.sh installs, not on something newer that happens to be there."""
-    if not Path(sys.executable).is_relative_to(REPO):
-        return  # a developer's own environment
-    pinned = read_pins(REPO / f"constraints/py3{sys.version_info[1]}.txt")
-    # Not of sys.path: setuptools adds its own copies of some packages to it.
-    site = [sysconfig.get_path("purelib")]
-    have = {normalized(found.metadata["Name"]): found.version for found in importlib.metadata.distributions(path=site)}
-    assert {n: v for n, v in have.items() if n in pinned and v.split("+")[0] != pinned[n]} == {}
