@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paco_eval.results import BenchError, Row, fingerprint, first_line
+from paco_eval.results import BenchError, Row, fingerprint
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import as_received, content_digest
-from paco_judge.questions import CHAT_OPTIONS, RequestForm, add_form_arguments, build_messages, form_of
+from paco_judge.questions import CHAT_OPTIONS, RequestForm, build_messages, form_of
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
@@ -24,21 +24,6 @@ VLLM_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 VLLM_REMEDY = "use .venv-vllm/bin/python (bash setup.sh --vllm), or choose --engine transformers, or --server URL"
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every benchmark command."""
-    text = "folder, hub name, or served name with --server; default: the published PaCo-Reward-7B"
-    parser.add_argument("--model", "--backbone", help=text)
-    parser.add_argument("--adapter", help="adapter folder (engine transformers)")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
-    parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
-    parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
-    parser.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm")
-    parser.add_argument("--server", metavar="URL", help="ask a running server instead")
-    parser.add_argument("--port", type=int, help="ask the server at this port of this machine")
-    parser.add_argument("--results_dir", "--result_dir", default="results")
-    add_form_arguments(parser)
 
 
 def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
@@ -108,8 +93,6 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         from vllm.platforms import current_platform
     except ImportError as error:
         raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {VLLM_REMEDY}") from error
-    if current_platform.is_unspecified():
-        raise BenchError(f"vLLM in {sys.executable} finds no device that it was built for; {VLLM_REMEDY}")
     text = AutoConfig.from_pretrained(model).get_text_config()
     on_cpu = {}
     if current_platform.is_cpu():
@@ -117,17 +100,14 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         # vLLM has Qwen3.5's linear attention in bfloat16 alone there.
         on_cpu = {"enforce_eager": True, "dtype": "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"}
     print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
-    try:
-        llm = LLM(
-            model=model,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_model_len=min(MAX_MODEL_LEN, getattr(text, "max_position_embeddings", MAX_MODEL_LEN)),
-            limit_mm_per_prompt={"image": 3, "video": 0},
-            **on_cpu,
-        )
-    except RuntimeError as error:
-        raise BenchError(f"{first_line(error)} (VLLM_LOGGING_LEVEL=INFO shows more)") from error
+    llm = LLM(
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=min(MAX_MODEL_LEN, getattr(text, "max_position_embeddings", MAX_MODEL_LEN)),
+        limit_mm_per_prompt={"image": 3, "video": 0},
+        **on_cpu,
+    )
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
     def verdict(output: Any) -> Verdict:

@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from paco_eval.engines import ScorePairs, add_engine_arguments, ask_once, make_engine, results_of
+from paco_eval.engines import ScorePairs, ask_once, make_engine, results_of
 from paco_eval.results import BenchError, Row, first_line, key_of, open_results
 from paco_judge.client import DEFAULT_MODEL, JudgeError, Pair
-from paco_judge.questions import Question, form_of, record
+from paco_judge.questions import Question, add_form_arguments, form_of, record
 from paco_judge.verdict import Verdict
 
 HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
@@ -130,7 +130,17 @@ def new_parser(text: str | None) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """A benchmark's command line, with the options of its engine."""
-    add_engine_arguments(parser)
+    text = "folder, hub name, or served name with --server; default: the published PaCo-Reward-7B"
+    parser.add_argument("--model", "--backbone", help=text)
+    parser.add_argument("--adapter", help="adapter folder (engine transformers)")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
+    parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm")
+    parser.add_argument("--server", metavar="URL", help="ask a running server instead")
+    parser.add_argument("--port", type=int, help="ask the server at this port of this machine")
+    parser.add_argument("--results_dir", "--result_dir", default="results")
+    add_form_arguments(parser)
     args = parser.parse_args(arguments)
     if args.batch_size < 1:
         parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
@@ -150,6 +160,6 @@ def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.
     except KeyboardInterrupt:
         print("stopped; run the same command to continue", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError, JudgeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 2

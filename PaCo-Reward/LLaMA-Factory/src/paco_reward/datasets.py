@@ -34,9 +34,7 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
     """All rows of a local ShareGPT data set (json or jsonl); None if it is another, which only LLaMA-Factory reads.
 
     Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists, else used as they are.
-
-    Raises:
-        PacoRewardError: A file or a row that training could not use, named.
+    Raises PacoRewardError, naming a file or a row that training could not use.
     """
     folder = Path(dataset_dir)
     index = folder / "dataset_info.json"
@@ -86,12 +84,9 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
 
 
 def check_data(config: dict[str, Any]) -> None:
-    """Read the data sets of a training configuration, and print what was found.
+    """Read the data sets of a training configuration, and print what was found. Raises PacoRewardError.
 
     Images must exist. A damaged one is reported by the training, which reads it.
-
-    Raises:
-        PacoRewardError: A data set cannot be read, or images are missing.
     """
     for key in ("dataset", "eval_dataset"):
         names = config.get(key) or []
@@ -129,13 +124,8 @@ class FilePairs(Sequence[Pair]):
 def labeled_pairs(
     dataset_dir: str | Path, dataset: str, limit: int | None = None, form: RequestForm = DEFAULT_FORM
 ) -> tuple[FilePairs, list[bool]]:
-    """Pairs of a local data set, and whether their answer begins with Yes.
-
-    Raises:
-        PacoRewardError: The data set cannot be read, or a row is not <image><image>QUESTION (with the labels of ``form``)
-            with an answer that begins with Yes or No.
-    """
-    prefix = pair_prefix(form)
+    """Pairs of a local data set, and whether their answer begins with Yes. Raises PacoRewardError."""
+    prefix, rows, labels = pair_prefix(form), [], []
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
         raise PacoRewardError(f"dataset {dataset} is not a local ShareGPT file; download it and set file_name")
@@ -145,5 +135,6 @@ def labeled_pairs(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images (see --image_labels), and "
                 "its answer begins with Yes or No"
             )
-    rows = [(*example.images, example.prompt.removeprefix(prefix)) for example in examples[:limit]]
-    return FilePairs(rows), [example.answer.startswith("Yes") for example in examples[:limit]]
+        rows.append((*example.images, example.prompt.removeprefix(prefix)))
+        labels.append(example.answer.startswith("Yes"))
+    return FilePairs(rows), labels

@@ -28,11 +28,7 @@ def export(
 
     The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored). The processor limits images
     as in the training. ``output`` is replaced only after the merged model has given the scores of base and adapter on
-    ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs.
-
-    Raises:
-        PacoRewardError: ``output`` overlaps with an input, or is not empty without ``force``; or the merged model scores
-            differently.
+    ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs. Raises PacoRewardError.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 

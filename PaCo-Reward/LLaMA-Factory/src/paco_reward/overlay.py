@@ -11,7 +11,7 @@
 
 import importlib.metadata
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -82,18 +82,9 @@ def _arguments_class(base: type) -> type:
 
     @dataclass
     class FirstTokenArguments(base):
-        first_token_weight: float | None = field(
-            default=None,
-            metadata={"help": "Weight of the answer's first token in the loss, in [0, 1]; null: LLaMA-Factory's loss."},
-        )
-        first_token_scheme: Literal["sequence", "released"] = field(
-            default="sequence",
-            metadata={"help": "How the weighted loss is divided: per sequence, or as the authors' released trainer."},
-        )
-        first_token_accuracy: bool = field(
-            default=False,
-            metadata={"help": "Evaluate the answer's first token; turns compute_accuracy on, which measures it too."},
-        )
+        first_token_weight: float | None = None  # of the answer's first token, in [0, 1]; null: LLaMA-Factory's loss
+        first_token_scheme: Literal["sequence", "released"] = "sequence"  # per sequence, or as the authors' trainer
+        first_token_accuracy: bool = False  # turns compute_accuracy on, which measures it too
 
         def __post_init__(self) -> None:
             super().__post_init__()
