@@ -1,6 +1,6 @@
 """Images and a judge's answers about them as HTML: a matrix of pair scores, or a row for each edit."""
 
-from functools import cache
+from pathlib import Path
 
 import jinja2
 from PIL import Image
@@ -8,6 +8,7 @@ from PIL import Image
 from paco_judge.images import data_url
 from paco_reward.answers import Answers
 
+_HTML = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
 _SIDE = 192  # pixels of a picture in the page
 _NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enough for dark text
 
@@ -15,7 +16,7 @@ _NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enoug
 def fragment(answers: Answers) -> str:
     """HTML to put into a page; every text in it is escaped."""
     cells = zip(answers.cells, answers.verdicts, strict=True)
-    return _template().render(
+    return jinja2.Template(_HTML, autoescape=True, undefined=jinja2.StrictUndefined).render(
         answers=answers,
         pictures=[_picture(image) for image in answers.images],
         small=[max(image.size) < _SIDE for image in answers.images],
@@ -33,12 +34,6 @@ def page(answers: Answers) -> str:
         "<title>PaCo-Reward scores</title></head>\n"
         f'<body style="margin: 32px auto; max-width: 1100px; padding: 0 20px">\n{fragment(answers)}\n</body>\n</html>\n'
     )
-
-
-@cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("paco_reward", "")
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template("sheet.html")
 
 
 def _picture(image: Image.Image) -> str:
