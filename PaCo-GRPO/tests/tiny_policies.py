@@ -36,8 +36,6 @@ class Family:
             number of steps and the generator, for one image.
         options: Arguments of ``load_policy``: the guidance the family is meant to be used with.
         references: Reference images of an item.
-        time: σ → the transformer's time argument.
-        sign: Of the transformer's output as a velocity.
         discarded: Regular expression for the LoRA layers whose output nothing reads.
     """
 
@@ -45,8 +43,6 @@ class Family:
     stock: Callable[[Policy, Item, Any], dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
     references: int = 0
-    time: Callable[[torch.Tensor], torch.Tensor] = lambda sigma: sigma
-    sign: int = 1
     discarded: str = ""
 
 
@@ -113,12 +109,11 @@ FAMILIES = {
         partial(build_tiny_qwen_edit, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_DISCARDED
     ),
     "stable_diffusion_3": Family(
-        build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""}, time=lambda sigma: 1000 * sigma,
+        build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""},
         discarded=r"transformer_blocks\.1\.attn\.add_q_proj",  # the last block computes no text
     ),
     "z_image": Family(
         build_tiny_z_image, _own_cfg, {"guidance_scale": 3.0, "negative_prompt": "", "max_sequence_length": 64},
-        time=lambda sigma: 1 - sigma, sign=-1,
     ),
     "qwen_image_edit_plus": replace(_PLUS, build=partial(_PLUS.build, zero_cond_t=True)),  # as in 2511
 }  # fmt: skip

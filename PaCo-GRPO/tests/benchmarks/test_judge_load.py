@@ -51,16 +51,3 @@ def test_errors_are_counted_and_have_no_latency(measure):
     some, none = report["rounds"] if report["rounds"][0]["target"] == "some" else reversed(report["rounds"])
     assert some["errors"] == len(some["latencies_ms"]) == 4 and "HTTP 400" in some["first_error"]
     assert none["errors"] == 8 and report["targets"][0]["p50_ms"] is None
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--target", "no-url"],
-        ["--target", "a=http://127.0.0.1:9", "--target", "a=http://127.0.0.1:9"],
-        ["--target", "a=http://127.0.0.1:9"],  # nobody answers
-    ],
-)
-def test_wrong_targets_are_refused(arguments, capsys):
-    assert judge_load.main(arguments) == 2
-    assert capsys.readouterr().err.startswith("error: ")

@@ -1,11 +1,9 @@
 """Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and Parquet tables."""
 
-import dataclasses
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +23,7 @@ def encoded(color, kind="PNG", size=(12, 8)) -> bytes:
 def write_jsonl(folder, *rows):
     (folder / "images").mkdir(exist_ok=True)
     (folder / "images" / "a.png").write_bytes(encoded("red"))
-    (folder / "images" / "broken.png").write_bytes(b"not an image")
+    (folder / "images" / "b.png").write_bytes(encoded("blue"))
     (folder / "images" / "cut.jpg").write_bytes(encoded("red", "JPEG", size=(64, 64))[:-40])
     (folder / "images" / "a.eps").write_bytes(encoded("red", "EPS"))
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,29 +55,25 @@ def test_geneval_image(tmp_path):
     ("row", "named"),
     [
         ({"image": "images/a.png"}, "field 'prompt'"),
-        ({"prompt": "x"}, "field 'image' must name a file in .*, got None"),
-        ({"prompt": "x", "image": "images/b.png"}, "field 'image' must name a file in .*, got 'images/b.png'"),
-        ({"prompt": "x", "image": "images/a.png", "height": 3}, "fields 'height' and 'width' must be given together"),
+        ({"prompt": "x", "image": "images/c.png"}, "field 'image' .*'images/c.png'"),
+        ({"prompt": "x", "image": "images/a.png", "height": 3}, "'height' and 'width'"),
+        ({"prompt": "x", "image": "images/cut.jpg"}, "field 'image' .*cut.jpg"),  # when it is read
+        ({"prompt": "x", "image": "images/a.eps"}, "field 'image' .*a.eps"),
     ],
 )
 def test_geneval_image_errors_name_file_line_and_field(tmp_path, row, named):
     good = {"prompt": "x", "image": "images/a.png"}
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: {named}"):
-        load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: .*{named}"):
+        _ = [item.image for item in load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")]
 
 
-@pytest.mark.parametrize("name", ["broken.png", "cut.jpg", "a.eps"])
-def test_a_damaged_file_is_named_when_it_is_read(tmp_path, name):
-    (item,) = load_prompts(
-        write_jsonl(tmp_path, {"prompt": "x", "image": f"images/{name}"}), "train", "geneval_image"
-    )
-    with pytest.raises(DataError, match=f"train_metadata.jsonl:1: field 'image' .*{name}"):
-        _ = item.image
+BY_FORMAT = pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
 
 
-@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+@BY_FORMAT
 @pytest.mark.parametrize("struct", [True, False])
 def test_arrow_editing(tmp_path, suffix, write, struct):
+    """Each reward reads an item's image in a thread of its own."""
     images = [encoded(color) for color in COLORS]
     column = [{"bytes": data, "path": None} for data in images] if struct else images
     write(tmp_path / f"test.{suffix}", table(column, category=list("abcde"), note=[1, 2, 3, None, 5]))
@@ -87,18 +81,9 @@ def test_arrow_editing(tmp_path, suffix, write, struct):
     assert [item.item_id for item in items] == list(range(5))
     assert [item.prompt for item in items] == [f"make it {color}" for color in COLORS]
     assert [item.metadata["category"] for item in items] == list("abcde")
-    for item, data in zip(items, images, strict=True):
-        assert np.array_equal(np.asarray(item.image), np.asarray(Image.open(io.BytesIO(data))))
-
-
-@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
-def test_images_are_read_in_several_threads_at_once(tmp_path, suffix, write):
-    """Each reward reads an item's image in a thread of its own."""
-    write(tmp_path / f"test.{suffix}", table([encoded(color) for color in COLORS]))
-    items = load_prompts(tmp_path, "test", "arrow_editing")
-    expected = [item.image.getpixel((0, 0)) for item in items]
+    expected = [Image.open(io.BytesIO(data)).tobytes() for data in images]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda item: item.image.getpixel((0, 0)), items * 100)) == expected * 100
+        assert list(pool.map(lambda item: item.image.tobytes(), items * 100)) == expected * 100
 
 
 @pytest.mark.slow  # importing datasets
@@ -116,19 +101,27 @@ def test_what_datasets_saves_is_read(tmp_path):
         assert [item.image.getpixel((0, 0)) for item in items] == [(255, 0, 0), (0, 0, 255)]
 
 
+def test_turned_photographs_are_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    buffer = io.BytesIO()
+    Image.new("RGB", (12, 8)).save(buffer, format="JPEG", exif=exif)
+    write_parquet(tmp_path / "train.parquet", table([buffer.getvalue()]))
+    assert load_prompts(tmp_path, "train", "arrow_editing")[0].image.size == (8, 12)
+
+
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (pa.table({"image": [b"x"]}), "column 'prompt' is missing; it has image"),
+        (pa.table({"image": [b"x"]}), "column 'prompt' is missing"),
         (pa.table({"prompt": ["x"]}), "column 'image' is missing"),
-        (pa.table({"prompt": [1], "image": [b"x"]}), "row 0: field 'prompt' must be a text, got 1"),
-        (pa.table({"prompt": [["x"]], "image": [b"x"]}), "row 0: field 'prompt' must be a text, got None"),
-        (pa.table({"prompt": ["x"], "image": ["path.png"]}), "row 0: field 'image' has no bytes"),
-        (table([encoded("red"), b"x", encoded("red")]), "row 1: field 'image' is not an image"),
-        (table([{"bytes": encoded("red")}, {"bytes": None}]), "row 1: field 'image' has no bytes"),
+        (pa.table({"prompt": [1], "image": [b"x"]}), "row 0: field 'prompt'"),
+        (table([encoded("red"), b"x", encoded("red")]), "row 1: field 'image'"),
+        (table([{"bytes": encoded("red")}, {"bytes": None}]), "row 1: field 'image'"),
+        (pa.table({"prompt": ["x", "y"], "images": [[encoded("red")], [encoded("red"), None]]}), "row 1: field 'images'"),
     ],
 )
-@pytest.mark.parametrize(("suffix", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+@BY_FORMAT
 def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, write, data, named):
     write(tmp_path / f"train.{suffix}", data)
     with pytest.raises(DataError, match=rf"train.{suffix}: {named}"):
@@ -143,44 +136,11 @@ def test_missing_and_broken_tables(tmp_path):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
-def test_turned_photographs_are_upright(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
-    buffer = io.BytesIO()
-    Image.new("RGB", (12, 8)).save(buffer, format="JPEG", exif=exif)
-    write_parquet(tmp_path / "train.parquet", table([buffer.getvalue()]))
-    assert load_prompts(tmp_path, "train", "arrow_editing")[0].image.size == (8, 12)
-
-
 def test_several_images_keep_their_order(tmp_path):
-    rows = {"prompt": "x", "images": ["images/b.png", "images/a.png"]}, {"prompt": "y", "images": ["images/a.png"]}
-    folder = write_jsonl(tmp_path, *rows)
-    (folder / "images" / "b.png").write_bytes(encoded("blue"))
-    items = load_prompts(folder, "train", "geneval_image")
-    cells = [[encoded("blue"), encoded("red")], [encoded("red")], [encoded("lime"), encoded("red"), encoded("blue")]]
-    structs = [[{"bytes": data, "path": None} for data in cell] for cell in cells]
-    for suffix, write, column in (("arrow", write_arrow, structs), ("parquet", write_parquet, cells)):
-        write(tmp_path / f"test.{suffix}", pa.table({"prompt": ["x", "y", "z"], "images": column}))
-        rows = load_prompts(tmp_path, "test", "arrow_editing")
-        (tmp_path / f"test.{suffix}").unlink()
-        assert [item.num_images for item in rows] == [2, 1, 3]
-        assert [image.getpixel((0, 0)) for image in rows[2].images] == [(0, 255, 0), (255, 0, 0), (0, 0, 255)]
-        items += rows[:2]
-    for first, second in zip(items[::2], items[1::2], strict=True):
+    folder = write_jsonl(tmp_path, {"prompt": "x", "images": ["images/b.png", "images/a.png"]}, {"prompt": "y", "images": ["images/a.png"]})
+    cells = [[encoded("blue"), encoded("red")], [encoded("red")]]
+    write_arrow(tmp_path / "test.arrow", pa.table({"prompt": ["x", "y"], "images": cells}))
+    for split, kind in (("train", "geneval_image"), ("test", "arrow_editing")):
+        first, second = load_prompts(folder, split, kind)
         assert [image.getpixel((0, 0)) for image in first.images] == [(0, 0, 255), (255, 0, 0)]
         assert (second.num_images, second.images[0].getpixel((0, 0)), second.more_images) == (1, (255, 0, 0), ())
-        loaded = dataclasses.replace(first)
-        assert loaded.images == loaded.images and loaded.images[1] is loaded.more_images[0]  # read once
-
-
-@pytest.mark.parametrize(
-    ("images", "named"),
-    [
-        ([[encoded("red")], None], "row 1: field 'images' has no image"),
-        ([[encoded("red")], [encoded("red"), None]], "row 1: field 'images' has no bytes"),
-    ],
-)
-def test_wrong_columns_of_images_are_named(tmp_path, images, named):
-    write_parquet(tmp_path / "train.parquet", pa.table({"prompt": ["x", "y"], "images": images}))
-    with pytest.raises(DataError, match=rf"train.parquet: {named}"):
-        _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]

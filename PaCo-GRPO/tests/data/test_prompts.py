@@ -15,36 +15,32 @@ SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "t2is_sample.
 
 
 def write(folder, *rows):
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    (folder / "train_metadata.jsonl").write_text(text)
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    (folder / "train_metadata.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     return folder
 
 
 def test_items_carry_their_row(tmp_path):
-    row = {
-        "prompt": GRID,
-        "height": 64,
-        "width": 128,
-        "layout": "1x2",
-        "idx": "7",
-        "criteria": {"style": {"a": "same"}},
-    }
-    items = load_prompts(write(tmp_path, row, "", {"prompt": "one picture"}), "train")
+    row = {"prompt": GRID, "height": 64, "width": 128, "layout": "1x2", "idx": "7", "criteria": {"style": {"a": "same"}}}
+    items = load_prompts(write(tmp_path, row, b"", {"prompt": "one picture"}), "train")
     assert [item.item_id for item in items] == [0, 1]
     assert (items[0].height, items[0].width, items[0].metadata["idx"]) == (64, 128, "7")
     assert (items[1].height, items[1].width) == (None, None)
+    (tmp_path / "test.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n\n a dog \n")  # a byte order mark is accepted
+    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
 
 
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ("{not json", "column 2"),
-        ("[1]", "list"),
+        (b"{not json", ""),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000, ""),
         ({"text": "x"}, "field 'prompt'"),
         ({"prompt": "  "}, "field 'prompt'"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
         ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
-        ({"prompt": "x", "height": 64, "width": 0}, "'width'"),
+        ({"prompt": "x", "height": 10**400, "width": 1}, "'height'"),
         ({"prompt": "x", "category": {"a": 1}}, "field 'category'"),
         ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
         ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
@@ -56,51 +52,16 @@ def test_errors_name_file_line_and_field(tmp_path, row, named):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"prompt": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
-        (b'{"prompt": ' + b"[" * 100_000, "not JSON"),
-        (b'{"prompt": "a\\u0000b"}', "field 'prompt'"),
-        (b'{"prompt": "x", "height": 1' + b"0" * 400 + b', "width": 1}', "field 'height' must be an integer from 1 to"),
-        (b'{"prompt": "x", "criteria": {"a": [1]}}', "field 'criteria'"),
-    ],
-)
-def test_a_damaged_line_is_one_sentence(tmp_path, line, said):
-    (tmp_path / "train_metadata.jsonl").write_bytes(json.dumps({"prompt": GRID}).encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:3.*{said}") as caught:
-        load_prompts(tmp_path, "train")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_byte_order_mark_is_accepted(tmp_path):
-    (tmp_path / "train_metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": GRID}).encode())
-    (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n")
-    assert [load_prompts(tmp_path, "train", kind)[0].prompt for kind in ("geneval", "text")] == [GRID, "a cat"]
-    (tmp_path / "train.txt").write_bytes("a cat\na dog".encode("utf-16-le"))
-    with pytest.raises(DataError, match="train.txt: not a text .*save it as UTF-8"):
-        load_prompts(tmp_path, "train", "text")
-
-
 def test_missing_things_are_named(tmp_path):
-    with pytest.raises(DataError, match="config.dataset"):
-        load_prompts(tmp_path / "none", "train")
-    with pytest.raises(DataError, match="train_metadata.jsonl"):
-        load_prompts(tmp_path, "train")
-    with pytest.raises(DataError, match="train split"):
-        load_prompts(write(tmp_path), "train")
-
-
-def test_text_kind(tmp_path):
-    (tmp_path / "test.txt").write_text("a cat\n\n a dog \n")
-    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
+    for folder, named in ((tmp_path / "none", "config.dataset"), (tmp_path, "train_metadata.jsonl")):
+        with pytest.raises(DataError, match=named):
+            load_prompts(folder, "train")
 
 
 @pytest.mark.skipif(not SHARED.is_file(), reason="shared/data absent")
 def test_real_items_are_accepted(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_text(SHARED.read_text())
-    items = load_prompts(tmp_path, "train")
-    assert len(items) == len([line for line in SHARED.read_text().splitlines() if line.strip()])
+    assert len(load_prompts(tmp_path, "train")) == len([line for line in SHARED.read_text().splitlines() if line.strip()])
 
 
 def test_sizes():

@@ -25,7 +25,6 @@ def test_enough_of_every_kind(items):
         assert len(items[split]) >= least
         kinds = Counter((item.metadata["category"], item.metadata["layout"]) for item in items[split])
         assert set(kinds) == {(category, layout) for category in CATEGORIES for layout in LAYOUTS}
-        assert min(kinds.values()) >= 3
         # the first items of a split are what a short evaluation sees
         assert {item.metadata["category"] for item in items[split][:5]} == CATEGORIES
 
@@ -41,9 +40,6 @@ def test_every_item_is_complete(items):
         assert item.metadata["theme"].endswith((".", "?")) and item.metadata["task_name"]
         assert {name.lower() for name in item.metadata["criteria"]} == {"style", "logic", "identity"}
         assert set(load_question("criteria").texts(item.metadata["criteria"])) == set(item.metadata["criteria"])
-        # what a CLIP text encoder sees of a panel (77 tokens), and T5 of a prompt (512)
-        assert all(4 <= len(panel.split()) <= 45 for panel in grid.panels), item.metadata["idx"]
-        assert len(item.prompt.split()) <= 260
         assert len(set(grid.panels)) == len(grid.panels)
 
 

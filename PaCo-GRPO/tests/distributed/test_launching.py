@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from serving_reward import free_port
+from fakes import free_port
 from tiny_run import ROOT, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser

@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-import pytest
 import torch
 from named import load as load_named
 from tiny_policies import items, load
@@ -39,10 +38,9 @@ def mrope(ids, grid, image_token):
     return np.array(positions).T
 
 
-@pytest.mark.parametrize("size", [(32, 96), (64, 64)])
-def test_image_tokens_have_their_rows_and_columns(tiny_folder, size):
+def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     policy = load(NAME, tiny_folder(NAME), negative_prompt=None, guidance_scale=1.0)
-    (item,) = items(NAME, "make it blue", size=size)
+    (item,) = items(NAME, "make it blue", size=(32, 96))
     features, seen = encoded(policy, item)
     encoder = policy.pipeline.text_encoder
     expected = mrope(seen["input_ids"][0].tolist(), seen["image_grid_thw"][0].tolist(), encoder.config.image_token_id)
@@ -65,5 +63,5 @@ def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path)
         write_model_card(tmp_path, load_named("qwen_editing"), policy, epoch=1, step=2, evaluation=None)
         (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
         assert ("mm_token_type_ids" in code) == (positions == "mrope")
-        assert code.strip().endswith(policy.pipeline_setup)  # which test_same_image.py runs
+        assert code.strip().endswith(policy.pipeline_setup)  # which test_families.py runs
         compile(code, "README.md", "exec")

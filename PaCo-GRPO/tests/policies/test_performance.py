@@ -54,6 +54,16 @@ def one_epoch(policy, name):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_equals_eager_up_to_rounding(tmp_path):
+    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
+    expected = forward(policy, "flux", gradient=True)
+    torch._dynamo.reset()
+    compile_blocks(policy)
+    assert_close(forward(policy, "flux", gradient=True), expected)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing):
     """With dynamo alone (backend eager), which decides what is compiled again."""
@@ -73,16 +83,6 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing
     one_epoch(policy, "flux")
     assert not counters["stats"].get("unique_graphs")
     assert not counters["graph_break"]
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_equals_eager_up_to_rounding(tmp_path):
-    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
-    expected = forward(policy, "flux", gradient=True)
-    torch._dynamo.reset()
-    compile_blocks(policy)
-    assert_close(forward(policy, "flux", gradient=True), expected)
 
 
 def test_a_missing_attention_kernel_is_reported(tiny_folder):

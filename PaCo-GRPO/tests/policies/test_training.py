@@ -72,7 +72,7 @@ def test_merged_sampling_and_a_shared_beginning(policy, name, same_latent):
         assert torch.equal(parameter, base[n]), n
 
 
-@BY_NAME
+@pytest.mark.parametrize("name", ["flux"])
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_the_loss_of_a_sample_does_not_depend_on_its_batch(policy, name, loss_type):
     result, advantages = sample(policy, name), torch.tensor([1.0, -0.7, 0.3])
@@ -97,7 +97,7 @@ def test_the_loss_of_a_sample_does_not_depend_on_its_batch(policy, name, loss_ty
         assert gradient.abs().max() > 0
 
 
-@BY_NAME
+@pytest.mark.parametrize("name", ["qwen_image_edit"])
 def test_nft_trains_the_conditional_velocity(policy, name):
     lora.add_snapshot(policy, "old")
     disturb(policy, seed=3, scale=0.05)
@@ -108,12 +108,11 @@ def test_nft_trains_the_conditional_velocity(policy, name):
     noisy = (1 - t[0]) * clean + t[0] * step_noise([4, 5, 6], FRESH + 1, clean)
     arguments = noisy, t, result.conditioning, 32, 32
     with torch.no_grad():
-        velocity, guided = policy.velocity(*arguments, guided=False), policy.velocity(*arguments)
+        velocity = policy.velocity(*arguments, guided=False)
         with lora.snapshot(policy, "old"):
             old = policy.velocity(*arguments, guided=False)
     expected = 5.0 * nft_terms(clean, noisy, t, velocity, old, advantages / 10 + 0.5, 0.7)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(guided, velocity) != policy.has_true_cfg
 
 
 def velocity_and_gradient(policy, name):
@@ -165,5 +164,3 @@ def test_a_rollout_casts_an_adapter_once(policy, name):
     trained = transition_at(policy, ours, step.latents, step.index).log_prob(step.next_latents)
     assert trained.requires_grad  # the kept casts, which have no gradient, are gone
     assert torch.equal(trained.detach(), step.log_prob)
-
-

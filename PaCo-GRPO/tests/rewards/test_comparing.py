@@ -1,16 +1,15 @@
 """Rewards that compare the images of a group: whole groups on however many processes, gaps, failures."""
 
 import multiprocessing
-import socket
 
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from fakes import free_port
 from PIL import Image
 
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.rewards.remote.service import main
 from paco_grpo.types import Item
 
 REWARD = "reward_factories:unlike_others"
@@ -50,9 +49,7 @@ def scores_with(processes, **options):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_runs"])
     answers = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(processes):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port),
@@ -66,35 +63,19 @@ def scores_with(processes, **options):
     return found
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return scores_with(1)[0]
-
-
-def expected():
-    """Float64: distance of each image from the mean of the others of its item."""
-    scores = np.full(TOTAL, np.nan)
-    ids = np.array([item.item_id for item in ITEMS])
+def test_whole_groups_on_one_and_two_processes():
+    """Float64: distance of each image from the mean of the others of its item; the streaming reward as before."""
+    ids, wanted = np.array([item.item_id for item in ITEMS]), np.full((TOTAL, 2), np.nan)
     for p in set(range(TOTAL)) - {LEFT_OUT}:
         others = [GRAYS[q] for q in range(TOTAL) if ids[q] == ids[p] and q not in (p, LEFT_OUT)]
-        scores[p] = abs(GRAYS[p] - np.mean(others))
-    return scores
-
-
-def test_a_call_for_each_group_and_the_streaming_reward_as_before(alone):
-    _, scores, calls = alone
-    np.testing.assert_allclose(scores[:, 1], expected())
-    np.testing.assert_array_equal(scores[:, 0], np.where(np.arange(TOTAL) == LEFT_OUT, np.nan, GRAYS))
-    ids = [item.item_id for p, item in enumerate(ITEMS) if p != LEFT_OUT]  # that one could not be decoded
-    assert sorted(calls) == sorted(np.bincount(ids))
-
-
-def test_two_processes_see_the_same_groups(alone):
-    first, second = scores_with(2)
-    np.testing.assert_array_equal(first[1], alone[1])
-    np.testing.assert_array_equal(second[1], alone[1])
-    assert sorted(first[2] + second[2]) == sorted(alone[2])  # each image once
-    assert first[2] and second[2]  # both work
+        wanted[p] = GRAYS[p], abs(GRAYS[p] - np.mean(others))
+    sizes = sorted(np.bincount(np.delete(ids, LEFT_OUT)))  # that one could not be decoded
+    for processes in (1, 2):
+        found = scores_with(processes)
+        for _, scores, calls in found:
+            np.testing.assert_allclose(scores, wanted)
+            assert calls  # all work
+        assert sorted(size for *_, calls in found for size in calls) == sizes, "each group once"
 
 
 def test_failure_on_one_process_is_reported_by_all():
@@ -107,8 +88,3 @@ def test_missing_stays_missing_and_an_image_alone_is_scored():
     reward = build_rewards({REWARD: 1.0})["unlike_others"]
     scores = reward([gray(10), gray(20), gray(90)], [Item(0, "a"), Item(1, "gap"), Item(1, "gap")])
     assert np.isnan(scores).tolist() == [False, True, True]
-
-
-def test_a_service_refuses_it(capsys):
-    assert main(["--reward", REWARD]) == 2
-    assert "compares the images of a group" in capsys.readouterr().err

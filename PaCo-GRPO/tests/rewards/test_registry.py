@@ -1,6 +1,5 @@
 """Rewards by name and import path; a mistake names the nearest known name."""
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -9,38 +8,31 @@ from paco_grpo.types import Item
 
 IMAGES = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
 ITEMS = [Item(0, "a"), Item(1, "b")]
+OWN, JPEG = "reward_factories:factory", "jpeg_compressibility"
 
 
 def test_import_path_kwargs_and_device():
-    rewards = build_rewards(
-        {"reward_factories:factory": 2.0}, {"reward_factories:factory": {"scale": 3.0}}, device="cpu"
-    )
+    rewards = build_rewards({OWN: 2.0}, {OWN: {"scale": 3.0}}, device="cpu")
     assert list(rewards) == ["factory"]
     assert rewards["factory"](IMAGES, ITEMS).tolist() == [3.0, 3.0]
     assert rewards["factory"].function.device == "cpu"
     rewards["factory"].check_items(ITEMS)  # a factory need not check them
-
-
-@pytest.mark.parametrize("name", REWARDS)
-def test_every_registered_name_is_there(name):
-    assert callable(find_factory(name))
+    assert all(callable(find_factory(name)) for name in REWARDS)
 
 
 @pytest.mark.parametrize(
     ("reward_fn", "kwargs", "named"),
     [
-        ({"jpeg_compresibility": 1}, {}, "Did you mean 'jpeg_compressibility'"),
-        (
-            {"jpeg_compressibility": 1},
-            {"jpeg_compressibility": {"qualty": 3}},
-            "no argument 'qualty'. Did you mean 'quality'",
-        ),
-        ({"jpeg_compressibility": 1}, {"jpeg_compresibility": {}}, "Did you mean 'jpeg_compressibility'"),
-        ({"reward_factories:factry": 1}, {}, "no factory 'factry'. Did you mean 'factory'"),
-        ({"no.such.module:factory": 1}, {}, "cannot be imported"),
-        ({"reward_factories:factory": 1, "other:factory": 1}, {}, "two rewards are called 'factory'"),
+        ({"jpeg_compresibility": 1}, {}, f"'{JPEG}'"),
+        ({JPEG: 1}, {JPEG: {"qualty": 3}}, "'qualty'.*'quality'"),
+        ({JPEG: 1}, {"jpeg_compresibility": {}}, f"'{JPEG}'"),
+        ({"reward_factories:factry": 1}, {}, "'factry'.*'factory'"),
+        ({"no.such.module:factory": 1}, {}, "no.such.module"),
+        ({OWN: 1, "other:factory": 1}, {}, "'factory'"),
         ({"reward_factories:not_callable": 1}, {}, "not a callable"),
-        ({"consistency_score": 1}, {"consistency_score": {"base_url": "foo"}}, "consistency_score.*'foo' is not an http"),
+        ({"consistency_score": 1}, {"consistency_score": {"base_url": "foo"}}, "consistency_score.*'foo'"),
+        ({JPEG: 1}, {JPEG: {"server": "http://x", "quality": 3}}, "'quality'.*--kwargs"),
+        ({JPEG: 1}, {JPEG: {"server": "http://x", "deadline": 3}}, "'deadline_s'"),
     ],
 )
 def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
@@ -48,18 +40,12 @@ def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
         build_rewards(reward_fn, kwargs)
 
 
-@pytest.mark.parametrize("name", ["consistency_score", "grid_layout", "clipscore"])
-def test_a_key_that_no_header_can_hold_is_one_sentence_without_the_key(name):
+@pytest.mark.parametrize("name", ["consistency_score", "clipscore"])
+def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(name):
     kwargs = {"api_key": "hidden\n"} | ({"server": "http://127.0.0.1:1"} if name == "clipscore" else {})
-    with pytest.raises(RewardError, match="the API key has a line break") as caught:
+    with pytest.raises(RewardError, match="API key") as caught:
         build_rewards({name: 1}, {name: kwargs})
-    assert "hidden" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["broken_shape", "infinite"])
-def test_scores_are_checked(name):
-    with pytest.raises(RewardError, match=f"{name}.*(shape|score of inf)"):
-        build_rewards({f"reward_factories:{name}": 1})[name](IMAGES, ITEMS)
+    assert "hidden" not in str(caught.value)
 
 
 NO_TEXT = Item(7, "a fox")
@@ -69,28 +55,29 @@ GRID = Item(
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "bad", "named"),
+    ("name", "kwargs", "bad"),
     [
-        ("ocr", {"server": "http://127.0.0.1:9"}, NO_TEXT, "double quotes.*'a fox'"),
-        ("ocr", {"reader": "reward_factories:factory"}, NO_TEXT, "double quotes"),
-        ("consistency_score", {}, NO_TEXT, "consistency_score"),
-        ("consistency_score", {"question": "criteria"}, GRID, "consistency_score"),
-        ("grid_layout", {}, NO_TEXT, "grid_layout"),
-        ("subfig_clipI", {}, NO_TEXT, "subfig_clipI"),
-        ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT, "subfig_dreamsim"),
-        ("reward_factories:checking", {"longest": 200}, Item(9, "x" * 201), "longer than 200"),
+        ("ocr", {"server": "http://127.0.0.1:9"}, NO_TEXT),
+        ("consistency_score", {}, NO_TEXT),
+        ("consistency_score", {"question": "criteria"}, GRID),
+        ("grid_layout", {}, NO_TEXT),
+        ("subfig_clipI", {}, NO_TEXT),
+        ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT),
+        ("reward_factories:checking", {"longest": 200}, Item(9, "x" * 201)),
     ],
 )
-def test_items_that_cannot_be_scored_are_found(name, kwargs, bad, named):
+def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
     (reward,) = build_rewards({name: 1}, {name: kwargs}).values()
     if bad is not GRID:
         reward.check_items([GRID])
-    with pytest.raises(RewardError, match=f"item {bad.item_id} .*{named}"):
+    with pytest.raises(RewardError, match=f"item {bad.item_id} "):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
 
 
-@pytest.mark.parametrize("score", [np.inf, 1e300, -1e39])
-def test_a_score_beyond_float32_is_an_error_that_names_the_reward(score):
-    reward = build_rewards({"reward_factories:factory": 1.0}, {"reward_factories:factory": {"scale": score}})["factory"]
-    with pytest.raises(RewardError, match="'factory' returned a score of"):
-        reward([None], [None])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("broken_shape", {}), ("infinite", {}), ("factory", {"scale": 1e300}), ("factory", {"scale": -1e39})]
+)
+def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_reward(name, kwargs):
+    path = f"reward_factories:{name}"
+    with pytest.raises(RewardError, match=f"'{name}' returned"):
+        build_rewards({path: 1}, {path: kwargs})[name](IMAGES, ITEMS)

@@ -1,9 +1,7 @@
 """Local scorers with tiny weights of the same architectures, against a direct computation."""
 
 import itertools
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,10 +66,7 @@ def features(tiny_open_clip):
 
     @torch.no_grad()
     def of(thing):
-        if isinstance(thing, str):
-            feature = model.encode_text(tokenize([thing]))
-        else:
-            feature = model.encode_image(preprocess(thing)[None])
+        feature = model.encode_text(tokenize([thing])) if isinstance(thing, str) else model.encode_image(preprocess(thing)[None])
         vector = feature[0].numpy().astype(np.float64)
         return vector / np.linalg.norm(vector)
 
@@ -92,14 +87,11 @@ def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
         of_cells = [features(cell) for cell in split_image(image, 1, 3)]
         expected = np.mean([a @ b for a, b in itertools.combinations(of_cells, 2)])
         assert score == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(ValueError, match="subfig_clipI.* item 4"):
-        subfig_clipI(*tiny_open_clip)(IMAGES[:1], [Item(4, "a cat")])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, dtype):
+def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip):
     for make in (lambda **k: pickscore(clip_folder, clip_folder, **k), lambda **k: subfig_clipT(*tiny_open_clip, **k)):
-        full, half = make(), make(dtype=dtype)
+        full, half = make(), make(dtype="bfloat16")
         assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
         models = [getattr(reward, "clip", reward)._model for reward in (full, half)]
         sizes = [sum(p.nbytes for p in model.parameters()) for model in models]
@@ -115,37 +107,39 @@ def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_c
     assert shared.texts(["awake.", "asleep.", "awake."], 8).shape == (3, 16)
 
 
-def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tiny_open_clip, tmp_path):
-    shutil.copytree(clip_folder, tmp_path / "clip")
-    folder = shutil.copytree(Path(tiny_open_clip[1]).parent, tmp_path / "open_clip")
-    for file in (tmp_path / "clip" / "model.safetensors", folder / "open_clip_model.safetensors"):
-        weights = load_file(file)
-        removed = next(name for name in weights if name.endswith("bias"))
-        del weights[removed]
-        save_file(weights, file, {"format": "pt"})
-        clip = file.name == "model.safetensors"
-        for name in ("pickscore", "clipscore") if clip else ("subfig_clipT", "subfig_clipI"):
-            place = str(tmp_path / "clip") if clip else tiny_open_clip[0]
-            kwargs = {"model": place} | ({"processor": place} if clip else {"pretrained": str(file)})
-            reward = build_rewards({name: 1.0}, {name: kwargs})[name]
-            with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
-                reward.check()
+@pytest.mark.parametrize("name", ["pickscore", "subfig_clipT"])
+def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tiny_open_clip, tmp_path, name):
+    source = clip_folder if name == "pickscore" else Path(tiny_open_clip[1]).parent
+    folder = shutil.copytree(source, tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    removed = next(key for key in weights if key.endswith("bias"))
+    del weights[removed]
+    save_file(weights, file, {"format": "pt"})
+    clip = {"model": str(folder), "processor": str(folder)}
+    kwargs = clip if name == "pickscore" else {"model": tiny_open_clip[0], "pretrained": str(file)}
+    with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
+        build_rewards({name: 1.0}, {name: kwargs})[name].check()
 
 
-class TinyDreamSim(torch.nn.Module):
-    """DreamSim's interface on one linear layer, with embeddings normalized as the package does it."""
+@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT", "clipscore"])
+def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py|hf download openai/clip"):
+        build_rewards({reward: 1.0})[reward].check()
+    assert time.monotonic() - started < 20
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = torch.nn.Linear(3 * 4 * 4, 6)
+
+class TinyDreamSim:
+    """DreamSim's interface, with embeddings normalized as the package does it."""
 
     def embed(self, pixels):
-        embedding = self.layer(pixels.flatten(1))
-        embedding = embedding - embedding.mean(dim=1, keepdim=True)
+        embedding = pixels.flatten(1) - pixels.flatten(1).mean(dim=1, keepdim=True)
         return embedding / embedding.norm(dim=1, keepdim=True)
 
-    def forward(self, a, b):
+    def __call__(self, a, b):
         return 1 - torch.nn.functional.cosine_similarity(self.embed(a), self.embed(b))
 
 
@@ -163,20 +157,9 @@ def test_dreamsim_is_one_minus_the_distance_over_pairs(monkeypatch, tmp_path):
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
     for image, score in zip(IMAGES, scores, strict=True):
         cells = [preprocess(cell) for cell in split_image(image, 2, 2)]
-        with torch.no_grad():
-            distances = [model(a, b).item() for a, b in itertools.combinations(cells, 2)]
+        distances = [model(a, b).item() for a, b in itertools.combinations(cells, 2)]
         assert score == pytest.approx(1 - np.mean(distances), abs=1e-6)
     assert len(loaded) == 1
-
-
-@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT", "clipscore"])
-def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py|hf download openai/clip"):
-        build_rewards({reward: 1.0})[reward].check()
-    assert time.monotonic() - started < 20
 
 
 def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
@@ -194,15 +177,6 @@ def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
     for _ in range(2):
         assert reward(IMAGES, ITEMS).tolist() == [len(PROMPT) + 0.64] * 3
     assert loaded == [("ImageReward-v1.0", {"device": "cuda:1", "download_root": "x"})]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["pickscore_scores", "subfig_clipT"])
-def test_published_download_commands_without_a_hub(name, tmp_path):
-    script = Path(pickscore.__code__.co_filename).with_name(f"{name}.py")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    ended = subprocess.run([sys.executable, script], env=environment, check=False, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 1 and "HF_ENDPOINT" in ended.stderr and "\nerror: " in "\n" + ended.stderr
 
 
 def test_jpeg_rewards_are_the_size_of_a_file(tmp_path):

@@ -1,63 +1,86 @@
 """A reward behind the service scores as it does in process; errors, keys, limits and silence reach the run."""
 
-import asyncio
+import base64
+import contextlib
+import io
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
-import threading
+import time
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from fakes import fake_judge
+from fakes import fake_judge, free_port
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
-from serving_reward import ROOT, free_port, remote, running, service
 
 from paco_grpo.rewards.registry import RewardError, build_rewards
-from paco_grpo.rewards.remote.service import build_app, main
-from paco_grpo.rewards.remote.wire import encode_request
+from paco_grpo.rewards.remote import wire
+from paco_grpo.rewards.remote.service import main
+from paco_grpo.rewards.remote.wire import WireError, decode_request, decode_scores, encode_request, encode_scores
 from paco_grpo.types import Item
 from paco_judge.images import data_url
 
-IMAGES = [Image.fromarray(np.random.default_rng(i).integers(0, 255, (24, 24, 3), dtype=np.uint8)) for i in range(5)]
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = Image.new("RGB", (4, 4), "red")
+GOOD = json.loads(encode_request([PICTURE] * 2, [Item(3, "edit", 4, 4, {"a": 1}, image=PICTURE), Item(5, "draw")]))
+
+
+def noise(seed: int, size: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+IMAGES = [noise(i) for i in range(5)]
 ITEMS = [Item(i % 2, f"item {i % 2}", metadata={"idx": i % 2}) for i in range(5)]
 
 
-@pytest.fixture(scope="module")
-def jpeg_url():
-    with service("--reward", "jpeg_compressibility", "--kwargs", '{"quality": 50}', "--max-body-mb", "1") as url:
+@contextlib.contextmanager
+def running(command, port: int, **environment: str):
+    """A service in a process group of its own, as soon as it answers; yields its URL."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    process = subprocess.Popen([*command, "--port", str(port)], env=environment, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, "the service did not come up"
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{url}/health", timeout=5)
+                break
+            time.sleep(0.1)
         yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=30)
 
 
-def test_remote_scores_are_the_local_ones(jpeg_url):
-    local = build_rewards({"jpeg_compressibility": 1.0}, {"jpeg_compressibility": {"quality": 50}})
-    reward = remote("jpeg_compressibility", jpeg_url, request_size=2)
-    reward.check()
-    assert np.array_equal(reward(IMAGES, ITEMS), local["jpeg_compressibility"](IMAGES, ITEMS))
+def remote(name: str, url: str, **kwargs):
+    """The reward ``name`` at ``url``, as a configuration builds it."""
+    return build_rewards({name: 1.0}, {name: {"server": url, "deadline_s": 20.0} | kwargs})[name.rpartition(":")[2]]
 
 
-def test_a_body_that_is_too_large_is_refused_while_it_arrives(jpeg_url):
-    def chunks():
-        for _ in range(64):
-            yield b" " * (1 << 16)
-
-    refused = httpx.post(f"{jpeg_url}/score", content=chunks(), timeout=30)
-    assert refused.status_code == 413
-    large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (800, 800, 3), dtype=np.uint8))
-    with pytest.raises(RewardError, match="1048576 bytes.*request_size"):
-        remote("jpeg_compressibility", jpeg_url)([large], ITEMS[:1])
-
-
-def test_missing_stays_missing_a_failure_is_an_error_and_a_key_is_required():
-    with service("--reward", "reward_factories:gaps", REWARD_SERVICE_KEY="secret") as url:
+def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
+    name = "reward_factories:gaps"
+    command = [sys.executable, "-m", "paco_grpo.rewards.remote.service", "--reward", name, "--max-body-mb", "1"]
+    with running(command, free_port(), REWARD_SERVICE_KEY="secret") as url:
         with pytest.raises(RewardError, match="401.*api_key"):
-            remote("reward_factories:gaps", url).check()
-        reward = remote("reward_factories:gaps", url, api_key="secret")
+            remote(name, url).check()
+        reward = remote(name, url, api_key="secret", request_size=2)
         reward.check()
         scores = reward(IMAGES, ITEMS)
+        np.testing.assert_array_equal(scores, build_rewards({name: 1.0})["gaps"](IMAGES, ITEMS))
         assert np.isnan(scores[[1, 3]]).all() and np.isfinite(scores[[0, 2, 4]]).all()
         with pytest.raises(RewardError, match="ValueError: cannot score 'fail'"):
             reward(IMAGES[:1], [Item(0, "fail")])
+        with pytest.raises(RewardError, match="1048576 bytes.*request_size"):
+            reward([noise(0, 800)], ITEMS[:1])
 
 
 def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
@@ -68,49 +91,14 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     assert "5 scores are missing" in caplog.text
 
 
-async def test_a_request_whose_caller_leaves_before_its_turn_is_not_scored():
-    begun, finish = [], threading.Event()
-
-    def slow(images, items):
-        begun.append(items[0].prompt)
-        assert finish.wait(60)
-        return np.zeros(len(images))
-
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(slow, "slow")), base_url="http://s") as http:
-        bodies = [encode_request(IMAGES[:1], [Item(0, prompt)]) for prompt in ("first", "left", "last")]
-        first = asyncio.create_task(http.post("/score", content=bodies[0], timeout=60))
-        while not begun:
-            await asyncio.sleep(0.01)
-        left = asyncio.create_task(http.post("/score", content=bodies[1], timeout=60))
-        await asyncio.sleep(0.1)
-        left.cancel()
-        last = asyncio.create_task(http.post("/score", content=bodies[2], timeout=60))
-        await asyncio.sleep(0.1)
-        finish.set()
-        assert [(await first).status_code, (await last).status_code] == [200, 200]
-    assert begun == ["first", "last"]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "named"),
-    [
-        ({"server": "http://x", "quality": 3}, "'quality'.*--kwargs"),
-        ({"server": "http://x", "deadline": 3}, "Did you mean 'deadline_s'"),
-        ({"server": "http://x", "request_size": 0}, "request_size >= 1"),
-    ],
-)
-def test_arguments_of_a_remote_reward(kwargs, named):
-    with pytest.raises(RewardError, match=named):
-        build_rewards({"jpeg_compressibility": 1}, {"jpeg_compressibility": kwargs})
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--reward", "jpeg_compresibility"], "Did you mean 'jpeg_compressibility'"),
+        (["--reward", "jpeg_compresibility"], "'jpeg_compressibility'"),
         (["--reward", "jpeg_compressibility", "--kwargs", "{"], "--kwargs"),
         (["--reward", "jpeg_compressibility", "--host", "0.0.0.0"], "REWARD_SERVICE_KEY"),
         (["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'], "127.0.0.1:9"),
+        (["--reward", "reward_factories:unlike_others"], "compares the images of a group"),
     ],
 )
 def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
@@ -120,6 +108,51 @@ def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and named in capsys.readouterr().err
+
+
+def test_images_and_items_arrive_and_an_item_is_sent_once():
+    read = []
+    grid = Item(4, 'say "é"', 64, 32, metadata={"criteria": {"Style": {"a": None}}, "idx": "x"})
+    edit = Item(2, "edit", image=lambda: read.append(1) or noise(9), more_images=(noise(8), lambda: noise(7)))
+    items = [grid, edit, grid, edit]
+    body = encode_request(IMAGES[:4], items)
+    assert len(json.loads(body)["items"]) == 2 and len(read) == 1
+    images, arrived = decode_request(body)
+    for image, sent, item, before in zip(images, IMAGES[:4], arrived, items, strict=True):
+        assert np.array_equal(image, sent)
+        for name in ("item_id", "prompt", "height", "width", "metadata"):
+            assert getattr(item, name) == getattr(before, name)
+        seeds = (9, 8, 7) if before is edit else ()
+        assert all(np.array_equal(image, noise(seed)) for image, seed in zip(item.images, seeds, strict=True))
+
+
+@given(st.lists(st.one_of(st.just(math.nan), st.floats(allow_nan=False, allow_infinity=False)), max_size=5))
+def test_scores_come_back_exactly_and_missing_as_missing(scores):
+    assert np.array_equal(decode_scores(encode_scores(scores), len(scores)), scores, equal_nan=True)
+
+
+@pytest.mark.parametrize("body", [b"", b"[" * 100_000, GOOD | {"images": [{"item": 0, "png": ""}]}, GOOD | {"items": 3}])
+def test_a_message_of_another_form_is_refused(body):
+    with pytest.raises(WireError, match="'items' and 'images'"):
+        decode_request(body if isinstance(body, bytes) else json.dumps(body).encode())
+    for answer in (b"", b'{"scores": [1]}', b'{"scores": [1, "a"]}'):
+        with pytest.raises(WireError, match="'scores'"):
+            decode_scores(answer, 2)
+
+
+def test_pixels_are_counted_before_anything_is_decoded(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_PIXELS", 40)
+    monkeypatch.setattr(wire, "to_rgb", lambda image: pytest.fail("decoded"))
+    with pytest.raises(WireError, match="pixels"):
+        decode_request(json.dumps(GOOD).encode())
+
+
+def test_a_service_opens_no_file_that_runs_programs():
+    buffer = io.BytesIO()
+    PICTURE.save(buffer, "EPS")
+    body = {"items": GOOD["items"][1:], "images": [{"item": 0, "png": base64.b64encode(buffer.getvalue()).decode()}]}
+    with pytest.raises(WireError, match="PNG"):
+        decode_request(json.dumps(body).encode())
 
 
 COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10}  # color of the edit → score of the stand-in for EditScore
@@ -147,12 +180,11 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
 
     with pytest.raises(RewardError, match="reward_service.sh edit_score"):
         build_rewards({"edit_score": 1.0})
-    port = free_port()
     with fake_judge.FakeJudge(respond, models=["EditScore-7B"]) as judge:
-        command = ["bash", str(ROOT / "scripts" / "reward_service.sh"), "edit_score", "--port", str(port)]
+        command = ["bash", str(ROOT / "scripts" / "reward_service.sh"), "edit_score"]
         command += ["--kwargs", json.dumps({"base_url": judge.url})]
-        environment = {"PYTHON": sys.executable, "REWARD_ENVIRONMENT": str(tmp_path / "env")}
-        with running(command, f"http://127.0.0.1:{port}", seconds=400, **environment) as url:
+        environment = {"PYTHON": sys.executable, "REWARD_ENVIRONMENT": str(tmp_path / "env"), "PYTHONPATH": ""}
+        with running(command, free_port(), **environment) as url:
             reward = remote("edit_score", url)
             reward.check()
             scores = reward(images, items)
