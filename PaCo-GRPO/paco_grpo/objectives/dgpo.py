@@ -4,7 +4,8 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | the base model                                           |
+| reference of the group | train.dgpo_reference: the base model, the base model with |
+|                        | true CFG, or adapter ``slow``                            |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
@@ -28,10 +29,15 @@ from paco_grpo.policies.base import Policy
 _SIGMAS = 4  # default: σ an epoch
 
 
+def _noised(step: Step, policy: Policy, train: TrainOptions) -> Noised:
+    return Noised(step, policy, shared=True, guided_reference=train.dgpo_reference == "guided")
+
+
 def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
     """e − e(ref) (B,), with one noise for all samples of a group."""
-    noised = Noised(step, policy, shared=True)
-    return noised.error(noised.velocity()) - noised.error(noised.reference)
+    noised = _noised(step, policy, train)
+    reference = noised.velocity("slow") if train.dgpo_reference == "slow" else noised.reference
+    return noised.error(noised.velocity()) - noised.error(reference)
 
 
 def group_weights(changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions) -> np.ndarray:
@@ -44,6 +50,10 @@ def group_weights(changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndar
         total = train.dgpo_beta * (centered * changes[group]).mean(axis=0)
         weights[group] = centered / 2 * (1 + np.tanh(total / 2))  # sigmoid, without overflow
     return weights
+
+
+def _keeps_slow(train: TrainOptions) -> bool:
+    return train.dgpo_clip_range is not None or train.dgpo_reference == "slow"
 
 
 def _check(options: RunOptions) -> Iterator[str]:
@@ -61,11 +71,7 @@ def _check(options: RunOptions) -> Iterator[str]:
 @objective(
     needs_noise_steps=False,
     steps=forward_steps(default=_SIGMAS),
-    snapshots=(
-        Snapshot(
-            "slow", slow_decay, samples_from=200, every_step=True, needed=lambda train: train.dgpo_clip_range is not None
-        ),
-    ),
+    snapshots=(Snapshot("slow", slow_decay, samples_from=200, every_step=True, needed=_keeps_slow),),
     gradient_steps=1,
     check=_check,
     first_pass=error_change,
@@ -77,7 +83,7 @@ def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
 
     Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
     """
-    noised = Noised(step, policy, shared=True)
+    noised = _noised(step, policy, train)
     velocity = noised.velocity()
     error, weight = noised.error(velocity), step.group_weights
     metrics = {"matching_error": error}

@@ -34,13 +34,14 @@ class Noised:
         target: u = ε − x_0 (B, N, C) float32, what a perfect velocity would be on average.
     """
 
-    def __init__(self, step: Step, policy: Policy, shared: bool = False) -> None:
+    def __init__(self, step: Step, policy: Policy, shared: bool = False, guided_reference: bool = False) -> None:
         """
         Args:
             step: The samples and σ.
             policy: For velocities.
             shared: One ε for all samples of an item. Otherwise each sample's own seed makes it, so that its loss does not
                 depend on its batch. Either way a resumed run has the same noise.
+            guided_reference: The reference is guided: what is learned is to do without guidance.
         """
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
         own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
@@ -48,7 +49,7 @@ class Noised:
         place = step.index if isinstance(step.index, int) else int(step.index * FRESH)
         noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + place, clean)
         self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
-        self._policy = policy
+        self._policy, self._guided_reference = policy, guided_reference
         self._arguments = (self.latents, step.sigma, rollout.conditioning, rollout.height, rollout.width)
 
     def velocity(self, snapshot: str | None = None) -> torch.Tensor:
@@ -62,7 +63,7 @@ class Noised:
     def reference(self) -> torch.Tensor:
         """v (B, N, C) of the reference policy, without gradient."""
         with torch.no_grad(), lora.reference(self._policy):
-            return self._policy.velocity(*self._arguments, guided=False)
+            return self._policy.velocity(*self._arguments, guided=self._guided_reference)
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
         """Matching error e (B,) = mean((v − u)²)."""

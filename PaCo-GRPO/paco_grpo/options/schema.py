@@ -127,6 +127,9 @@ class TrainOptions:
     awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = option(1.0, "weight of awm's distance to a slow copy of the adapter")
     dgpo_beta: Positive = option(100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner")
+    dgpo_reference: Literal["base", "guided", "slow"] = option(
+        "base", "reference of dgpo's group: base model, base model with true CFG, or slow copy"
+    )
     dgpo_clip_range: Positive | None = option(
         1e-2, "distance from the slow copy beyond which dgpo masks a sample; None: never"
     )

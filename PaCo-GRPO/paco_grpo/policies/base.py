@@ -51,6 +51,7 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False  # … must have one …
     several_images: ClassVar[bool] = False  # … may have more than one
     has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
+    samples_guided: bool = True  # with true CFG, whether images are sampled with it (config.train.dgpo_reference)
     text_sees_image: ClassVar[bool] = False  # its text encoder reads the reference (config.pretrained.image_positions)
     masks_text: ClassVar[bool] = False  # texts of different length are padded and masked; otherwise padding counts as text
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
@@ -101,7 +102,7 @@ class Policy(ABC):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """Predicted v = noise − x_0.
 
@@ -111,7 +112,7 @@ class Policy(ABC):
             conditioning: len B.
             height: Pixels, a multiple of ``size_multiple``.
             width: Pixels, a multiple of ``size_multiple``.
-            guided: With true CFG, or without. The same where the model has none.
+            guided: With true CFG, or without; None = as ``samples_guided`` says. The same where the model has none.
 
         Returns:
             (B, N, C) float32.

@@ -158,10 +158,11 @@ class DiffusersPolicy(Policy):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool = True,
+        guided: bool | None = None,
     ) -> torch.Tensor:
         """As in ``Policy``; without true CFG, ``guided`` makes no difference."""
-        return self._velocity(ForwardInputs(latents, sigma, conditioning, height, width), guided)
+        inputs = ForwardInputs(latents, sigma, conditioning, height, width)
+        return self._velocity(inputs, self.samples_guided if guided is None else guided)
 
     def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
         return self._predict(inputs)

@@ -248,7 +248,7 @@ def _reward_sets(
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
-    return load_policy(
+    policy = load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
         device=device,
@@ -258,6 +258,11 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         quantize=options.pretrained.quantize,
         image_positions=options.pretrained.image_positions,
     )
+    if options.train.dgpo_reference == "guided":  # what is learned is to do without guidance
+        if not getattr(policy, "guided", False):
+            raise ConfigError("train.dgpo_reference='guided' needs true CFG: sample.guidance_scale and sample.negative_prompt")
+        policy.samples_guided = False
+    return policy
 
 
 def find_adapter(place: str) -> Path:

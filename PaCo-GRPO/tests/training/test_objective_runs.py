@@ -15,7 +15,7 @@ RUNS = {
         "train__awm_slow_beta": 0.5,
     },
     "dgpo": SIGMAS | {
-        "train__gradient_step_per_epoch": 2, "train__dgpo_beta": 50.0,
+        "train__gradient_step_per_epoch": 2, "train__dgpo_reference": "slow", "train__dgpo_beta": 50.0,
         "train__dgpo_clip_range": 1e-4,
     },
     "flow_dppo": {"train__num_inner_epochs": 2, "train__dppo_divergence": 1e-7},

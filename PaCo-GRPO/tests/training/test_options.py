@@ -314,6 +314,24 @@ def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):
     assert min((one - two).abs().max() for one, two in itertools.combinations(latents, 2)) > 1e-4
 
 
+def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
+    """What is learned is to do without: images are those of a model that is never guided."""
+    changes = {"sample__guidance_scale": 4.0, "health__probe_images": 0,
+               "train__loss_type": "dgpo", "train__num_sigmas": 2, "train__sigma_one": True}  # fmt: skip
+    latents = {}
+    for reference, text in (("guided", "' '"), ("base", "' '"), ("base", "None"), ("guided", "None")):
+        more = {"train__dgpo_reference": reference, "sample__negative_prompt": text}
+        folder = tmp_path / f"{reference}{len(latents)}"
+        options = tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), folder, **changes | more)
+        if (reference, text) == ("guided", "None"):
+            with pytest.raises(ConfigError, match="dgpo_reference"):
+                build_run(options)
+        else:
+            latents[reference, text] = epoch(build_run(options), resolution=32)[2]
+    never = latents["base", "None"]
+    assert torch.equal(latents["guided", "' '"], never) and not torch.equal(latents["base", "' '"], never)
+
+
 def test_8_bit_adam_needs_its_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes"):
