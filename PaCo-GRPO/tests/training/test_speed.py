@@ -81,7 +81,7 @@ def test_old_log_probs_come_from_the_graph_that_is_trained(make, caplog):
     ("changes", "named"),
     [
         ({"speed__attention": "flash3"}, "config.speed.attention='flash3'"),
-        ({"max_sequence_length": 600}, "config.max_sequence_length=600 .*512"),
+        ({"max_sequence_length": 600}, "config.max_sequence_length=600.*512"),
     ],
 )
 def test_refused_before_weights_are_loaded(make, monkeypatch, changes, named):
