@@ -78,8 +78,8 @@ def gradients(run, train_batch_size, monkeypatch):
     kept, found = np.arange(total) != 2, {}
     train = dataclasses.replace(run.options.train, batch_size=train_batch_size, max_grad_norm=1e9)
     run.updater.options = dataclasses.replace(run.options, train=train)
-    keep = lambda optimizer: found.update({name: p.grad.clone() for name, p in run.state.parameters.items()})
-    monkeypatch.setattr(run.state.strategy, "step", keep)
+    keep = lambda: found.update({name: p.grad.clone() for name, p in run.state.parameters.items()})
+    monkeypatch.setattr(run.state.optimizer, "step", keep)
     run.updater.run(rollouts, np.linspace(-1, 1, total), kept, 0)
     run.state.optimizer.zero_grad(set_to_none=True)
     return found
