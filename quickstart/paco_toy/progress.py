@@ -1,7 +1,7 @@
 """Runs a command with a log: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
 
-While it runs, the last line of its output is shown: its own progress bar, if it has one. Exit status: the command's. When it
-fails, its last lines are shown. When this process is ended, the command and everything it started end, too. The peak memory of
+While it runs, the last line of its output is shown, with a progress bar. Exit status: the command's. When it fails, its last
+lines are shown. When this process is ended, the command and everything it started end, too. The peak memory of
 all processes of the quickstart goes to `peak_mb` beside the folder of logs.
 """
 
@@ -41,6 +41,15 @@ def last_lines(log: Path, count: int) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
+def with_bar(line: str) -> str:
+    """The line after a bar, if it speaks of a step of many ("epoch 6/20: …") and has no bar of its own."""
+    found = re.search(r"\b(\d+)\s*/\s*(\d+)\b", line)
+    if "%|" in line or not found or not 0 < int(found[2]) >= int(found[1]):
+        return line
+    full = 20 * int(found[1]) // int(found[2])
+    return f"{'█' * full}{'░' * (20 - full)} {line}"
+
+
 def show(text: str) -> None:
     """A line of progress: on a terminal it replaces the last one."""
     live, width = sys.stdout.isatty(), shutil.get_terminal_size((100, 24)).columns - 1
@@ -58,7 +67,7 @@ def run(log: Path, command: list[str]) -> int:
         while process.poll() is None:
             if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
                 shown, peak = time.monotonic(), max(peak, resident_mb())
-                show(f"      {log.stem}  {shown - began:.0f} s  {last_lines(log, 1)[0].strip()}")
+                show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(last_lines(log, 1)[0].strip())}")
             time.sleep(0.1)
     finally:
         for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ():
