@@ -43,8 +43,9 @@ def write_model_card(
         f"`{options.train.loss_type}`, for {epoch} epochs ({step} optimizer steps)."
         + (" The weights are the run's moving average." if options.train.ema else "")
     )
+    guidance = f"guidance {options.sample.guidance_scale:g}" if policy.samples_guided else "no guidance"
     sizes = (
-        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, guidance {options.sample.guidance_scale:g}; it was "
+        f"Scores below are of {options.test.num_steps} steps at {options.test.resolution} px, {guidance}; it was "
         f"trained at {options.train.resolution} px."
     )
     data = (
