@@ -48,27 +48,20 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("part", ["transformer", "vae"])
-def test_weights_must_be_those_of_the_model(model, part, kind):
-    tensor = change(model / part / "diffusion_pytorch_model.safetensors", DAMAGE[kind])
+@pytest.mark.parametrize(
+    ("model", "file", "kind"),
+    [
+        ("flux", "transformer/diffusion_pytorch_model", "missing"), ("flux", "vae/diffusion_pytorch_model", "mismatched"),
+        ("flux", "text_encoder_2/model", "missing"), ("qwen_image_edit", "text_encoder/model", "missing"),
+        ("qwen_image_edit", "transformer/diffusion_pytorch_model", "unexpected"),
+    ],
+    indirect=["model"],
+)  # fmt: skip
+def test_weights_must_be_those_of_the_model(model, file, kind):
+    tensor = change(model / f"{file}.safetensors", DAMAGE[kind])
     with pytest.raises(PolicyLoadError) as caught:
         load_policy(model)
-    assert str(model) in str(caught.value) and tensor in str(caught.value)
-
-
-@pytest.mark.parametrize(("model", "encoder"), [("flux", "text_encoder_2"), ("qwen_image_edit", "text_encoder")], indirect=["model"])
-def test_a_text_encoder_without_one_of_its_tensors(model, encoder):
-    removed = change(model / encoder / "model.safetensors", DAMAGE["missing"])
-    with pytest.raises(PolicyLoadError, match=removed.split(".", 2)[2]):
-        load_policy(model)
-
-
-def test_damaged_files(model):
-    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(PolicyLoadError, match=str(model)):
-        load_policy(model)
+    assert str(model) in str(caught.value) and tensor.split(".", 2)[-1] in str(caught.value)
 
 
 def test_a_text_encoder_as_a_pickle_is_refused(model):
