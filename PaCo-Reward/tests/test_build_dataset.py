@@ -1,6 +1,5 @@
 """`paco-reward build-dataset`, whole runs: from generated grids to training data, and resuming after a kill."""
 
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,6 @@ from pairing_tools import (
     all_bytes,
     build,
     colour_model,
-    completion,
     fake_judge,
     grid,
     of_colour,
@@ -84,25 +82,6 @@ def test_reasons_are_determined_by_the_seed(world, tmp_path):
     for example in accepted(tmp_path / "a", "consistency_reward_cot_train"):
         assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
     assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
-
-
-def test_contradicting_and_empty_reasons_are_left_out_and_pairs_stay_balanced(world, tmp_path):
-    def stubborn(number, request):
-        if request.get("logprobs"):
-            return colour_model(number, request)
-        digest = hashlib.sha256(json.dumps(request).encode()).digest()[0] % 4
-        given = "Yes" if "given is: Yes" in request["messages"][0]["content"][-1]["text"] else "No"
-        other = "No" if given == "Yes" else "Yes"
-        answers = [f"{given}. As one can see in both of them.", f"{other}, they are not at all so.", given, "Perhaps."]
-        return 200, completion(answers[digest]), {}
-
-    with fake_judge.FakeJudge(stubborn) as server:
-        stats = build(world, tmp_path, server=server.url, reasons=True, test_share=0.0)
-    counts, numbers = stats["counts"], stats["datasets"]["consistency_reward_cot_train"]
-    assert counts["reasons_contradicting"] > 0 and counts["reasons_unreadable"] > 0
-    assert numbers["yes"] == numbers["no"] > 0
-    answers = {row["messages"][1]["content"][:4] for row in rows(tmp_path, "consistency_reward_cot_train")}
-    assert answers == {"Yes.", "No. "}
 
 
 def test_sets_for_people_then_their_rankings(world, tmp_path, capsys):

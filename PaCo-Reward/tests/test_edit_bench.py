@@ -200,14 +200,6 @@ def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache)
     assert contents(bench) == contents(expected)
 
 
-def test_the_default_data_set(edits, tmp_path, monkeypatch):
-    here = tmp_path / "a" / "b"
-    here.mkdir(parents=True)
-    monkeypatch.chdir(here)
-    edits.data.parent.rename(tmp_path / "EditReward-Bench")
-    assert len(load_bench(None, QUESTIONS)) == 20
-
-
 def test_unusable_data_sets(edits, tmp_path, capsys, own_cache):
     edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
     (tmp_path / "none.jsonl").write_text("\n")

@@ -12,7 +12,6 @@ from training_tools import adapter, train_config
 from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_reward import launch, overlay
 from paco_reward.cli import main
-from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import labeled_pairs
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import with_template, write_limits
@@ -108,22 +107,6 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch, capsys):
     images = [str(data / "images" / f"held_out_1_{side}.png") for side in "ab"]
     assert main(["score", *images, "--model", str(merged), "--reasons"]) == 0
     assert "nan" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl_4b", "qwen3_vl_8b", "qwen3_5"])
-def test_configurations(name, tiny, tmp_path):
-    """They differ from Qwen2.5-VL's in model, names and thinking; the model decides the template."""
-    folder = REPO / "PaCo-Reward" / "config"
-    config, known = load_config(folder / f"paco_reward_{name}.yaml"), load_config(folder / "paco_reward_lora.yaml")
-    own = {"model_name_or_path", "template", "output_dir", "run_name", "enable_thinking"}
-    assert {key for key in config | known if config.get(key) != known.get(key)} <= own and "template" not in config
-    family = name.removesuffix("_4b").removesuffix("_8b")
-    model = tiny.save_new_judge(tmp_path / "judge", family)
-    found = with_template(config | {"model_name_or_path": str(model)})
-    assert found["template"] == {"qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}[family]
-    assert found["enable_thinking"] is False
-    check_combinations(found)
-    assert with_template({"model_name_or_path": str(model), "template": "mine"})["template"] == "mine"
 
 
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):

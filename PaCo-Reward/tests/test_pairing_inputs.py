@@ -1,6 +1,5 @@
 """build-dataset: problems of inputs and options are reported before anything is cut or asked; unusual valid inputs."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -78,12 +77,6 @@ def test_problems_of_options(world, tmp_path, change, named):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_folder_keeps_to_its_inputs(world, tmp_path, lines):
-    build(world, tmp_path / "out", sets_only=True)
-    other = write_lines(tmp_path / "lines.jsonl", lines[:3])
-    assert "--output" in problem(world, tmp_path / "out", sets_only=True, metadata=other)
-
-
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: without idx, one file a line."""
     first = lines[0] | {"idx": None, "note": "a line\u2028separator"}  # not a line break in jsonl
@@ -142,20 +135,3 @@ def test_problems_of_a_reasons_file(world, tmp_path, ranked):
     ):
         file = write_lines(tmp_path / "reasons.jsonl", [good, second])
         assert "reasons.jsonl line 2" in problem(world, tmp_path / "out", rankings=ranked, reasons_file=file)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"instruction": " "}, "instruction"),
-        ({"edited": "nowhere.png"}, "nowhere.png"),
-        ({"follows": "perhaps"}, "follows"),
-        ({}, "--server"),
-    ],
-)
-def test_problems_of_an_edit(world, tmp_path, change, named):
-    source = str(world / "grids" / "p0_0.png")
-    line = {"source": source, "edited": source, "instruction": "make it blue"} | change
-    file = write_lines(tmp_path / "edits.jsonl", [json.dumps(line)])
-    message = problem(None, tmp_path / "out", editing=file)
-    assert "edits.jsonl line 1" in message and named in message

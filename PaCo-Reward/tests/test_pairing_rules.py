@@ -13,9 +13,9 @@ from PIL import Image
 
 from paco_judge.questions import load_question
 from paco_reward.pairing import select
-from paco_reward.pairing.answers import Journal, read_reason
+from paco_reward.pairing.answers import read_reason
 from paco_reward.pairing.inputs import PromptItem, Ranking, connected
-from paco_reward.pairing.select import LabeledPair, candidate_sets, labels_of_ranking, pairs_of_rankings
+from paco_reward.pairing.select import LabeledPair, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
 rankings_of_n = st.integers(2, 9).flatmap(
@@ -64,25 +64,6 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     expected = {key: vote > 0 for key, vote in votes.items() if vote}
     assert {frozenset((pair.first, pair.second)): pair.label for pair in made} == expected
     assert len(made) == len(expected) and counts["pairs_disputed"] == len(votes) - len(expected)
-
-
-@given(
-    st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.integers(1, 40), st.integers(0, 9)
-)
-def test_sets_compare_one_panel_of_different_generations(generations, rows_, cols, candidates, wanted, seed):
-    made = tuple(tuple(f"{g:02d}/{p}.png" for p in range(rows_ * cols)) for g in range(generations))
-    item = PromptItem("f", "p", "t", rows_, cols, "here", "g", generations=made)
-    formed = candidate_sets(item, candidates, wanted, seed)
-    panels = rows_ * cols
-    expected = min(wanted, generations * panels * (panels - 1)) if generations > 1 else 0
-    assert len(formed) == len({(s.ref_image, s.comp_images) for s in formed}) == expected
-    assert formed == candidate_sets(item, candidates, wanted, seed)
-    for one in formed:
-        shown = [name.split("/") for name in one.comp_images]
-        assert len({g for g, _ in shown}) == len(shown) == min(candidates, generations)
-        assert len({p for _, p in shown}) == 1
-        own, panel = one.ref_image.split("/")
-        assert own in {g for g, _ in shown} and panel != shown[0][1]
 
 
 labeled = st.builds(
@@ -188,20 +169,3 @@ def test_repeated_and_disputed_pairs_are_left_out():
 )
 def test_reading_reasons(answer, read):
     assert read_reason(answer) == read
-
-
-@pytest.mark.parametrize("cut", [0, 25, 36, 60])
-def test_a_journal_keeps_every_complete_answer_wherever_it_is_cut(tmp_path, cut):
-    file = tmp_path / "work" / "j.jsonl"
-    values = {"a": 0.5, "b": "é\u2028\n", "c": 0.25}
-    journal = Journal(file)
-    for key, value in values.items():
-        journal.add(key, value)
-    raw = file.read_bytes()
-    assert Journal(file).values == values
-    file.write_bytes(raw[:cut])
-    again = Journal(file)
-    assert len(again.values) >= raw[:cut].count(b"\n") - 1 and again.values.items() <= values.items()
-    for key, value in values.items():
-        again.add(key, value)
-    assert Journal(file).values == values

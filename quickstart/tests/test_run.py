@@ -142,12 +142,6 @@ def test_interrupted_it_ends_everything_it_started(repo):
     assert not (repo / "serving").exists() and running(repo) == []
 
 
-@pytest.mark.parametrize("arguments", [["--sead", "1"], ["--minutes", "-1"]])
-def test_unknown_arguments_are_refused(repo, arguments):
-    done = drive(repo, *arguments)
-    assert done.returncode == 2 and arguments[0] in done.stderr and calls(repo) == []
-
-
 def test_a_taken_port_is_replaced(repo):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

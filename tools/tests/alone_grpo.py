@@ -1,19 +1,16 @@
 """What test_alone.py runs in an environment with PaCo-GRPO alone.
 
-    python alone_grpo.py prepare FOLDER      tiny CLIP weights, a tiny editor, a judge that answers every question, an editing set
+    python alone_grpo.py prepare FOLDER      tiny CLIP weights, a judge that answers every question
     python alone_grpo.py score FOLDER PORT   one score of each reward
 """
 
-import io
 import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from tiny_pipelines import build_tiny_qwen_edit, save_clip, save_open_clip
+from tiny_pipelines import save_clip, save_open_clip
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from paco_grpo.rewards.registry import build_rewards
@@ -25,8 +22,6 @@ TOY_JUDGE = Path("../quickstart/models/judge")
 def prepare(folder: Path) -> None:
     save_clip(folder / "clip")
     save_open_clip(folder / "open_clip")
-    build_tiny_qwen_edit(folder / "qwen_image_edit")
-
     # All tokens but Yes and No have the logit 0, so that one of those two is always the most probable token.
     judge, processor = AutoModelForImageTextToText.from_pretrained(TOY_JUDGE), AutoProcessor.from_pretrained(TOY_JUDGE)
     yes, no = processor.tokenizer.convert_tokens_to_ids(["Yes", "No"])
@@ -36,12 +31,6 @@ def prepare(folder: Path) -> None:
     judge.config.tie_word_embeddings = judge.config.get_text_config().tie_word_embeddings = False
     for part in (judge, processor):
         part.save_pretrained(folder / "judge")
-
-    png = io.BytesIO()
-    Image.new("RGB", (64, 64), "green").save(png, format="PNG")
-    edits = pa.table({"prompt": ["make it blue", "make it red"], "image": [png.getvalue()] * 2})
-    for split in ("train", "test"):
-        pq.write_table(edits, folder / f"{split}.parquet")
 
 
 def score(folder: Path, port: str) -> None:

@@ -88,29 +88,17 @@ def test_paco_grpo(place, tmp_path):
     try:
         assert "ocr 1.000" in rewards("score", made, port)
 
-        def train(script: str, name: str, model: str, kwargs: dict, **options) -> dict:
-            """The last epoch's metrics of a short run of a published configuration with toy weights."""
-            options |= {
-                "pretrained.model": model, "run_name": name, "mixed_precision": "no",
-                "train.resolution": 64, "test.resolution": 64, "num_epochs": 1, "sample.num_images_per_prompt": 2,
-                "sample.unique_sample_num_per_epoch": 2, "test.num_steps": 2, "test.num_images": 1,
-                "train.reward_fn_kwargs": kwargs,
-            }  # fmt: skip
-            bash(f"scripts/single_node/{script}.sh", name, *(f"--config.{key}={value}" for key, value in options.items()))
-            rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-            return next(row for row in reversed(rows) if row["phase"] == "train")
-
-        served = {"port": int(port), "model": "Paco-Reward-7B"}
         clip = {"pickscore": {"model": f"{made}/clip", "processor": f"{made}/clip"}, "subfig_clipT": {"model": f"local-dir:{made}/open_clip"}}
-        row = train("train_flux", "t2is", "../quickstart/models/flux", {"consistency_score": served} | clip, max_sequence_length=32)
+        options = {
+            "pretrained.model": "../quickstart/models/flux", "run_name": "t2is", "mixed_precision": "no", "max_sequence_length": 32,
+            "train.resolution": 64, "test.resolution": 64, "num_epochs": 1, "sample.num_images_per_prompt": 2,
+            "sample.unique_sample_num_per_epoch": 2, "test.num_steps": 2, "test.num_images": 1,
+            "train.reward_fn_kwargs": clip | {"consistency_score": {"port": int(port), "model": "Paco-Reward-7B"}},
+        }  # fmt: skip
+        bash("scripts/single_node/train_flux.sh", "t2is", *(f"--config.{key}={value}" for key, value in options.items()))
+        rows = map(json.loads, (folder / "runs" / "t2is" / "metrics.jsonl").read_text().splitlines())
+        (row,) = (row for row in rows if row["phase"] == "train")
         assert row["reward/missing_share"] == 0 and {f"reward/{name}_mean" for name in ("consistency_score", *clip)} <= set(row)
-        edits = {"dataset": made, "sample.num_steps": 6}
-        for script, name, model in (
-            ("train_flux_kontext", "kontext_editing", "../quickstart/models/flux_kontext"),
-            ("train_qwenimage_edit", "qwen_editing", f"{made}/qwen_image_edit"),
-        ):
-            row = train(script, name, model, {"consistency_for_editing": served}, max_sequence_length=8, **edits)
-            assert row["reward/missing_share"] == 0
         bash("-c", "python -m paco_grpo.report runs/t2is")
     finally:
         bash("vllm_server/stop.sh")

@@ -66,12 +66,6 @@ def test_unusable_files(template, text, about, named):
         load_question(template(text), about)
 
 
-def test_a_question_that_does_not_exist(tmp_path):
-    for question in ("themes", str(tmp_path), str(tmp_path / "none.txt")):
-        with pytest.raises(ValueError, match="theme_no_duplicates"):
-            load_question(question)
-
-
 def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
     criteria = {
         "Style": {"Palette": "Colours match", "Line": "  "},

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from paco_judge.client import Pair
-from paco_judge.questions import RequestForm, theme_question
+from paco_judge.questions import theme_question
 from paco_judge.scorer import BadChat, JudgeScorer
 
 TINY = Path(__file__).parents[2] / "tests" / "tiny_judge.py"
@@ -89,10 +89,3 @@ def test_top_limits_the_counted_tokens_as_a_server_does(scorer, pairs):
     enough, few = scorer.score(pairs[:1], top=len(row))[0], scorer.score(pairs[:1], top=rank - 1)[0]
     assert enough.p_yes == pytest.approx(p_yes(scorer, pairs[:1])[0], abs=1e-5)
     assert few.p_yes is None and f"top {rank - 1} tokens" in few.error
-
-
-def test_labels_and_one_image_alone(folder, scorer, pairs):
-    form = RequestForm("<img{n}>: ", "jpeg", "variants")
-    labeled = JudgeScorer.from_pretrained(folder, form=form)
-    assert "<img2>: " in labeled.prompt(labeled.chat(pairs[0]).messages)
-    assert scorer.score([Pair(pairs[0].image_a, None, "red?")])[0].ok
