@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge.verdict import Verdict
-from paco_reward.metrics import JudgeMetrics, auc, expected_calibration_error, judge_report, measure
+from paco_reward.metrics import auc, expected_calibration_error, judge_metrics, judge_report, measure
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
 coarse = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40)
@@ -52,11 +52,8 @@ def test_accuracy_and_missing_scores():
     assert np.isnan(judge_report([np.nan], [True])["accuracy"])
 
 
-def test_metrics_of_batches_equal_metrics_of_all():
+def test_metrics_of_evaluation_rows():
     table = np.array([[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0], [0.25, 1, 0.1, 0], [np.nan] * 4, [0, 0, 0.3, np.nan]])
-    whole = JudgeMetrics()(SimpleNamespace(predictions=table))
-    parts = JudgeMetrics()
-    assert parts(SimpleNamespace(predictions=table[:2]), compute_result=False) is None
-    assert parts(SimpleNamespace(predictions=table[2:]), compute_result=True) == whole
+    whole = judge_metrics(SimpleNamespace(predictions=table))
     assert whole["accuracy"] == pytest.approx(1.75 / 4) and whole["first_token_accuracy"] == 0.5
     assert whole["judge_accuracy"] == pytest.approx(2 / 3) and whole["judge_auc"] == 1.0

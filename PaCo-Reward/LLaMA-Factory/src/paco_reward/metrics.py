@@ -71,29 +71,20 @@ def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Seque
     }
 
 
-class JudgeMetrics:
-    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``; supports ``batch_eval_metrics``.
+def judge_metrics(predictions: Any) -> dict[str, float]:
+    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``.
 
     accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples. The judge's numbers
     are over the examples whose answer begins with Yes or No.
     """
-
-    def __init__(self) -> None:
-        self.rows: list[np.ndarray] = []
-
-    def __call__(self, predictions: Any, compute_result: bool = True) -> dict[str, float] | None:
-        rows = predictions.predictions
-        self.rows.append(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows, dtype=np.float64))
-        if not compute_result:
-            return None
-        rows, self.rows = np.concatenate(self.rows), []
-        judged = rows[~np.isnan(rows[:, LABEL])]
-        report = judge_report(judged[:, P_YES], judged[:, LABEL] > 0.5)
-        result = {
-            "accuracy": float(np.nanmean(rows[:, TOKEN_ACCURACY])),
-            "first_token_accuracy": float(np.nanmean(rows[:, FIRST_CORRECT])),
-            "judge_accuracy": report["accuracy"],
-            "judge_auc": report["auc"],
-            "judge_ece": report["ece"],
-        }
-        return {name: value for name, value in result.items() if not np.isnan(value)}
+    rows = np.asarray(predictions.predictions, dtype=np.float64)
+    judged = rows[~np.isnan(rows[:, LABEL])]
+    report = judge_report(judged[:, P_YES], judged[:, LABEL] > 0.5)
+    result = {
+        "accuracy": float(np.nanmean(rows[:, TOKEN_ACCURACY])),
+        "first_token_accuracy": float(np.nanmean(rows[:, FIRST_CORRECT])),
+        "judge_accuracy": report["accuracy"],
+        "judge_auc": report["auc"],
+        "judge_ece": report["ece"],
+    }
+    return {name: value for name, value in result.items() if not np.isnan(value)}

@@ -21,7 +21,7 @@ from paco_judge.scorer import option_ids
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
-from paco_reward.metrics import JudgeMetrics
+from paco_reward.metrics import judge_metrics
 
 TESTED_VERSION = "0.9.5"
 
@@ -40,8 +40,6 @@ def install() -> None:
     if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
         return
     base = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
-    if not hasattr(workflow.CustomSeq2SeqTrainer, "_get_num_items_in_batch"):
-        raise PacoRewardError("this transformers lacks the seams of PaCo-Reward; install the versions of its setup.py")
     arguments = _arguments_class(base)
     for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
         group[group.index(base)] = arguments
@@ -133,11 +131,10 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
         def __init__(self, finetuning_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(kwargs.get("compute_metrics"), upstream_metric):
                 yes_id, no_id = option_ids(kwargs["tokenizer"])
-                kwargs["compute_metrics"] = JudgeMetrics()
+                kwargs["compute_metrics"] = judge_metrics
                 kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
             super().__init__(finetuning_args, processor, *args, **kwargs)
             _compute_frozen_towers_without_gradients(self.model)
-            self.first_token_scheme = finetuning_args.first_token_scheme
             if finetuning_args.first_token_weight is None:
                 return
             weight, scheme = finetuning_args.first_token_weight, finetuning_args.first_token_scheme
@@ -165,7 +162,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             """
             if self.finetuning_args.first_token_weight is None:
                 return super()._get_num_items_in_batch(batch_samples, device)
-            if self.first_token_scheme == "released":
+            if self.finetuning_args.first_token_scheme == "released":
                 count = len(batch_samples)
             else:
                 count = sum(len(find_answers(batch["labels"]).lengths) for batch in batch_samples)
