@@ -31,3 +31,15 @@ def tiny_folder(tmp_path_factory):
 def tiny_flux_dir(tiny_folder) -> Path:
     """Folder of the tiny random FLUX pipeline; read only."""
     return tiny_folder("flux")
+
+
+@pytest.fixture(scope="session")
+def trained_run(tiny_flux_dir, tmp_path_factory):
+    """A finished run of two epochs, with its options in saved.yaml; read only."""
+    from tiny_run import tiny_options, train
+
+    from paco_grpo.options import options_to_yaml
+
+    run = train(tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)).run
+    (run.folder / "saved.yaml").write_text(options_to_yaml(run.options))
+    return run

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 import paco_grpo.policies.flux  # imported in the server, not in each run
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
@@ -64,9 +63,6 @@ def counted(folder: str, without: str = ""):
         return scores
 
     return count_then_score
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def kill(*_) -> None:
@@ -108,7 +104,6 @@ _METHODS = {
     "begin": (ckpt, "begin"),
     "commit": (ckpt, "commit"),
     "find": (ckpt, "find_checkpoint"),
-    "rows": (MetricsFile, "rows"),
 }
 
 
@@ -130,42 +125,7 @@ def injected(fault: Fault):
     return mock.patch.object(owner, name, method)
 
 
-@dataclass(frozen=True)
-class FileEvent:
-    """SIGKILL of the main process when it opens, renames or removes something in the run's folder for the n-th time."""
-
-    number: int
-
-
-_FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
-
-
-def _count_file_events(folder: Path, event: FileEvent | None) -> list[str]:
-    """From now on: what happens in ``folder``, and the kill."""
-    seen: list[str] = []
-
-    def hook(name, arguments):
-        if name in _FILE_EVENTS and str(arguments[0]).startswith(str(folder)):
-            seen.append(f"{name} {arguments[0]}")
-            if event and len(seen) == event.number:
-                kill()
-
-    sys.addaudithook(hook)
-    return seen
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def _main(
-    rank: int,
-    processes: int,
-    port: int,
-    flux: Path,
-    folder: Path,
-    changes: dict,
-    fault: Fault | FileEvent | None,
-) -> None:
+def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, fault: Fault | None) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
@@ -174,35 +134,22 @@ def _main(
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-    events = []
-    if rank == 0:
-        events = _count_file_events(folder / "runs", fault if isinstance(fault, FileEvent) else None)
     try:
-        with injected(fault) if isinstance(fault, Fault) and fault.rank == rank else contextlib.nullcontext():
+        with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
-        if rank == 0:
-            (folder / "file_events").write_text("\n".join(events))
     except (TrainingStopped, ConfigError, ckpt.CheckpointError, OSError) as error:
         (folder / f"message_{rank}").write_text(str(error))
         sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
 
 
 def run(
-    flux: Path,
-    folder: Path,
-    processes: int = 1,
-    fault: Fault | FileEvent | None = None,
-    kill_after: float | None = None,
-    without: str = "",
-    **changes,
+    flux: Path, folder: Path, processes: int = 1, fault: Fault | None = None, without: str = "", **changes
 ) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher.
 
-    Args:
-        kill_after: Seconds until SIGKILL of all processes that still run.
-        without: Prompts that begin so get no score.
+    Prompts that begin with ``without`` get no score.
     """
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
@@ -213,14 +160,12 @@ def run(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = [
-        context.Process(target=_main, args=(rank, processes, port, flux, folder, changes, fault))
-        for rank in range(processes)
-    ]
+    more = (processes, port, flux, folder, changes, fault)
+    started = [context.Process(target=_main, args=(rank, *more)) for rank in range(processes)]
     for process in started:
         process.start()
-    ended = multiprocessing.connection.wait([process.sentinel for process in started], kill_after)
-    if not ended or any(process.exitcode == -signal.SIGKILL for process in started):
+    multiprocessing.connection.wait([process.sentinel for process in started])
+    if any(process.exitcode == -signal.SIGKILL for process in started):
         for process in started:
             process.kill()
     for process in started:
@@ -231,9 +176,7 @@ def run(
 def run_to_end(flux: Path, folder: Path, processes: int = 1, **options) -> None:
     """``run``, which must succeed."""
     status = run(flux, folder, processes, **options)
-    assert status == [0] * processes, [
-        (folder / f"stderr_{rank}").read_text()[-2000:] for rank in range(processes)
-    ]  # fmt: skip
+    assert status == [0] * processes, [path.read_text()[-2000:] for path in folder.glob("stderr_*")]
 
 
 def observe(trainer, folder: Path) -> None:
@@ -242,7 +185,6 @@ def observe(trainer, folder: Path) -> None:
     named = list(trainer.state.policy.transformer.named_parameters())
     base = [p for name, p in named if "lora_" not in name]
     seen = {
-        "strategy": trainer.run.state.strategy.name,
         "base": sum(p.numel() for p in base),
         "base_here": sum(_local(p).numel() for p in base),
         "sharded": sorted({isinstance(p, DTensor) for p in base}),
@@ -264,9 +206,6 @@ def observe(trainer, folder: Path) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def observed(folder: Path, rank: int = 0) -> dict:
@@ -291,11 +230,6 @@ def checkpoints(folder: Path) -> list[str]:
 
 def _state_folder(folder: Path, epoch: int) -> Path:
     return folder / "runs" / "run" / "checkpoints" / ckpt.checkpoint_name(epoch) / "state"
-
-
-def adapter(folder: Path, epoch: int) -> bytes:
-    """The weights of a checkpoint's adapter in PEFT's format."""
-    return (_state_folder(folder, epoch).parent / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def state(folder: Path, epoch: int) -> dict[str, bytes]:
@@ -330,12 +264,7 @@ def assert_same_training(one: Path, other: Path) -> None:
     evaluations = [folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl" for folder in (one, other)]
     seeds = [[json.loads(line)["seed"] for line in path.read_text().splitlines()] for path in evaluations]
     assert seeds[0] == seeds[1] and len(seeds[0]) == 5
-    assert_same_weights(one, other)
-    pairs = zip(weights(one).values(), weights(one, "ema").values(), strict=True)
-    assert max(float((weight - average).abs().max()) for weight, average in pairs) > 10 * TOLERANCE
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    """Also the averaged ones; after the second epoch."""
     for name in ("trainable", "ema"):
         torch.testing.assert_close(weights(other, name), weights(one, name), rtol=0, atol=TOLERANCE)
+    pairs = zip(weights(one).values(), weights(one, "ema").values(), strict=True)
+    assert max(float((weight - average).abs().max()) for weight, average in pairs) > 10 * TOLERANCE

@@ -1,16 +1,17 @@
 """scripts/estimate.py: closed forms of FLOPs and memory on tiny models, planted defects that only CUDA shows, the command."""
 
+import dataclasses
+
 import pytest
 import torch
 from named import load
 from tiny_run import ROOT, load_script
 from torch import nn
 
-from paco_grpo.architectures import KNOWN, pipeline_of
+from paco_grpo.architectures import pipeline_of
 from paco_grpo.policies.flux import FluxPolicy
 
 estimate = load_script("estimate")
-GIB = 2**30
 
 
 def run_on_cpu(module, function, shape):
@@ -30,25 +31,6 @@ def test_flops_and_peak_of_a_linear_layer():
     found = run_on_cpu(layer, lambda m, x: m(x).sum().backward(), (64, 512))
     assert found.flops == 2 * 2 * 64 * 512 * 256
     assert found.peak == 4 * 512 * 256 + 2 * 512  # the gradient of the weights; scalars take 512 bytes each
-
-
-def test_checkpointing_lowers_the_peak_and_repeats_the_forward():
-    from torch.utils.checkpoint import checkpoint
-
-    def blocks():
-        with torch.device("meta"):
-            return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(8)))
-
-    def recomputed(m, x):
-        for block in m:
-            x = checkpoint(block, x, use_reentrant=False)
-        x.sum().backward()
-
-    x = (4096, 256)
-    whole = run_on_cpu(blocks(), lambda m, x: m(x.requires_grad_()).sum().backward(), x)
-    again = run_on_cpu(blocks(), lambda m, x: recomputed(m, x.requires_grad_()), x)
-    assert again.peak < whole.peak / 2
-    assert again.flops == whole.flops * 7 // 6  # the last product of a block has nothing to save, so it is not repeated
 
 
 def test_attention_counts_both_products_of_all_heads():
@@ -79,21 +61,13 @@ def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
             layer(torch.ones(2, 8, device="cuda")) + torch.ones(2, 8)
 
 
-@pytest.mark.parametrize(
-    ("model", "billions"),
-    [
-        ("black-forest-labs/FLUX.1-dev", 11.90), ("Qwen/Qwen-Image", 20.43), ("black-forest-labs/FLUX.2-dev", 32.2),
-        ("black-forest-labs/FLUX.2-klein-base-4B", 3.88), ("stabilityai/stable-diffusion-3.5-large", 8.06),
-        ("Tongyi-MAI/Z-Image", 6.15),
-    ],
-)  # fmt: skip
-def test_transformers_have_the_published_number_of_parameters(model, billions):
-    transformer = pipeline_of(model, torch.bfloat16).transformer
-    assert sum(p.numel() for p in transformer.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
-    assert model in KNOWN
-
-
-# --- a tiny FLUX ------------------------------------------------------------------------------------------------------
+def test_transformers_have_the_published_number_of_parameters():
+    for model, billions in {
+        "black-forest-labs/FLUX.1-dev": 11.90, "Qwen/Qwen-Image": 20.43, "black-forest-labs/FLUX.2-dev": 32.2,
+        "stabilityai/stable-diffusion-3.5-large": 8.06, "Tongyi-MAI/Z-Image": 6.15,
+    }.items():  # fmt: skip
+        transformer = pipeline_of(model, torch.bfloat16).transformer
+        assert sum(p.numel() for p in transformer.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def tiny(folder, *more):
@@ -158,13 +132,8 @@ def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
         estimate.estimate(tiny(tiny_flux_dir), "planted")
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_the_judges_share_by_hand(found):
     """96 images of 6 pairs; a GPU samples one in 2 s and trains on one in 1 s; a judge answers 12 pairs a second."""
-    import dataclasses
-
     plan = dataclasses.replace(found.plan, samples=96, samples_per_process=12, sample_batch_size=4)
     work = [estimate.Work("denoise", 12, 2.0), estimate.Work("train", 12, 1.0)]
     made = dataclasses.replace(found, plan=plan, work=work)
@@ -186,8 +155,6 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     assert estimate.main([*common, "--gpu", "none"]) == 2
     assert estimate.main([*common, "--config.sample.batch_sise=2"]) == 2
     assert estimate.main([*common, "--gpus", "1"]) == 2
-
-
-def test_an_unknown_model_is_a_users_error(capsys):
+    monkeypatch.undo()
     assert estimate.main(["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err

@@ -8,54 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLFlux2,
-    AutoencoderKLQwenImage,
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    ModelMixin,
-    QwenImageEditPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
+import transformers
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    T5Config,
-    T5EncoderModel,
-)
 
 CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<pad>", "</s>", "<unk>", "<s>"]
@@ -83,15 +40,16 @@ MISTRAL_CHAT = (
 )
 
 
-def save(pipeline: DiffusionPipeline, folder: str | Path) -> Path:
+def save(pipeline: diffusers.DiffusionPipeline, folder: str | Path) -> Path:
     """The folder, with the pipeline in it."""
     pipeline.save_pretrained(folder)
     return Path(folder)
 
 
 def build_vae(
-    kind: type[ModelMixin] = AutoencoderKL, *, channels: tuple[int, ...] = (4, 8, 8), latent_channels: int = 4, **config
-) -> ModelMixin:
+    kind: type[diffusers.ModelMixin] = diffusers.AutoencoderKL, *, channels: tuple[int, ...] = (4, 8, 8),
+    latent_channels: int = 4, **config,
+) -> diffusers.ModelMixin:  # fmt: skip
     """A VAE whose latents have ``2 ** (len(channels) - 1)`` times smaller sides."""
     return kind(
         down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
@@ -100,13 +58,13 @@ def build_vae(
     )  # fmt: skip
 
 
-def plain_vae(scaling_factor: float, shift_factor: float, **config) -> ModelMixin:
+def plain_vae(scaling_factor: float, shift_factor: float, **config) -> diffusers.ModelMixin:
     """``build_vae`` without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
     scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
     return build_vae(use_quant_conv=False, use_post_quant_conv=False, **scale, **config)
 
 
-def character_tokenizer(special: list[str], **options) -> PreTrainedTokenizerFast:
+def character_tokenizer(special: list[str], **options) -> transformers.PreTrainedTokenizerFast:
     """One token a character, so that any two prompts differ; ``template`` of ``options``: what is around a text."""
     vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -115,36 +73,36 @@ def character_tokenizer(special: list[str], **options) -> PreTrainedTokenizerFas
         ends = [("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
         words.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     names = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **names, **options)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names, **options)
 
 
-def clip_tokenizer() -> PreTrainedTokenizerFast:
+def clip_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return character_tokenizer(SPECIAL, template="<s> $A </s>", model_max_length=48)
 
 
-def t5_tokenizer() -> PreTrainedTokenizerFast:
+def t5_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return character_tokenizer(SPECIAL, template="$A </s>", model_max_length=512)
 
 
-def qwen_tokenizer(*special: str) -> Qwen2Tokenizer:
+def qwen_tokenizer(*special: str) -> transformers.Qwen2Tokenizer:
     """One token a byte, and one for each text of ``special``."""
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    return Qwen2Tokenizer(
+    return transformers.Qwen2Tokenizer(
         vocab={token: number for number, token in enumerate(tokens)}, merges=[], eos_token="<|im_end|>",
         pad_token="<|endoftext|>", additional_special_tokens=list(special), model_max_length=4096,
     )  # fmt: skip
 
 
-def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
-    return CLIPTextConfig(
+def clip_config(width: int, layers: int = 1) -> transformers.CLIPTextConfig:
+    return transformers.CLIPTextConfig(
         vocab_size=len(SPECIAL + CHARACTERS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=2, max_position_embeddings=48, pad_token_id=0, eos_token_id=1, bos_token_id=3,
     )  # fmt: skip
 
 
-def t5_config(width: int) -> T5Config:
-    return T5Config(
+def t5_config(width: int) -> transformers.T5Config:
+    return transformers.T5Config(
         vocab_size=len(SPECIAL + CHARACTERS), d_model=width, d_kv=16, d_ff=2 * width, num_layers=2, num_heads=2, pad_token_id=0,
         eos_token_id=1, decoder_start_token_id=0,
     )  # fmt: skip
@@ -153,22 +111,22 @@ def t5_config(width: int) -> T5Config:
 def build_tiny_flux(
     folder: str | Path, *, seed: int = 0, width: int = 32, double_blocks: int = 2, single_blocks: int = 2,
     vae_channels: tuple[int, ...] = (4, 8, 8), latent_channels: int = 4, guidance_embeds: bool = True,
-    pipeline_class: type[DiffusionPipeline] = FluxPipeline,
+    pipeline_class: type[diffusers.DiffusionPipeline] = diffusers.FluxPipeline,
 ) -> Path:  # fmt: skip
     """A ``FluxPipeline`` or ``FluxKontextPipeline``; ``width`` is a multiple of 16."""
     torch.manual_seed(seed)
-    transformer = FluxTransformer2DModel(
+    transformer = diffusers.FluxTransformer2DModel(
         in_channels=4 * latent_channels, num_layers=double_blocks, num_single_layers=single_blocks, attention_head_dim=16,
         num_attention_heads=width // 16, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
     )
     vae = plain_vae(0.8, 0.1, channels=vae_channels, latent_channels=latent_channels)
     pipeline = pipeline_class(
-        scheduler=scheduler, vae=vae, text_encoder=CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
-        text_encoder_2=T5EncoderModel(t5_config(32)), tokenizer_2=t5_tokenizer(), transformer=transformer,
+        scheduler=scheduler, vae=vae, text_encoder=transformers.CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
+        text_encoder_2=transformers.T5EncoderModel(t5_config(32)), tokenizer_2=t5_tokenizer(), transformer=transformer,
     )  # fmt: skip
     return save(pipeline, folder)
 
@@ -180,17 +138,17 @@ def build_tiny_sd3(folder: str | Path, *, dual: bool = True) -> Path:
     for width in (16, 24):
         config = clip_config(width, layers=2)
         config.projection_dim = width
-        clips.append(CLIPTextModelWithProjection(config))
-    transformer = SD3Transformer2DModel(
+        clips.append(transformers.CLIPTextModelWithProjection(config))
+    transformer = diffusers.SD3Transformer2DModel(
         sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
         caption_projection_dim=32, joint_attention_dim=48, pooled_projection_dim=16 + 24, pos_embed_max_size=32,
         qk_norm="rms_norm", dual_attention_layers=(0,) if dual else (),
     )  # fmt: skip
     vae = plain_vae(1.5305, 0.0609)
-    pipeline = StableDiffusion3Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, transformer=transformer, text_encoder=clips[0],
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, transformer=transformer, text_encoder=clips[0],
         tokenizer=clip_tokenizer(), text_encoder_2=clips[1], tokenizer_2=clip_tokenizer(),
-        text_encoder_3=T5EncoderModel(t5_config(48)), tokenizer_3=t5_tokenizer(),
+        text_encoder_3=transformers.T5EncoderModel(t5_config(48)), tokenizer_3=t5_tokenizer(),
     )  # fmt: skip
     return save(pipeline, folder)
 
@@ -198,7 +156,7 @@ def build_tiny_sd3(folder: str | Path, *, dual: bool = True) -> Path:
 def build_tiny_z_image(folder: str | Path) -> Path:
     """A ``ZImagePipeline``."""
     torch.manual_seed(0)
-    transformer = ZImageTransformer2DModel(
+    transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[8, 4, 4],
         axes_lens=[256, 64, 64],
     )  # fmt: skip
@@ -207,11 +165,11 @@ def build_tiny_z_image(folder: str | Path) -> Path:
     vae = plain_vae(0.3611, 0.1159)
     tokenizer = qwen_tokenizer("<think>", "</think>")
     tokenizer.chat_template = Z_IMAGE_CHAT
-    text = Qwen3Config(
+    text = transformers.Qwen3Config(
         vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.2, bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **QWEN3
     )
-    pipeline = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, text_encoder=Qwen3Model(text), tokenizer=tokenizer,
+    pipeline = diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, text_encoder=transformers.Qwen3Model(text), tokenizer=tokenizer,
         transformer=transformer,
     )  # fmt: skip
     return save(pipeline, folder)
@@ -223,21 +181,21 @@ def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bo
     The VAE's batch-norm statistics are random, else wrong normalization would go unseen.
     """
     torch.manual_seed(0)
-    vae = build_vae(AutoencoderKLFlux2)
+    vae = build_vae(diffusers.AutoencoderKLFlux2)
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2.0)
-    transformer = Flux2Transformer2DModel(
+    transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * QWEN3["hidden_size"], axes_dims_rope=(4, 4, 4, 4), guidance_embeds=not klein,
     )  # fmt: skip
-    parts = {"scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "vae": vae, "transformer": transformer}
+    parts = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "vae": vae, "transformer": transformer}
     text = QWEN3 | {"initializer_range": 0.15}
     if klein:
         tokenizer = qwen_tokenizer("<think>", "</think>")
         tokenizer.chat_template = KLEIN_CHAT
-        config = Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text)
-        encoder = Qwen3ForCausalLM(config)
-        return save(Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts), folder)
+        config = transformers.Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text)
+        encoder = transformers.Qwen3ForCausalLM(config)
+        return save(diffusers.Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts), folder)
     more = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]  # one token for the fixed system message
     tokenizer = character_tokenizer(["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more)
     vision = {
@@ -246,13 +204,14 @@ def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bo
     }  # fmt: skip
     text |= {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31}
     image = tokenizer.convert_tokens_to_ids("[IMG]")
-    encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision, image_token_index=image))
-    processor = PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT)
-    return save(Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts), folder)
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=image)
+    encoder = transformers.Mistral3ForConditionalGeneration(config)
+    processor = transformers.PixtralProcessor(transformers.PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT)
+    return save(diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts), folder)
 
 
 def build_tiny_qwen_edit(
-    folder: str | Path, *, pipeline_class: type[DiffusionPipeline] = QwenImageEditPipeline, zero_cond_t: bool = False
+    folder: str | Path, *, pipeline_class: type[diffusers.DiffusionPipeline] = diffusers.QwenImageEditPipeline, zero_cond_t: bool = False
 ) -> Path:
     """A ``QwenImagePipeline`` or one of its editors."""
     torch.manual_seed(0)
@@ -263,12 +222,13 @@ def build_tiny_qwen_edit(
         "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64, "patch_size": 4,
         "merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
-    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**sizes), tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template="")
-    vae = AutoencoderKLQwenImage(
+    images, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(**sizes)
+    processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
+    vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
         latents_mean=[-0.3, 0.2, 0.1, -0.1], latents_std=[0.9, 1.1, 1.3, 0.8],
     )  # fmt: skip
-    transformer = QwenImageTransformer2DModel(
+    transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
         axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
     )  # fmt: skip
@@ -283,9 +243,10 @@ def build_tiny_qwen_edit(
         "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0], "initializer_range": 0.2,
     }  # fmt: skip
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
-    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, initializer_range=0.2, **ids))
-    others = {} if pipeline_class is QwenImagePipeline else {"processor": processor}
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, initializer_range=0.2, **ids)
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    others = {} if pipeline_class is diffusers.QwenImagePipeline else {"processor": processor}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return save(
         pipeline_class(scheduler=scheduler, vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others), folder
     )
@@ -299,13 +260,13 @@ def save_clip(folder: Path) -> str:
         "vocab_size": 32, "max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     vision = sizes | {"image_size": 16, "patch_size": 8}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
     words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    CLIPProcessor(processor, fast).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    transformers.CLIPProcessor(processor, fast).save_pretrained(folder)
     return str(folder)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
 from tiny_policies import picture
 
 from paco_grpo.options import RunOptions, load_options
-from paco_grpo.training.build import build_run
+from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.training.build import Run, build_run
+from paco_grpo.training.sample import Rollouts, sample_epoch
 from paco_grpo.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +108,11 @@ def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str
     return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
 
 
+def as_arguments(overrides: dict[str, str]) -> list[str]:
+    """Options of a command line."""
+    return [f"--config.{key}={value}" for key, value in overrides.items()]
+
+
 def tiny_options(flux: Path, folder: Path, **changes: str) -> RunOptions:
     """toy_t2is, made tiny."""
     return load_options(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", overrides_for(flux, folder, **changes).items())
@@ -124,6 +129,17 @@ def train(options: RunOptions) -> Trainer:
     trainer = Trainer(build_run(options))
     trainer.fit()
     return trainer
+
+
+def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Tensor, np.ndarray]:
+    """Rollouts, clean latents and scores of a run's first epoch."""
+    queue, state = ScoreQueue(run.rewards.train), run.state
+    rollouts = sample_epoch(
+        state.policy, run.train_items, state.sampler.samples(0), queue, run.options, state.strategy,
+        batch_size=batch_size or run.plan.sample_batch_size, epoch=0,
+    )  # fmt: skip
+    latents = torch.cat([sample.clean_latents for sample in rollouts.samples])
+    return rollouts, latents, queue.results(len(rollouts.positions))
 
 
 def load_script(name: str) -> ModuleType:
@@ -163,49 +179,10 @@ def redness():
     return score
 
 
-def missing(share_of_images: float = 0.5):
-    """brightness, but NaN for a fixed share of each call."""
+def missing():
+    """brightness, but NaN for a quarter of each call."""
     score = brightness()
-
-    def with_gaps(images, items):
-        scores = score(images, items)
-        scores[: round(share_of_images * len(scores))] = np.nan
-        return scores
-
-    return with_gaps
-
-
-def slow(seconds_per_image: float = 0.5):
-    """brightness at the rate of a slow judge."""
-    score = brightness()
-
-    def wait_then_score(images, items):
-        time.sleep(seconds_per_image * len(images))
-        return score(images, items)
-
-    return wait_then_score
-
-
-def raising():
-    """Fails like a reward whose server is gone."""
-
-    def score(images, items):
-        raise ConnectionError("the judge is gone")
-
-    return score
-
-
-def signaling(at_call: int = 1, number: int = signal.SIGTERM):
-    """brightness, but the process gets a signal at the ``at_call``-th call."""
-    score, calls = brightness(), []
-
-    def signal_then_score(images, items):
-        calls.append(len(images))
-        if len(calls) == at_call:
-            os.kill(os.getpid(), number)
-        return score(images, items)
-
-    return signal_then_score
+    return lambda images, items: np.where(np.arange(len(images)) < len(images) // 4, np.nan, score(images, items))
 
 
 def reversed_aggregate(**grouped_rewards):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from paco_grpo.objectives.forward import Noised
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Conditioning, Item
@@ -90,3 +92,27 @@ def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
         with torch.no_grad():
             policy.transformer.current.add_(torch.tensor([0.02, -0.05]))
     return result
+
+
+def numpy_step(x, v, sigma, following, first, a, cps=False):
+    """Mean, s and standard deviation of a noise step in float64 (docs/method.md §4); ``first``: σ_1 of the schedule."""
+    if cps:
+        s = following * np.sin(a * np.pi / 2)
+        mean = (1 - following) * (x - sigma * v) + np.sqrt(max(following**2 - s**2, 0)) * (x + (1 - sigma) * v)
+        return mean, s, s
+    s, dt = a * np.sqrt(sigma / (1 - (first if sigma == 1 else sigma))), following - sigma
+    mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+    return mean, s, s * np.sqrt(-dt)
+
+
+def joint_dgpo(step, policy, train):
+    """The loss of DGPO's groups as the paper writes it, from one graph over all samples."""
+    noised = Noised(step, policy, shared=True)
+    change = noised.error(noised.velocity()) - noised.error(noised.reference)
+    total = 0.0
+    for item in step.rollout.item_ids.unique():
+        group = step.rollout.item_ids == item
+        advantages = step.advantages[group] - step.advantages[group].mean()
+        s = train.dgpo_beta * (advantages * change[group]).mean()
+        total = total + int(group.sum()) / train.dgpo_beta * torch.nn.functional.softplus(s)
+    return total

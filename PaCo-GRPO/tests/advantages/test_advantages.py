@@ -1,6 +1,5 @@
 """Advantages and aggregations against plain loops in NumPy, over random groups (docs/method.md §5)."""
 
-import importlib.util
 import json
 
 import numpy as np
@@ -53,7 +52,6 @@ def expected(total, items, global_std, per_prompt=True):
     return advantages, kept
 
 
-@settings(max_examples=100, deadline=None)
 @given(epochs(), st.booleans(), st.booleans())
 def test_weighted_sum(epoch, global_std, per_prompt):
     rewards, items, prompts = epoch
@@ -69,17 +67,7 @@ def test_weighted_sum(epoch, global_std, per_prompt):
     assert result.stats["dropped_share"] == pytest.approx(1 - kept.mean())
 
 
-def test_one_image_per_prompt_is_normalized_over_everything():
-    result = compute_advantages({"a": [1.0, 2, 3]}, [4, 5, 6], list("xyz"), reward_weights={"a": 1})
-    np.testing.assert_allclose(result.advantages, np.array([-1, 0, 1]) / np.std([1, 2, 3]))
-
-
-def test_equal_rewards_give_zero():
-    result = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, reward_weights={"a": 1})
-    assert np.abs(result.advantages).max() < 1e-9 and result.stats["zero_std_share"] == 1
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(epochs(missing=0.0))
 def test_rank(epoch):
     from scipy.stats import rankdata
@@ -107,15 +95,26 @@ def test_items_that_share_a_prompt_stay_apart():
     )
     assert {k: v.tolist() for k, v in seen.items()} == {"x [item 0]": [0, 1], "x [item 1]": [10, 11], "y": [5, 6]}
     np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
+    equal = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, reward_weights={"a": 1})
+    assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": g["a"]["x"][:1]}, lambda **g: {"x": g["a"]["x"] * np.nan}],
-)
-def test_a_wrong_aggregation_is_an_error(wrong):
-    with pytest.raises(ValueError, match="aggregate_fn <lambda>"):
-        compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
+def test_what_is_wrong_is_named():
+    for wrong in (lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": g["a"]["x"][:1]}, lambda **g: {"x": g["a"]["x"] * np.nan}):
+        with pytest.raises(ValueError, match="aggregate_fn <lambda>"):
+            compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
+        with pytest.raises(ValueError, match="config.train.aggregate_fn"):
+            describe(wrong)  # a saved run could not find it again
+    with pytest.raises(ValueError, match="c "):
+        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
+    for description, named in (
+        ("harmonic_mean", "harmonic_mean_aggregate_fn"), ("numpy:no_such_function", "no_such_function"),
+        ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=named):
+            resolve(description)
+    with pytest.raises(ValueError, match="aggregate_fn_kwargs has 'global_std'"):
+        get_aggregate_fn("log_tame_aggregate_fn", WEIGHTS, arguments={"global_std": True})
 
 
 def grouped():
@@ -164,14 +163,8 @@ def test_log_tame(threshold, tamed):
     values = np.array([0, 1, 30, 2, 0.0])
     assert function.stats["cv/a"] == pytest.approx(values.std() / values.mean())
     assert {name for name in ("a", "b") if function.stats[f"log_tamed/{name}"]} == tamed
-
-
-def test_log_tame_errors():
     with pytest.raises(ValueError, match="'a'"):
         log_tame_aggregate_fn(threshold=0.0)(a={"p": np.array([-1.0, 4])})
-    for threshold in ("middle", -1, True):
-        with pytest.raises(ValueError, match="threshold"):
-            log_tame_aggregate_fn(threshold=threshold)
 
 
 @pytest.mark.parametrize("global_std", [False, True])
@@ -184,33 +177,10 @@ def test_weighted_advantage_sum(global_std):
     np.testing.assert_allclose(result.advantages, by_hand)
 
 
-def test_stats_of_the_aggregation_are_passed_on():
-    result = compute_advantages(
-        {"a": [0.0, 9], "b": [1.0, 1]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS, aggregate_fn=log_tame_aggregate_fn()
-    )
-    assert result.stats["log_tamed/a"] == 1 and result.stats["log_tamed/b"] == 0
-
-
-def test_get_aggregate_fn():
-    assert get_aggregate_fn(None, WEIGHTS) is None
-    assert get_aggregate_fn(describe, WEIGHTS) is describe
-    assert get_aggregate_fn("harmonic_mean_aggregate_fn", WEIGHTS) is harmonic_mean_aggregate_fn
-    tame = get_aggregate_fn("log_tame_aggregate_fn", WEIGHTS, arguments={"threshold": "median"})
-    assert (tame.threshold, tame.reward_weights) == ("median", WEIGHTS)
-    other = get_aggregate_fn(
-        "weighted_advantage_sum_aggregate_fn", WEIGHTS, True, arguments={"reward_weights": {"a": 2}}
-    )
-    assert (other.global_std, other.reward_weights) == (True, {"a": 2})
-    for spec in ("log_tame_aggregate_fn", "geometric_mean_aggregate_fn", None):
-        with pytest.raises(ValueError, match="aggregate_fn_kwargs has 'global_std'"):
-            get_aggregate_fn(spec, WEIGHTS, arguments={"global_std": True})
-
-
 def test_an_aggregation_is_saved_and_found_again():
     """Through JSON, as in a saved configuration."""
-    for function in (None, geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn, np.mean):
+    for function in (None, harmonic_mean_aggregate_fn, np.mean):
         assert resolve(json.loads(json.dumps(describe(function)))) is function
-    assert describe(geometric_mean_aggregate_fn) == "geometric_mean_aggregate_fn" and describe(np.mean) == "numpy:mean"
     rewards = grouped()
     for made in (
         log_tame_aggregate_fn(threshold=0.6, reward_weights=WEIGHTS),
@@ -218,61 +188,10 @@ def test_an_aggregation_is_saved_and_found_again():
         weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std=True),
     ):
         saved = json.loads(json.dumps(describe(made)))
-        assert describe(saved) == saved  # a description describes itself
         again = resolve(saved)
         assert type(again) is type(made) and describe(again) == saved
         for key, values in made(**rewards).items():
             np.testing.assert_array_equal(again(**rewards)[key], values)
-
-
-CONFIG_FILE = """
-def worst(**grouped):
-    return min(grouped.values(), key=str)
-
-def get_config():
-    def local(**grouped): ...
-    return local
-"""
-
-
-def test_a_function_of_the_configuration_file_is_found_again(tmp_path):
-    path = tmp_path / "my_config.py"
-    path.write_text(CONFIG_FILE)
-    spec = importlib.util.spec_from_file_location("paco_grpo_run_config", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    saved = describe(module.worst)
-    assert saved == f"{path}:worst"
-    again = resolve(saved)
-    assert again.__code__ == module.worst.__code__ and describe(again) == saved
-    with pytest.raises(ValueError, match="config.train.aggregate_fn.*local"):
-        describe(module.get_config())
-
-
-@pytest.mark.parametrize("function", [lambda **grouped: grouped["a"], log_tame_aggregate_fn, log_tame_aggregate_fn().__call__])
-def test_what_could_not_be_found_again_is_refused(function):
-    with pytest.raises(ValueError, match="config.train.aggregate_fn"):
-        describe(function)
-
-
-@pytest.mark.parametrize(
-    ("description", "named"),
-    [
-        ("harmonic_mean", "Did you mean 'harmonic_mean_aggregate_fn'"),
-        ("numpy:no_such_function", "no_such_function"),
-        ("/no/such/file.py:worst", "/no/such/file.py:worst"),
-        ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
-        ("weighted_advantage_sum_aggregate_fn", "reward_weights"),
-    ],
-)
-def test_descriptions_of_nothing_are_errors(description, named):
-    with pytest.raises(ValueError, match=named):
-        resolve(description)
-
-
-def test_a_reward_without_a_weight_is_named():
-    with pytest.raises(ValueError, match="c "):
-        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
 
 
 def test_gdpo_normalizes_over_the_batch():
@@ -284,15 +203,3 @@ def test_gdpo_normalizes_over_the_batch():
         )
         result = compute_advantages(rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function)
         np.testing.assert_allclose(result.advantages, expected, atol=1e-12)
-
-
-@settings(max_examples=50, deadline=None)
-@given(epochs())
-def test_gdpo_over_random_groups(epoch):
-    """The sums have mean 0 already, with left-out samples too, so dividing leaves their std at 1 (or 0)."""
-    rewards, items, prompts = epoch
-    function = weighted_advantage_sum_aggregate_fn(WEIGHTS, batch_std=True)
-    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, aggregate_fn=function)
-    if result.kept.any():
-        values = result.advantages[result.kept]
-        assert abs(values.mean()) < 1e-9 and min(abs(values.std() - 1), values.std()) < 1e-6

@@ -27,12 +27,6 @@ def test_entropy_bonus_is_minus_the_log_of_a_leave_one_out_kernel_density():
     assert not perceptual_entropy_bonus(np.ones((4, 3)), [np.arange(4)]).any()
 
 
-def test_a_collapsed_group_gets_a_smaller_bonus():
-    features = np.concatenate([np.eye(4), np.eye(4)[[0, 0, 0, 0]] + 0.01 * RNG.normal(size=(4, 4))])
-    bonus = perceptual_entropy_bonus(features, [np.arange(4), np.arange(4, 8)])
-    assert bonus[:4].min() > bonus[4:].max()
-
-
 def test_factors_are_the_relative_distance_to_the_nearest_neighbor():
     found = nearest_neighbor_factors(FEATURES, GROUPS)
     for group in GROUPS:

@@ -1,15 +1,13 @@
 """Checkpoint folders and files, and the average of the weights."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.checkpoint.state import EMA, capture_rng, load_optimizer, optimizer_tensors, restore_rng
+from paco_grpo.checkpoint.state import EMA
 
 
 @pytest.mark.parametrize(("interval", "limit"), [(1, 0.9), (3, 0.2)])
@@ -46,7 +44,7 @@ def test_the_newest_checkpoints_are_kept_by_number(tmp_path):
     (tmp_path / "epoch_0050").mkdir()  # without state: not finished by us
     ckpt.prune(tmp_path, 2)
     assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["epoch_0011", "epoch_10000"]
-    assert (tmp_path / "epoch_0001_keep").is_dir() 
+    assert (tmp_path / "epoch_0001_keep").is_dir()
 
 
 def test_finding_a_checkpoint(tmp_path):
@@ -69,39 +67,6 @@ def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
         ckpt.commit(tmp_path / ".epoch_0001.partial", tmp_path / "epoch_0001")
     assert (tmp_path / "epoch_0001" / "state" / "trainer.json").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_0001"]
-
-
-def test_random_generators_are_restored():
-    torch.manual_seed(3)
-    np.random.seed(3)
-    saved = json.loads(json.dumps(capture_rng()))
-    numbers = torch.rand(3), np.random.rand(3)
-    restore_rng(saved)
-    assert torch.equal(torch.rand(3), numbers[0])
-    assert np.array_equal(np.random.rand(3), numbers[1])
-
-
-def test_optimizer_state_is_restored_and_options_count(tmp_path):
-    torch.manual_seed(0)
-    gradients = [[torch.randn(3), torch.randn(2, 2)] for _ in range(2)]
-
-    def step(parameters, optimizer, number):
-        for parameter, gradient in zip(parameters, gradients[number], strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-
-    one = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-    optimizer = torch.optim.AdamW(one, lr=0.1)
-    step(one, optimizer, 0)
-    ckpt.save_tensors(tmp_path / "optimizer.safetensors", optimizer_tensors(optimizer), write=True)
-    two = [torch.nn.Parameter(parameter.detach().clone()) for parameter in one]
-    restored = torch.optim.AdamW(two, lr=0.1)
-    load_optimizer(restored, load_file(tmp_path / "optimizer.safetensors"))
-    step(one, optimizer, 1)
-    step(two, restored, 1)
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    load_optimizer(other := torch.optim.AdamW(two, lr=0.5), optimizer_tensors(optimizer))
-    assert other.param_groups[0]["lr"] == 0.5
 
 
 def test_other_weights_are_not_loaded(tmp_path):

@@ -6,12 +6,20 @@ import sys
 
 import pytest
 from forked_runs import REFUSED, message, run
-from tiny_run import ROOT, load_script, overrides_for, tiny_options
+from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
-from paco_grpo.checkpoint.files import claim_folder, lock_folder
+from paco_grpo.checkpoint.files import lock_folder
+from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
 
-HOLD = "import sys; from pathlib import Path; from paco_grpo.checkpoint.files import lock_folder; lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD = """
+import sys
+from pathlib import Path
+from paco_grpo.checkpoint.files import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+print('held', flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -19,30 +27,29 @@ def trainer(tmp_path):
     """Another process that holds the run folder."""
     folder = tmp_path / "runs" / "run"
     folder.mkdir(parents=True)
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder], **pipes)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.wait()
 
 
-def command(flux, folder, **changes):
-    overrides = overrides_for(flux, folder, **changes)
-    return ["--config", f"{ROOT}/config/grpo.py:toy_t2is", *(f"--config.{key}={value}" for key, value in overrides.items())]
-
-
 def test_a_second_trainer_is_refused_until_the_first_is_gone(trainer, tiny_flux_dir, tmp_path, capsys):
     train = load_script("train").main
-    assert train(command(tiny_flux_dir, tmp_path, resume_from="latest")) == 2
+    overrides = overrides_for(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)
+    command = ["--config", f"{ROOT}/config/grpo.py:toy_t2is", *as_arguments(overrides)]
+    assert train(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "in use by another trainer" in error and "--config.run_name" in error
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    assert train(command(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)) == 0
+    assert train(command) == 0
     lock_folder(tmp_path / "runs" / "run").release()  # the run has ended in this process, and with it the lock
 
 
+@pytest.mark.slow
 def test_all_processes_of_the_second_trainer_end(trainer, tiny_flux_dir, tmp_path):
     assert run(tiny_flux_dir, tmp_path, 2) == [REFUSED] * 2
     assert all("in use by another trainer" in message(tmp_path, rank) for rank in (0, 1))
@@ -63,7 +70,9 @@ def test_default_names_are_unique(tiny_flux_dir, tmp_path, monkeypatch):
     assert names == ["t2is-20260101-000000", "t2is-20260101-000000-2", "t2is-20260101-000000-3"]
 
 
-def test_a_claimed_folder_is_new(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a-2").write_text("a file")
-    assert claim_folder(tmp_path, "a") == "a-3" and claim_folder(tmp_path / "deeper", "a") == "a"
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / ".lock").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="link"):
+        lock_folder(tmp_path)
+    assert (tmp_path / "target").read_text() == "mine"

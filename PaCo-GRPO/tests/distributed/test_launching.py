@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from fakes import free_port
-from tiny_run import ROOT, overrides_for
+from tiny_run import ROOT, as_arguments, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 SCRIPTS = ROOT / "scripts"
+
+
 def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run a script with an interpreter that only records how it was called."""
     python = tmp_path / "python"
@@ -34,13 +37,12 @@ def called(tmp_path: Path) -> list[str]:
     return (tmp_path / "called").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("given", "seconds"), [({}, 600), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7)])
-def test_processes_have_time_to_stop(tmp_path, monkeypatch, given, seconds):
+def test_processes_have_time_to_stop(tmp_path, monkeypatch):
     """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable is checked too."""
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    assert launch(tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES="", **given).returncode == 0
+    assert launch(tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES="").returncode == 0
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", (tmp_path / "timeout").read_text().strip())
-    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == seconds
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
 
 
 def test_several_machines_reach_the_launcher(tmp_path):
@@ -62,13 +64,10 @@ def test_several_machines_reach_the_launcher(tmp_path):
     ("environment", "named"),
     [
         ({}, "NNODES"),
-        ({"NNODES": "two"}, "NNODES=two"),
-        ({"NNODES": "2", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "08", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
         ({"NNODES": "1", "NUM_PROCESSES": "18446744073709551617"}, "NUM_PROCESSES="),
         ({"NNODES": "1", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
         ({"NNODES": "1", "ACCELERATE_CONFIG": "/no/such.yaml"}, "ACCELERATE_CONFIG=/no/such.yaml"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
     ],
 )
@@ -78,32 +77,22 @@ def test_missing_setting_of_several_machines_is_named(tmp_path, environment, nam
     assert not (tmp_path / "called").exists()
 
 
-@pytest.mark.parametrize(
-    ("stated", "given", "expected"),
-    [("", "", "1"), ("", "5", "5"), ("num_processes: 7\n", "", None), ("num_processes: 7\n", "5", "5")],
-)
-def test_a_users_configuration_may_state_its_processes(tmp_path, stated, given, expected):
+def test_a_users_configuration_may_state_its_processes(tmp_path):
     config = tmp_path / "own.yaml"
-    config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
-    environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | ({"NUM_PROCESSES": given} if given else {})
-    ended = launch(tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment)
-    assert ended.returncode == 0, ended.stderr
-    arguments = called(tmp_path)
-    assert ("--num_processes" in arguments) == (expected is not None)
-    assert arguments[arguments.index("--main_process_port") + 1] == "29700"
-    if expected:
-        assert arguments[arguments.index("--num_processes") + 1] == expected
-
-
-@pytest.mark.parametrize("name", ["train_flux", "train_flux_kontext", "train_qwenimage_edit"])
-def test_every_model_has_a_script_for_several_machines(name):
-    assert f"../single_node/{name}.sh" in (SCRIPTS / "multi_node" / f"{name}.sh").read_text()
+    for stated, given, expected in (("", "", ["1"]), ("num_processes: 7\n", "", []), ("num_processes: 7\n", "5", ["5"])):
+        config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
+        environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | ({"NUM_PROCESSES": given} if given else {})
+        ended = launch(tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment)
+        assert ended.returncode == 0, ended.stderr
+        arguments = called(tmp_path)
+        assert [after for name, after in pairwise(arguments) if name == "--num_processes"] == expected
+        assert arguments[arguments.index("--main_process_port") + 1] == "29700"
 
 
 @pytest.mark.long
 def test_two_machines_over_loopback_train_together(tiny_flux_dir, tmp_path):
     """Two launches of one process each on this machine, with gloo in place of nccl."""
-    options = [f"--config.{key}={value}" for key, value in overrides_for(tiny_flux_dir, tmp_path).items()]
+    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path))
     command = ["bash", str(SCRIPTS / "multi_node" / "train_flux.sh"), "toy_t2is", *options]
     shared = {
         "PYTHON": sys.executable, "NNODES": "2", "NUM_PROCESSES": "1", "MASTER_ADDR": "127.0.0.1",

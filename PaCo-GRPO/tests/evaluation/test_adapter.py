@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from diffusers import FluxPipeline
 from fakes import fake_judge
@@ -18,23 +17,14 @@ from paco_grpo.evaluation.evaluate import evaluation_set, summarize
 from paco_grpo.evaluation.pictures import captioned
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
-from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.training.build import load_adapter
 from paco_grpo.types import Item
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_flux_dir, tmp_path_factory):
+@pytest.fixture
+def trained(trained_run):
     """A run's options, its last checkpoint, and that epoch's evaluation."""
-    options = tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)
-    train(options)
-    folder = Path(options.save_dir) / options.run_name
-    (folder / "saved.yaml").write_text(options_to_yaml(options))
-    return options, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
-
-
-def config_argument(options) -> list[str]:
-    return ["--config", str(Path(options.save_dir) / options.run_name / "saved.yaml")]
+    folder = trained_run.folder
+    return trained_run.options, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
 
 
 def pixels(path):
@@ -83,31 +73,14 @@ def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
 @pytest.mark.parametrize("place", ["", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     options, checkpoint, evaluation = trained
-    arguments = [*config_argument(options), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]
+    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]
     assert load_script("evaluate").main(arguments) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     for one, two in zip(data(evaluation), data(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
-    row = rows_of(options, "eval")[-1]
     for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
-        assert metrics[name] == pytest.approx(row[name], abs=0.1)
-
-
-def test_evaluate_command_on_the_base_model(trained, tmp_path, capsys):
-    options, _, evaluation = trained
-    arguments = [*config_argument(options), "--output", str(tmp_path / "out"), "--config.test.batch_size=1"]
-    main = load_script("evaluate").main
-    assert main(arguments) == 0
-    table = capsys.readouterr().out
-    assert "| category | images | brightness |" in table and "| all | 5 |" in table
-    assert any(
-        np.abs(pixels(evaluation / row["file"]) - pixels(tmp_path / "out" / row["file"])).max() > 3
-        for row in data(evaluation)
-    )
-    assert "eval/brightness_mean" in json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert main([*arguments, "--adapter", str(tmp_path / "nothing")]) == 2
-    assert "nothing" in capsys.readouterr().err
+        assert metrics[name] == pytest.approx(rows_of(options, "eval")[-1][name], abs=0.1)
 
 
 def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, tmp_path, monkeypatch):
@@ -141,33 +114,20 @@ def test_categories_are_means_of_their_images(trained):
     assert rows_of(options, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
-@pytest.mark.parametrize(("name", "library"), [("adapter", "peft"), ("diffusers", "diffusers")])
-def test_model_card(trained, name, library):
+def test_model_card(trained):
     options, checkpoint, _ = trained
-    text = (checkpoint / name / "README.md").read_text()
-    head = yaml.safe_load(text.split("---")[1])
-    assert head["base_model"] == options.pretrained.model
-    assert (head["library_name"], head["pipeline_tag"]) == (library, "text-to-image")
-    assert "| `tiny_run:brightness` | 1 |" in text and options.dataset in text
     last = rows_of(options, "eval")[-1]  # of this very epoch, though the checkpoint was saved before it
-    assert f"After epoch 2, {last['eval/num_images']:.0f} images" in text
-    assert f"| `brightness` | {last['eval/brightness_mean']:.4f} ±" in text
-    assert options_to_yaml(options) in text
-
-
-def test_load_adapter(trained, tmp_path):
-    policy = load_policy(trained[0].pretrained.model)
-    (tmp_path / "transformer").mkdir()
-    with pytest.raises(PolicyLoadError, match="without LoRA"):
-        load_adapter(policy, str(tmp_path))
-    load_adapter(policy, str(trained[1]))
-    assert any(p.abs().sum() > 0 for n, p in policy.transformer.named_parameters() if ".lora_B." in n)
-    assert all(torch.isfinite(p).all() for p in policy.transformer.parameters())
+    for name, library in (("adapter", "peft"), ("diffusers", "diffusers")):
+        text = (checkpoint / name / "README.md").read_text()
+        head = yaml.safe_load(text.split("---")[1])
+        found = (head["base_model"], head["library_name"], head["pipeline_tag"])
+        assert found == (options.pretrained.model, library, "text-to-image")
+        assert f"| `brightness` | {last['eval/brightness_mean']:.4f} ±" in text and options_to_yaml(options) in text
 
 
 def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
-    options, checkpoint, _ = trained
-    arguments = [*config_argument(options), "--adapter", str(checkpoint), "--seeds", "2"]
+    checkpoint = trained[1]
+    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "2"]
     arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
     arguments += ["--output", str(tmp_path / "out")]
     main = load_script("generate").main

@@ -79,21 +79,12 @@ def test_of_a_training_epoch():
     assert of_epoch({NAMES[0]: np.ones(2)}, np.array([0, 0]), [True]) == {}
 
 
-def test_several_judges():
-    own = [row["rewards"] | {"o_consistency": 1.0, "o_between_images": 0.25} for row in rows([[0.9] * 4], [[0.5] * 4])]
-    found = agreement([{"item_id": 0, "category": None, "open": True, "rewards": each} for each in own])
-    assert {name: each.kappa.mean for name, each in found.items()} == pytest.approx(
-        {"all, consistency_score": 0.8, "all, o_consistency": 1.0}
-    )
-
-
 def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
     own = ("oracle_consistency", "oracle_between_images")
     assert pairs_of(["pickscore", *own, *NAMES]) == [NAMES, own] and pairs_of(["between_images"]) == []
-    options = tiny_options(tiny_flux_dir, tmp_path)
     for count, named in ((3, "at least 4"), (4, "consistency_score")):
         with pytest.raises(ConfigError, match=named):
-            measuring(options, count)
+            measuring(tiny_options(tiny_flux_dir, tmp_path), count)
 
 
 def test_evaluate_with_images_per_prompt(tiny_flux_dir, tmp_path, capsys):

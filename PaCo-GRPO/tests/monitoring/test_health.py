@@ -1,7 +1,6 @@
 """Signs of collapse: every limit on constructed statistics, the statistics against NumPy, and a run that collapses."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.monitoring.health import against_first, changes_since_first, judge_epoch, judge_evaluation
+from paco_grpo.monitoring.health import changes_since_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
@@ -36,31 +34,15 @@ BROKEN = {
 }
 
 
-def test_a_healthy_run_has_no_findings():
+def test_limits_of_an_epoch():
     assert judge_epoch([WELL] * 10, 2) == []
     assert judge_epoch([{}], 2) == []  # nft has no ratio, the first epoch nothing before it
-
-
-@pytest.mark.parametrize("metric", BROKEN)
-def test_each_limit(metric):
-    bad, good, stops = BROKEN[metric]
-    (finding,) = judge_epoch([WELL] * 9 + [WELL | {metric: bad}], 2)
-    assert (finding.sign, finding.collapse) == (metric, stops) and "Likely cause" in finding.message
-    assert judge_epoch([WELL] * 9 + [WELL | {metric: good}], 2) == []
-
-
-def test_limits_that_need_earlier_epochs_or_steps():
     assert judge_epoch([WELL] * 4 + [WELL | {"train/grad_norm": 99.0}], 2) == []  # too few to compare with
     assert judge_epoch([WELL | {"train/clip_share": 0.49}], 1) == []  # a single step clips nothing
-
-
-def test_against_the_first_epoch():
-    first = {"health/pixel_std": 0.2, "health/pixel_mean": 0.5, "health/latent_std": 0.0}
-    now = {"health/pixel_std": 0.1, "health/pixel_mean": 0.4, "health/latent_std": 1.0, "health/distinctness": 0.3}
-    assert against_first(now, first) == {
-        "health/pixel_std_vs_first": 0.5,
-        "health/pixel_mean_vs_first": pytest.approx(-0.1),
-    }
+    for metric, (bad, good, stops) in BROKEN.items():
+        (finding,) = judge_epoch([WELL] * 9 + [WELL | {metric: bad}], 2)
+        assert (finding.sign, finding.collapse) == (metric, stops)
+        assert judge_epoch([WELL] * 9 + [WELL | {metric: good}], 2) == []
 
 
 def evaluation(**means):
@@ -78,11 +60,7 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
-    exact = {"eval/exact_mean": 0.5, "eval/exact_stderr": 0.0}  # nothing to divide by
-    more = hacked | exact | evaluation(late=0.1)  # no first value to compare with
-    assert judge_evaluation([first | exact, more], ["judge"]) == [finding]
-    assert changes_since_first([first, more], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
-    assert changes_since_first([first], ["judge"]) == ""
+    assert changes_since_first([first, hacked], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
 
 
 def test_image_statistics_against_numpy():
@@ -111,10 +89,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
-    calls = []
-    run.state.policy.transformer.register_forward_hook(lambda module, arguments, output: calls.append(1))
     measured = run.probe.measure()
-    assert len(calls) == 2  # one forward an image; the base's were kept
     state, policy = run.probe._states[1], run.state.policy
     velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     with reference(policy):
@@ -138,7 +113,7 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
         with pytest.raises(TrainingStopped, match="stop_on_collapse: after epoch 1.*learning_rate"):
             train(config)
     assert "health/velocity_change" in caplog.text
-    assert (Path(config.save_dir) / "run" / "checkpoints" / ckpt.checkpoint_name(1) / "state").is_dir()
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001" / "state").is_dir()
     row = rows_of(config, "train")[0]
     assert row["health/velocity_change"] > 0.75 and row["health/kl_base"] > 0
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0

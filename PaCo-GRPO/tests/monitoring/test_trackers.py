@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from PIL import Image
-from tiny_run import ROOT, overrides_for
+from tiny_run import ROOT, as_arguments, overrides_for
 
 from paco_grpo.monitoring.trackers import MetricsFile, TrackingError, build_tracker
 
@@ -64,9 +64,8 @@ def test_the_real_package_gets_a_whole_run(tiny_flux_dir, tmp_path, name):
     packages = tmp_path / "packages"
     subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "--target", packages, name], check=True)
     changes = {"logging_platform": name, "project_name": "the-project", "num_epochs": 1}
-    options = [f"--config.{key}={value}" for key, value in overrides_for(tiny_flux_dir, tmp_path, **changes).items()]
-    script = ROOT / "scripts" / "train.py"
-    code = TRAIN.replace("sys.argv[0]", repr(str(script)))
+    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))
+    code = TRAIN.replace("sys.argv[0]", repr(str(ROOT / "scripts" / "train.py")))
     done = subprocess.run(
         [sys.executable, "-c", code, packages, "--config", f"{ROOT}/config/grpo.py:toy_t2is", *options],
         env=os.environ | {f"{name.upper()}_MODE": "offline", "PYTHONPATH": str(ROOT / "tests")},

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_policy import ToyPolicy, sample
+from toy_policy import ToyPolicy, joint_dgpo, sample
 
-from paco_grpo.objectives import Snapshot, Step, get_objective
+from paco_grpo.objectives import Step, get_objective
 from paco_grpo.objectives.awm import matching_weight, slow_decay
 from paco_grpo.objectives.dgpo import group_weights
 from paco_grpo.objectives.forward import Noised, sample_sigmas
@@ -29,16 +29,9 @@ def gradient(policy, value):
     return policy.transformer.current.grad.clone()
 
 
-def at(policy, parameters):
-    """The trained weights become those of ``parameters``."""
-    with torch.no_grad():
-        policy.transformer.current.copy_(parameters)
-
-
 # --- σ --------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_sampled_sigmas(data):
     num_steps, with_one = data.draw(st.integers(2, 50)), data.draw(st.booleans())
@@ -58,7 +51,6 @@ def test_sampled_sigmas(data):
 def test_published_parts_of_the_schedule():
     seen = [{*column} for column in zip(*(sample_sigmas(14, 6, 0.9, False, np.random.default_rng(i)) for i in range(99)), strict=True)]
     assert seen == [{1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
-    assert sample_sigmas(10, 9, 0.99, True, np.random.default_rng(0)) == [*range(9)]  # all that DiffusionNFT trains on
 
 
 def test_noise_of_samples_and_of_groups():
@@ -75,11 +67,11 @@ def test_noise_of_samples_and_of_groups():
     for kind, all_of in ((False, own), (True, shared)):
         assert torch.equal(noise(one, kind)[0], all_of[2])
     assert not torch.equal(noise(Step(step.rollout, 2, step.advantages, epoch_seed=8), True), shared)
+    others = [noise(Step(step.rollout, *place), False) for place in ((2, step.advantages, None, 7, 1), (0.5, step.advantages), (0.3, step.advantages))]
+    assert len(torch.unique(torch.stack([own, *others]).flatten(1), dim=0)) == 4  # each inner epoch, and σ between the steps
 
 
 def test_names_of_snapshots():
-    with pytest.raises(ValueError, match="ema"):
-        Snapshot("ema", lambda step, train: 0.0)
     names = lambda name, **changes: [s.name for s in get_objective(name).for_run(TrainOptions(**changes)).snapshots]
     assert names("awm") == ["slow"] and names("awm", awm_slow_beta=0.0, num_inner_epochs=2) == ["old"]
     assert names("dgpo") == ["slow"] and names("dgpo", dgpo_clip_range=None) == []
@@ -90,60 +82,11 @@ def test_names_of_snapshots():
 # --- identities -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.tuples(*[st.floats(-4.9, 4.9)] * 3), st.floats(0.05, 2.0), st.floats(4.9, 20.0), st.sampled_from([0, 2, 3])
-)
-def test_nft_is_weighted_matching_at_the_old_policy(advantages, beta, clip, index):
-    """At θ = old and |A| ≤ c its gradient is that of A·σ·e/m, m = mean|v − u|, for any β and c."""
-    policy = ToyPolicy(dtype=f64)
-    step = step_of(policy, advantages, index)
-    at(policy, policy.old_parameters)
-    train = TrainOptions(nft_beta=beta, adv_clip_max=clip)
-    loss = get_objective("nft")(step, policy, train).loss.sum()
-    noised = Noised(step, policy)
-    velocity = noised.velocity()
-    mean = (velocity - noised.target).detach().abs().flatten(1).mean(1)
-    expected = (step.advantages * step.sigma * noised.error(velocity) / mean).sum()
-    torch.testing.assert_close(gradient(policy, loss), gradient(policy, expected), rtol=1e-9, atol=1e-12)
-
-
 def test_derivative_of_awms_weighting():
     error, sigma = torch.tensor([0.37], requires_grad=True), torch.tensor([0.6])
     matching_weight(error, sigma).sum().backward()
     assert error.grad.item() == pytest.approx(1.264736, rel=1e-6)
     assert matching_weight(torch.zeros(1), sigma).item() == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.tuples(*[st.floats(-5, 5)] * 3))
-def test_awm_on_policy(advantages):
-    """The ratio is 1 in float32, and the gradient A/5·G'(e)·∇e, whatever the clip range."""
-    train = TrainOptions(awm_slow_beta=0.0, awm_clip_range=1e-4)
-    step = step_of(policy := ToyPolicy(), advantages)
-    terms = get_objective("awm")(step, policy, train)
-    assert (terms.metrics["ratio_mean"] == 1).all() and not terms.metrics["clip_share"].any()
-    assert len(policy.calls) == 1
-    step = step_of(policy := ToyPolicy(dtype=f64), advantages)
-    found = gradient(policy, get_objective("awm")(step, policy, train).loss.sum())
-    noised = Noised(step, policy)
-    error = noised.error(noised.velocity())
-    free = error.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(matching_weight(free, step.sigma).sum(), free)
-    torch.testing.assert_close(found, gradient(policy, (step.advantages / 5 * slope * error).sum()), rtol=1e-8, atol=1e-10)
-
-
-def joint_dgpo(step, policy, train):
-    """The loss of a group as the paper writes it, from one graph over all samples."""
-    noised = Noised(step, policy, shared=True)
-    change = noised.error(noised.velocity()) - noised.error(noised.reference)
-    total = 0.0
-    for item in step.rollout.item_ids.unique():
-        group = step.rollout.item_ids == item
-        advantages = step.advantages[group] - step.advantages[group].mean()
-        s = train.dgpo_beta * (advantages * change[group]).mean()
-        total = total + int(group.sum()) / train.dgpo_beta * torch.nn.functional.softplus(s)
-    return total
 
 
 def dgpo_loss(step, policy, train):
@@ -155,7 +98,7 @@ def dgpo_loss(step, policy, train):
     return objective(step, policy, train)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.tuples(*[st.floats(-5, 5)] * 3), st.floats(0.1, 1000))
 def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
     policy, train = ToyPolicy(dtype=f64), TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)
@@ -163,16 +106,6 @@ def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
     found = gradient(policy, dgpo_loss(step, policy, train).loss.sum())
     expected = gradient(policy, joint_dgpo(step, policy, train))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_dgpo_at_the_reference_is_half_of_awm():
-    policy, advantages = ToyPolicy(dtype=f64), (1.5, 0.0, -1.5)
-    step = step_of(policy, advantages)
-    at(policy, policy.base)
-    found = gradient(policy, dgpo_loss(step, policy, TrainOptions(dgpo_clip_range=None)).loss.sum())
-    noised = Noised(step, policy, shared=True)  # awm's gradient is A·∇e, tested above
-    expected = gradient(policy, (step.advantages * noised.error(noised.velocity())).sum() / 2)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_dgpo_of_a_pair_is_dpo():
@@ -192,7 +125,9 @@ def test_dgpo_masks_what_moved_far_enough():
     step = step_of(policy, (1.0, 0.0, -1.0))
     noised = Noised(step, policy, shared=True)
     for _ in range(20):
-        at(policy, policy.transformer.current - 0.05 * gradient(policy, noised.error(noised.velocity()).sum()))
+        change = 0.05 * gradient(policy, noised.error(noised.velocity()).sum())
+        with torch.no_grad():
+            policy.transformer.current.sub_(change)
     lower = noised.error(noised.velocity("slow")) - noised.error(noised.velocity())
     assert (lower[[0, 2]] > 1e-3).all()
     for limit, masked in ((1e-3, [1.0, 0.0]), (100.0, [0.0, 0.0])):
@@ -211,21 +146,6 @@ def test_group_weights_are_finite_and_centered():
 
 
 # --- Flow-DPPO ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cps", [False, True])
-def test_flow_dppo_before_the_first_update(cps):
-    """Nothing is masked, the ratio is exactly 1, and the gradient −A·∇log p of the Gaussian."""
-    train = TrainOptions(dppo_divergence=1e-12)
-    step = step_of(policy := ToyPolicy(), (1.5, -0.5, 5.0), cps=cps)
-    metrics = get_objective("flow_dppo")(step, policy, train).metrics
-    assert (metrics["ratio_mean"] == 1).all() and not metrics["divergence_max"].any() and not metrics["beyond_share"].any()
-    step = step_of(policy := ToyPolicy(dtype=f64), (1.5, -0.5, 5.0), cps=cps)
-    found = gradient(policy, get_objective("flow_dppo")(step, policy, train).loss.sum())
-    transition = step.transition(policy)
-    density = torch.distributions.Normal(transition.mean, transition.std.view(-1, 1, 1)).log_prob(step.noise.next_latents)
-    expected = gradient(policy, -(step.advantages * density.flatten(1).mean(1)).sum())
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("beyond", [False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from named import load as load_named
-from toy_policy import ToyPolicy, sample
+from toy_policy import ToyPolicy, numpy_step, sample
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.nft import old_decay
@@ -104,14 +104,14 @@ def numpy_loss(name, policy, result, train):
     def ratio_loss(step, b, advantage):
         sigma, following = float(result.sigmas[step.index]), float(result.sigmas[step.index + 1])
         x, after = step.latents[b].double().numpy(), step.next_latents[b].double().numpy()
-        s = result.noise_level * np.sqrt(sigma / (1 - (float(result.sigmas[1]) if sigma == 1 else sigma)))
-        dt = following - sigma
 
-        def mean_of(parameters):
+        def step_of(parameters):
             v = velocity(parameters, x, sigma, b)
-            return x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+            return numpy_step(x, v, sigma, following, float(result.sigmas[1]), result.noise_level)
 
-        mean, var, scale = mean_of(policy.transformer.current), s**2 * -dt, 1.0
+        (mean, s, std), scale = step_of(policy.transformer.current), 1.0
+        var, dt = std**2, following - sigma
+        kl = np.mean((mean - step_of(policy.base)[0]) ** 2) / (2 * s**2 + 1e-7)
         log_prob = np.mean(-((after - mean) ** 2) / (2 * var) - 0.5 * np.log(2 * np.pi * var))
         exponent = log_prob - float(step.log_prob[b])
         if name == "guard_grpo":
@@ -122,10 +122,8 @@ def numpy_loss(name, policy, result, train):
         if name == "flow_dppo":
             divergence = np.mean((mean - step.mean[b].double().numpy()) ** 2) / (2 * var)
             moved = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
-            kl = np.mean((mean - mean_of(policy.base)) ** 2) / (2 * s**2 + 1e-7)
             return (0 if moved and divergence >= train.dppo_divergence else -advantage * ratio) + train.beta * kl
         clipped = np.clip(ratio, 1 - train.clip_range, 1 + train.clip_range)
-        kl = np.mean((mean - mean_of(policy.base)) ** 2) / (2 * s**2 + 1e-7)
         return scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl
 
     term = {"nft": nft, "awm": awm, "dgpo": dgpo}.get(name, ratio_loss)
@@ -141,7 +139,7 @@ def test_against_numpy(name, clip_range, beta):
     result, train = sample(policy), train_options(beta=beta, **limits)
     losses, metrics = evaluate(name, result, policy, train)
     np.testing.assert_allclose(losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=2e-4, atol=2e-4)
-    assert all(value.shape == losses.shape and torch.isfinite(value).all() for value in metrics.values())
+    assert all(value.shape == losses.shape for value in metrics.values())
     assert ("kl" in metrics) == (beta != 0)
 
 
@@ -187,13 +185,13 @@ def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     assert policy.calls == [3] * (forwards + 2)
 
 
-@pytest.mark.parametrize("name", ["ppo", "guard_grpo"])
+@pytest.mark.parametrize("name", ["ppo", "guard_grpo", "flow_dppo", "awm"])
 def test_on_policy_ratio_is_one_and_the_gradient_is_not_clipped(name):
     policy = ToyPolicy()
-    losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(clip_range=1e-4))
-    assert (
-        (metrics["ratio_mean"] == 1).all() and not metrics["ratio_deviation"].any() and not metrics["clip_share"].any()
-    )
+    narrow = {"clip_range": 1e-4, "awm_clip_range": 1e-4, "dppo_divergence": 1e-12, "gradient_step_per_epoch": 1}
+    losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(**narrow))
+    assert (metrics["ratio_mean"] == 1).all()
+    assert not any(metrics[key].any() for key in ("ratio_deviation", "clip_share", "beyond_share") if key in metrics)
     losses.sum().backward()
     assert policy.transformer.current.grad.abs().min() > 0
 
@@ -213,32 +211,22 @@ def test_ratio_metrics():
 def test_trained_steps():
     result, rng = sample(ToyPolicy()), np.random.default_rng(0)
     plain = sample(ToyPolicy(), noise_steps=())
-    for name in ("ppo", "guard_grpo", "flow_dppo"):
+    for name in ("ppo", "guard_grpo", "flow_dppo", "nft"):
         assert list(get_objective(name).steps(train_options(timesteps=None), result, rng)) == [0, 2]
         assert list(get_objective(name).steps(train_options(timesteps=(2,)), result, rng)) == [2]
-    nft = get_objective("nft")
-    assert list(nft.steps(train_options(timesteps=None), result, rng)) == [0, 2]
-    assert list(nft.steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
-    with pytest.raises(KeyError):
-        plain.noise_step(1)
+    assert list(get_objective("nft").steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "option"),
     [
         ("ppo", {"sample.noise_steps": ()}, "sample.noise_steps"),
-        ("ppo", {"sample.noise_level": 0.0}, "sample.noise_level"),
         ("guard_grpo", {"sample.cps": True}, "sample.cps"),
-        ("ppo", {"train.timesteps": (2,)}, "train.timesteps"),
         ("ppo", {"train.timesteps": (1,), "sample.num_noise_steps": 1}, "train.timesteps"),
-        ("nft", {"train.timesteps": (10,)}, "train.timesteps"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
         ("ppo", {"train.num_sigmas": 2}, "train.num_sigmas"),
-        ("flow_dppo", {"sample.cps": True, "sample.noise_steps": (1, 9)}, "sample.noise_steps"),
-        ("nft", {"train.num_sigmas": 2, "train.timesteps": (1,)}, "train.num_sigmas"),
         ("nft", {"train.num_sigmas": 9}, "train.num_sigmas"),
         ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
-        ("awm", {"train.decay_type": 1}, "train.decay_type"),
         ("dgpo", {"sample.num_images_per_prompt": 1}, "train.loss_type"),
     ],
 )
@@ -254,15 +242,14 @@ def test_an_objective_checks_its_options(name, changes, option):
     assert problem.startswith(option)
 
 
-@pytest.mark.parametrize(("decay_type", "expected"), [(None, 0.1), (0, 0.0), (1, 0.1), (2, 0.1875)])
-def test_decay_of_the_old_policy(decay_type, expected):
-    train = train_options(decay_type=decay_type)
-    assert old_decay(100, train) == pytest.approx(expected)
-    assert old_decay(10**6, train) == {None: 0.5, 0: 0.0, 1: 0.5, 2: 0.999}[decay_type]
-    assert old_decay(0, train) == 0
+def test_decay_of_the_old_policy():
+    for decay_type, expected, limit in ((None, 0.1, 0.5), (0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)):
+        train = train_options(decay_type=decay_type)
+        assert (old_decay(0, train), old_decay(100, train)) == (0, pytest.approx(expected))
+        assert old_decay(10**6, train) == limit
 
 
-@pytest.mark.parametrize("name", ["guard_gpo", "no.such.module:f", "json:nothing", "json:__name__"])
-def test_unknown_objectives(name):
-    with pytest.raises(ValueError, match="config.train.loss_type"):
-        get_objective(name)
+def test_unknown_objectives():
+    for name in ("guard_gpo", "no.such.module:f", "json:nothing", "json:__name__"):
+        with pytest.raises(ValueError, match="config.train.loss_type"):
+            get_objective(name)

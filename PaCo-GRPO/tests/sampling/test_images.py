@@ -3,13 +3,12 @@
 import threading
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy
 
 from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import Batch, batches_by_key, decoding_thread, sample_images
+from paco_grpo.sampling.images import Batch, batches_by_key, sample_images
 from paco_grpo.types import Item
 
 
@@ -51,21 +50,6 @@ def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
     for counts in ([2, 1, 2], [2, 1]):
         with pytest.raises(ValueError, match="VAE is gone"):
             run(counts)
-
-
-def test_epochs_share_one_decoding_thread_and_one_stream(monkeypatch):
-    """CUDA's allocator keeps a pool for each stream: a new one each epoch would leave a decode's memory behind."""
-    policy, threads = Decoding(), []
-    inputs = lambda batch: {"conditioning": policy.encode([Item(0, "x")] * 2), "item_ids": [0, 0], "seeds": [0, 1]}
-    deliver = lambda images, batch: threads.append(threading.current_thread())
-    for _ in range(2):
-        list(sample_images(policy, [(Batch([0], 8, 8), False)], inputs, deliver, Sampling(2), overlap_decode=True))
-    assert threads[0] is threads[1] is not threading.current_thread()
-    made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
-    device = torch.device("cuda", 3)
-    assert decoding_thread(device) is decoding_thread(device) and made == [device]
-    decoding_thread.cache_clear()
 
 
 class Diverging(Decoding):

@@ -1,13 +1,14 @@
 """What the rollout records, what it costs, and that training recomputes it exactly."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from toy_policy import ToyPolicy
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_policy import ToyPolicy, numpy_step
 
 from paco_grpo.sampling.denoise import Sampling, rollout, step_noise
+from paco_grpo.sampling.schedule import sample_noise_steps
 from paco_grpo.types import Item, Rollout
 
 
@@ -29,15 +30,8 @@ def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
             x = x + v * (following - sigma)
             continue
         noise = np.random.default_rng([seed, i]).standard_normal(x.shape, dtype=np.float32)
-        if cps:
-            s = following * np.sin(a * np.pi / 2)
-            mean = (1 - following) * (x - sigma * v) + np.sqrt(following**2 - s**2) * (x + (1 - sigma) * v)
-            x = mean + s * noise
-        else:
-            s = a * np.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
-            dt = following - sigma
-            mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
-            x = mean + s * np.sqrt(-dt) * noise
+        mean, _, std = numpy_step(x, v, sigma, following, sigmas[1], a, cps)
+        x = mean + std * noise
     return x
 
 
@@ -102,7 +96,16 @@ def test_select_cat_to():
         for name in ("latents", "next_latents", "mean", "log_prob"):
             assert torch.equal(getattr(step, name), getattr(original, name)), name
     assert len(record) == len(record.noise_steps[0]) == 4
-    for other in (toy_rollout(ToyPolicy(), num_steps=6), dataclasses.replace(record, height=16),
-                  toy_rollout(ToyPolicy(), noise_steps=(1, 2)), toy_rollout(ToyPolicy(), noise_steps=(1,))):  # fmt: skip
+    for other in (toy_rollout(ToyPolicy(), num_steps=6), toy_rollout(ToyPolicy(), noise_steps=(1,))):
         with pytest.raises(ValueError, match="cannot join"):
             Rollout.cat([record, other])
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data())
+def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epoch, data):
+    number = data.draw(st.integers(1, len(candidates)))
+    chosen = sample_noise_steps(sorted(candidates), number, seed, epoch)
+    assert len(chosen) == number == len(set(chosen)) and set(chosen) <= candidates and list(chosen) == sorted(chosen)
+    assert chosen == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
+    assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
+    assert len({sample_noise_steps(range(10), 2, seed, epoch + i) for i in range(50)}) > 20

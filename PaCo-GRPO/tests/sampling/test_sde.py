@@ -4,68 +4,42 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_policy import numpy_step
 
 from paco_grpo.sampling.sde import cps_step, euler_step, sde_step
-
-level = st.floats(0.05, 1.0)
 
 
 def random_step(seed, batch=3, tokens=5, channels=4):
     rng = np.random.default_rng(seed)
     x, v, noise = rng.standard_normal((3, batch, tokens, channels))
     sigma = np.sort(rng.uniform(0.05, 0.999, batch))
-    sigma_next = sigma * rng.uniform(0, 0.95, batch)
-    return x, v, noise, sigma, sigma_next
+    return x, v, noise, sigma, sigma * rng.uniform(0, 0.95, batch)
 
 
 def tensors(*arrays):
     return [torch.tensor(a, dtype=torch.float32) for a in arrays]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), level, st.booleans())
-def test_flow_sde(seed, a, start):
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.floats(0.05, 1.0), st.sampled_from(["sde", "first", "cps"]))
+def test_steps_against_numpy(seed, a, kind):
     x, v, noise, sigma, sigma_next = random_step(seed)
-    sigma_first = 0.9
-    if start:  # the first step of a schedule, where σ is exactly 1
-        sigma, sigma_next = np.ones(3), np.full(3, sigma_first)
-    step = sde_step(*tensors(x, v, sigma, sigma_next), sigma_first, a)
+    if kind == "first":  # the first step of a schedule, where σ is exactly 1
+        sigma, sigma_next = np.ones(3), np.full(3, 0.9)
+    step = (cps_step if kind == "cps" else sde_step)(*tensors(x, v, sigma, sigma_next), 0.9, a)
     next_latents = step.sample(*tensors(noise))
     assert step.mean.dtype == next_latents.dtype == torch.float32
-
     for b in range(3):
-        dt = sigma_next[b] - sigma[b]
-        tilde = sigma_first if sigma[b] == 1 else sigma[b]
-        s = a * np.sqrt(sigma[b] / (1 - tilde))
-        mean = x[b] * (1 + s**2 / (2 * sigma[b]) * dt) + v[b] * (1 + s**2 * (1 - sigma[b]) / (2 * sigma[b])) * dt
-        std = s * np.sqrt(-dt)
-        np.testing.assert_allclose(step.mean[b], mean, rtol=2e-3, atol=2e-4)
+        mean, s, std = numpy_step(x[b], v[b], sigma[b], sigma_next[b], 0.9, a, kind == "cps")
+        log_prob = -((std * noise[b]) ** 2) if kind == "cps" else -(noise[b] ** 2) / 2 - np.log(std) - np.log(2 * np.pi) / 2
+        np.testing.assert_allclose(step.mean[b], mean, rtol=2e-3, atol=1e-3)
         np.testing.assert_allclose(step.s[b], s, rtol=2e-4)
-        np.testing.assert_allclose(step.std[b], std, rtol=2e-4)
-        np.testing.assert_allclose(next_latents[b], mean + std * noise[b], rtol=2e-3, atol=2e-4)
-        log_density = -(noise[b] ** 2) / 2 - np.log(std) - np.log(2 * np.pi) / 2
-        np.testing.assert_allclose(step.log_prob(next_latents)[b], log_density.mean(), rtol=2e-3, atol=2e-3)
-
-    normal = torch.distributions.Normal(step.mean, step.std.view(-1, 1, 1).expand_as(step.mean))
-    torch.testing.assert_close(
-        step.log_prob(next_latents), normal.log_prob(next_latents).mean((1, 2)), rtol=1e-4, atol=1e-4
-    )
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), level)
-def test_flow_cps(seed, a):
-    x, v, noise, sigma, sigma_next = random_step(seed)
-    step = cps_step(*tensors(x, v, sigma, sigma_next), 0.9, a)
-    next_latents = step.sample(*tensors(noise))
-    for b in range(3):
-        s = sigma_next[b] * np.sin(a * np.pi / 2)
-        x0, x1 = x[b] - sigma[b] * v[b], x[b] + (1 - sigma[b]) * v[b]
-        mean = (1 - sigma_next[b]) * x0 + np.sqrt(max(sigma_next[b] ** 2 - s**2, 0)) * x1
-        np.testing.assert_allclose(step.mean[b], mean, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(next_latents[b], mean + s * noise[b], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(step.log_prob(next_latents)[b], -((s * noise[b]) ** 2).mean(), rtol=1e-3, atol=1e-5)
-    assert torch.isfinite(step.mean).all()
+        np.testing.assert_allclose(next_latents[b], mean + std * noise[b], rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(step.log_prob(next_latents)[b], log_prob.mean(), rtol=2e-3, atol=2e-3)
+    if kind != "cps":
+        normal = torch.distributions.Normal(step.mean, step.std.view(-1, 1, 1).expand_as(step.mean))
+        expected = normal.log_prob(next_latents).mean((1, 2))
+        torch.testing.assert_close(step.log_prob(next_latents), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_small_noise_level_is_nearly_the_euler_step():

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from fakes import fake_judge
 from tiny_pipelines import save_clip
 from tiny_run import rows_of, tiny_options, train
@@ -17,50 +18,27 @@ from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Arguments and images of each call of ``compute_advantages``."""
-    calls = []
-
-    def spy(rewards, *given, **options):
-        calls.append((rewards, options))
-        return compute_advantages(rewards, *given, **options)
-
-    monkeypatch.setattr(trainer_module, "compute_advantages", spy)
-    return calls
-
-
 @pytest.mark.parametrize("kind", ["latents", "clip"])
-def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_path, seen, monkeypatch):
+def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_path, monkeypatch):
     clip = save_clip(tmp_path / "clip")
     options = tiny_options(
         tiny_flux_dir, tmp_path, num_epochs=1, train__neighbor_factor=True, train__perceptual_entropy=0.5,
         train__diversity_features=clip if kind == "clip" else kind,
     )  # fmt: skip
-    trainer = Trainer(build_run(options))
-    kept = {}
-    add = trainer.run.features.add
+    run, seen, images = build_run(options), [], []
+    monkeypatch.setattr(trainer_module, "compute_advantages", lambda *a, **k: seen.append(k) or compute_advantages(*a, **k))
+    decode = run.state.policy.decode
 
-    def remember(images, numbers):
-        kept.update(zip(numbers, images, strict=True))
-        add(images, numbers)
+    def remember(latents, *size):
+        images.extend(zip(latents, made := decode(latents, *size), strict=True))
+        return made
 
-    monkeypatch.setattr(trainer.run.features, "add", remember)
-    sample, rollouts = trainer._sample, []
-    monkeypatch.setattr(trainer, "_sample", lambda *given: rollouts.append(sample(*given)) or rollouts[-1])
-    trainer.fit()
-    ((_, given),) = seen
-    if kind == "clip":
-        expected = clipscore(clip).image_features([kept[number] for number in range(len(kept))]).numpy()
-    else:
-        expected = np.concatenate([one.clean_latents.flatten(1).numpy() for one in rollouts[0].samples])
-    np.testing.assert_allclose(given["features"], expected, rtol=1e-4, atol=1e-5)
-    assert given["entropy_bonus"] == 0.5 and given["nearest_neighbor"]
-
-
-def test_without_these_options_no_features_are_computed(tiny_flux_dir, tmp_path, seen):
-    assert train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)).run.features is None
-    assert seen[0][1]["features"] is None
+    run.state.policy.decode = remember
+    Trainer(run).epoch()
+    latents, pictures = zip(*images, strict=True)
+    expected = torch.stack(latents).flatten(1) if kind == "latents" else clipscore(clip).image_features(list(pictures))
+    np.testing.assert_allclose(seen[0]["features"], expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert seen[0]["entropy_bonus"] == 0.5 and seen[0]["nearest_neighbor"]
 
 
 def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path):

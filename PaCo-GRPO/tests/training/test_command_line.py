@@ -12,23 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ROOT, load_script, overrides_for, tiny_options
+from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
 from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.options import ConfigError
 from paco_grpo.training.checks import require_promised_gpu
-
-SINGLE_NODE = ROOT / "scripts" / "single_node"
-
-
-def start(script: str, name: str, overrides: dict[str, str], processes: int = 1) -> subprocess.Popen:
-    options = [f"--config.{key}={value}" for key, value in overrides.items()]
-    environment = os.environ | {
-        "PYTHON": sys.executable, "NUM_PROCESSES": str(processes), "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
-    }  # fmt: skip
-    command = ["bash", str(SINGLE_NODE / script), name, *options]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +36,12 @@ def start(script: str, name: str, overrides: dict[str, str], processes: int = 1)
     ids=["option", "model", "prompts", "judge"],
 )
 def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, named):
-    overrides = overrides_for(tiny_flux_dir, tmp_path, **changes)
-    options = [f"--config.{key}={value}" for key, value in overrides.items()]
+    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))
     assert load_script("train").main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
 
 
-@pytest.mark.parametrize("script", ["train_flux.sh", "train_flux_kontext.sh", "train_qwenimage_edit.sh"])
-def test_configuration_name_is_required(script):
-    result = subprocess.run(["bash", SINGLE_NODE / script], check=False, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and result.stderr.startswith(f"usage: bash scripts/single_node/{script} NAME")
 
 
 def test_the_first_command_of_the_readme(tmp_path, monkeypatch):
@@ -100,7 +83,12 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, environmen
 @pytest.mark.slow
 def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=10000, save_freq=0, eval_freq=0)
-    process = start("train_flux.sh", "toy_t2is", overrides)
+    command = ["bash", str(ROOT / "scripts/single_node/train_flux.sh"), "toy_t2is", *as_arguments(overrides)]
+    environment = os.environ | {
+        "PYTHON": sys.executable, "NUM_PROCESSES": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
+    }  # fmt: skip
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.is_file() and metrics.read_text()):

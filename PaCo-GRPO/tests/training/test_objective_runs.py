@@ -1,11 +1,16 @@
-"""Objectives with sampled σ, snapshots and coupled groups in whole runs: resumed, and on two processes."""
+"""Objectives with sampled σ, snapshots and coupled groups in whole runs: gradients, resumed, and on two processes."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from forked_runs import COMPARABLE, TOLERANCE, rows, run_to_end, weights
-from tiny_run import rows_of, tiny_options, train
+from tiny_run import rows_of, sampled, tiny_options, train
+from toy_policy import joint_dgpo
+
+from paco_grpo.training.build import build_run
+from paco_grpo.training.update import Pass
 
 SIGMAS = {"sample__num_steps": 5, "sample__noise_level": 0, "train__num_sigmas": 2, "train__sigma_fraction": 0.8}
 RUNS = {
@@ -60,3 +65,44 @@ def test_two_processes_are_one(tiny_flux_dir, tmp_path, name):
             torch.testing.assert_close(after[key], tensor, rtol=0, atol=TOLERANCE)
 
 
+@pytest.fixture
+def dgpo_run(tiny_flux_dir, tmp_path):
+    changes = {"train__loss_type": "dgpo", "train__dgpo_clip_range": "None", "train__max_grad_norm": 1e9}
+    return build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **SIGMAS | changes))
+
+
+def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
+    """With σ between the steps of the schedule, as an objective of the user's may choose them."""
+    run = dgpo_run
+    run.updater.objective = dataclasses.replace(run.updater.objective, steps=lambda *_: [0.3, 0.8])
+    with torch.no_grad():
+        for parameter in run.state.parameters.values():
+            parameter.add_(0.05)
+    rollouts = sampled(run)[0]
+    advantages = np.linspace(-1, 1, 8)
+    found = {}
+    run.state.optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in run.state.parameters.items()})
+    run.updater.run(rollouts, advantages, np.ones(8, bool), epoch=0)
+    run.state.optimizer.zero_grad(set_to_none=True)
+    steps = run.updater._steps(Pass(rollouts, advantages, epoch=0), np.arange(8))
+    (sum(joint_dgpo(step, run.state.policy, run.options.train) for step in steps) / 16).backward()
+    scale = max(float(p.grad.abs().max()) for p in run.state.parameters.values())
+    assert scale > 0
+    for name, parameter in run.state.parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_run):
+    updater, item_ids = dgpo_run.updater, np.array([0, 1, 2, 0, 1, 2, 2, 0])
+    updater.gradient_steps = 2
+    for inner in (0, 1):
+        chunks = updater._chunks(item_ids, epoch=3, inner=inner)
+        assert sorted(np.concatenate(chunks)) == list(range(8))
+        assert not set(item_ids[chunks[0]]) & set(item_ids[chunks[1]])
+    updater.objective = dataclasses.replace(updater.objective, group_weights=None)
+    assert [len(chunk) for chunk in updater._chunks(item_ids, 3, 0)] == [4, 4]
+    rollouts = sampled(dgpo_run)[0]
+    passes = [updater._steps(Pass(rollouts, np.zeros(8), 0, inner), np.arange(2)) for inner in range(16)]
+    assert len({step.epoch_seed for steps in passes for step in steps}) == 16
+    assert [steps[0].inner_epoch for steps in passes] == list(range(16))
+    assert len({tuple(step.index for step in steps) for steps in passes}) > 1

@@ -2,23 +2,19 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import rows_of, tiny_edit_options, tiny_options
+from tiny_run import rows_of, sampled, tiny_edit_options, tiny_options
 
 from paco_grpo.options import ConfigError
-from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import merges_lora
-from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
 
 
@@ -33,48 +29,17 @@ def make(tiny_flux_dir, tmp_path_factory):
     return build
 
 
-def epoch(run, batch_size=None, resolution=16, **sample):
-    """Sample one epoch of ``run`` with changed options; returns samples, rollouts, latents and scores by position."""
-    samples = run.state.sampler.samples(0)
-    options = dataclasses.replace(
-        run.options,
-        sample=dataclasses.replace(run.options.sample, **sample),
-        train=dataclasses.replace(run.options.train, resolution=resolution),
-    )
-    queue = ScoreQueue(run.rewards.train)
-    rollouts = sample_epoch(
-        run.state.policy, run.train_items, samples, queue, options, run.state.strategy,
-        batch_size=batch_size or run.plan.sample_batch_size, epoch=0,
-    )  # fmt: skip
-    scores = queue.results(len(rollouts.positions))
-    return samples, rollouts, torch.cat([sample.clean_latents for sample in rollouts.samples]), scores
-
-
 def test_sampling_does_not_depend_on_the_batch(make):
     run = make()
-    _, _, four, scores_four = epoch(run, batch_size=4)
-    _, _, three, scores_three = epoch(run, batch_size=3)
+    (_, four, scores_four), (_, three, scores_three) = (sampled(run, batch_size=size) for size in (4, 3))
     torch.testing.assert_close(four, three, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(scores_four, scores_three, atol=0.5)
 
 
-@pytest.mark.parametrize("latents", [1, 2])
-def test_same_latent_shares_the_steps_before_the_noise(make, latents):
-    samples, rollouts, _, _ = epoch(make(sample__same_latent=True, sample__latents_per_prompt=latents), batch_size=3)
-    before = torch.cat([sample.noise_steps[0].latents for sample in rollouts.samples])
-    assert len(np.unique(samples.group_seeds)) == latents * len(np.unique(samples.item_ids))
-    for seed in np.unique(samples.group_seeds):
-        group = before[samples.group_seeds == seed]
-        torch.testing.assert_close(group, group[:1].expand_as(group), rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(group[:1], before[samples.group_seeds != seed], rtol=1e-2, atol=1e-2)
-    after = torch.cat([sample.noise_steps[0].next_latents for sample in rollouts.samples])
-    assert len(torch.unique(after.flatten(1), dim=0)) == len(after)
-
-
 def gradients(run, train_batch_size, monkeypatch):
     """Gradient of one epoch's loss, with fixed advantages."""
-    samples, rollouts, _, _ = epoch(run)
-    total = len(samples.item_ids)
+    rollouts = sampled(run)[0]
+    total = len(rollouts.item_ids)
     kept, found = np.arange(total) != 2, {}
     train = dataclasses.replace(run.options.train, batch_size=train_batch_size, max_grad_norm=1e9)
     run.updater.options = dataclasses.replace(run.options, train=train)
@@ -145,6 +110,8 @@ TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness
         ({"sample__num_images_per_prompt": 8}, {}),
         ({"sample__unique_sample_num_per_epoch": 4}, {}),
         ({"sample__num_steps": 4}, {}),
+        ({"sample__tail_steps": 1}, {"sample__num_steps": 6} | FLAT),
+        ({"sample__tail_order": 2}, {"sample__num_steps": 6} | FLAT),
         ({"per_prompt_stat_tracking": False}, {}),
         ({"max_sequence_length": 8}, {}),
         ({"train__loss_type": "guard_grpo"}, {}),
@@ -165,19 +132,13 @@ def test_option_changes_the_update(weights_after, changes, others):
     assert (weights - weights_after(**others)).abs().max() > 1e-7
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"train__batch_size": 8},
-        {"enable_gradient_checkpointing": True},
-        {"sample__reward_batch_size": 1},
-        {"train__ema": False},
-    ],
-    ids=str,
-)
-def test_option_that_must_not_change_the_update(weights_after, changes):
+def test_options_that_must_not_change_the_update(weights_after):
     reference = weights_after(train__adam_epsilon=1.0)
-    torch.testing.assert_close(weights_after(train__adam_epsilon=1.0, **changes), reference, rtol=0, atol=1e-7)
+    for name, value in (
+        ("train__batch_size", 8), ("enable_gradient_checkpointing", True), ("sample__reward_batch_size", 1),
+    ):  # fmt: skip
+        changed = weights_after(train__adam_epsilon=1.0, **{name: value})
+        torch.testing.assert_close(changed, reference, rtol=0, atol=1e-7, msg=name)
 
 
 def test_steps_without_noise_are_merged_where_that_only_rounds(make):
@@ -187,7 +148,7 @@ def test_steps_without_noise_are_merged_where_that_only_rounds(make):
     run.state.policy.transformer.register_forward_pre_hook(
         lambda *_: merged.append(all(layer.merged_adapters for layer in layers))
     )
-    epoch(run)
+    sampled(run)
     noisy, steps = len(run.options.sample.noise_steps), run.options.sample.num_steps
     assert sum(merged) * noisy == (len(merged) - sum(merged)) * (steps - noisy) > 0
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
@@ -216,31 +177,22 @@ def test_full_training_without_lora(make):
     assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
 
 
-def test_ema_options(make):
-    run = one_epoch(make(**TWO_STEPS, train__ema_decay=0.0))
-    assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
-    run = one_epoch(make(**TWO_STEPS, train__ema_update_interval=3))
-    assert any(not torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
-    assert make(train__ema=False).state.ema is None
-
-
-@pytest.fixture(scope="module")
-def evaluated(make):
-    """Bytes of an image and mean score of an evaluation with changed options; each set of options runs once."""
-
-    @functools.cache
-    def evaluate(changes: tuple):
-        run = make(num_epochs=0, **dict(changes))
+def test_options_of_the_evaluation(make):
+    images = set()
+    for changes in ({}, {"test__num_steps": 3}, {"test__seed": 5}, {"test__resolution": 40}):
+        run = make(num_epochs=0, **changes)
         Trainer(run).fit()
-        image = (run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes()
-        return image, rows_of(run.options, "eval")[0]["eval/brightness_mean"]
-
-    return lambda **changes: evaluate(tuple(changes.items()))
+        images.add((run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes())
+    assert len(images) == 4
 
 
-@pytest.mark.parametrize("changes", [{"test__num_steps": 3}, {"test__seed": 5}, {"test__resolution": 40}], ids=str)
-def test_option_changes_the_evaluation(evaluated, changes):
-    assert evaluated(**changes)[0] != evaluated()[0]
+def test_ema_and_8_bit_adam(make, monkeypatch):
+    run = one_epoch(make(**TWO_STEPS, train__ema_decay=0.0, train__ema_update_interval=2))
+    assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
+    assert make(train__ema=False).state.ema is None
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes"):
+        make(train__use_8bit_adam=True)
 
 
 def test_test_rewards_may_differ(make):
@@ -277,15 +229,15 @@ def test_low_precision_recomputes_old_values_where_it_must(make):
     assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 
-@pytest.mark.parametrize(("decay_type", "follows"), [(0, True), (1, False), (2, True), (None, False)])
-def test_how_the_old_adapter_follows(make, decay_type, follows):
-    """After one optimizer step: types 0 and 2 take the new weights, type 1 (the default of nft) 0.001 of the old ones."""
-    run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
-    new = {name.replace(".default.", ".old."): p for name, p in run.state.parameters.items()}
-    same = [torch.equal(p, new[name]) for name, p in run.state.snapshots["old"].items()]
-    assert all(same) == follows
-    for name, p in run.state.snapshots["old"].items():
-        torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
+def test_how_the_old_adapter_follows(make):
+    """After one optimizer step: type 0 takes the new weights, type 1 (the default of nft) keeps 0.001 of the old ones."""
+    for decay_type in (0, None):
+        run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
+        new = {name.replace(".default.", ".old."): p for name, p in run.state.parameters.items()}
+        old = run.state.snapshots["old"]
+        assert all(torch.equal(p, new[name]) for name, p in old.items()) == (decay_type == 0)
+        for name, p in old.items():
+            torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
 
 
 def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
@@ -302,21 +254,9 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
         build_run(dataclasses.replace(options, pretrained=stock))
 
 
-def test_negative_prompt_enables_true_cfg(tiny_folder, tmp_path):
-    latents = []
-    for number, text in enumerate((" ", "blurred", "None")):
-        changes = {"sample__negative_prompt": text, "sample__guidance_scale": 4.0, "health__probe_images": 0}
-        run = build_run(
-            tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / str(number), **changes)
-        )
-        assert run.state.policy.guided == (text != "None")
-        latents.append(epoch(run, resolution=32)[2])
-    assert min((one - two).abs().max() for one, two in itertools.combinations(latents, 2)) > 1e-4
-
-
 def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
     """What is learned is to do without: images are those of a model that is never guided."""
-    changes = {"sample__guidance_scale": 4.0, "health__probe_images": 0,
+    changes = {"sample__guidance_scale": 4.0, "train__resolution": 32,
                "train__loss_type": "dgpo", "train__num_sigmas": 2, "train__sigma_one": True}  # fmt: skip
     latents = {}
     for reference, text in (("guided", "' '"), ("base", "' '"), ("base", "None"), ("guided", "None")):
@@ -327,23 +267,12 @@ def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
             with pytest.raises(ConfigError, match="dgpo_reference"):
                 build_run(options)
         else:
-            latents[reference, text] = epoch(build_run(options), resolution=32)[2]
+            latents[reference, text] = sampled(build_run(options))[1]
     never = latents["base", "None"]
     assert torch.equal(latents["guided", "' '"], never) and not torch.equal(latents["base", "' '"], never)
 
 
-def test_8_bit_adam_needs_its_package(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes"):
-        make(train__use_8bit_adam=True)
-    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda parameters, **kwargs: kwargs), __spec__="found")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)  # the real one needs a GPU
-    assert make(train__use_8bit_adam=True).state.optimizer == {
-        "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-4, "eps": 1e-8,
-    }  # fmt: skip
-
-
-def test_memory_thread_precision_and_prompt_options(make, tmp_path):
+def test_memory_precision_and_prompt_options(make, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
     for chosen in (False, True):  # True is the default

@@ -21,7 +21,7 @@ from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 from paco_grpo.training.update import Updater
 
-THREE_EPOCHS = {"num_epochs": 3, "eval_freq": 2, "test__at_start": True, "train__gradient_step_per_epoch": 2}
+THREE_EPOCHS = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "train__batch_size": 2}
 
 
 def folder_of(config) -> Path:
@@ -32,7 +32,7 @@ def folder_of(config) -> Path:
 def finished(tiny_flux_dir, tmp_path_factory):
     """Three epochs without interruption, with evaluations; used by several tests, read only."""
     folder = tmp_path_factory.mktemp("finished")
-    config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", **THREE_EPOCHS)
+    config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, test__at_start=True, **THREE_EPOCHS)
     train(config)
     return config
 
@@ -43,15 +43,9 @@ def test_what_a_run_writes(finished):
     assert [(row["phase"], row["epoch"], row["step"]) for row in rows] == [
         ("eval", 0, 0), ("train", 1, 2), ("train", 2, 4), ("eval", 2, 4), ("train", 3, 6), ("eval", 3, 6),
     ]  # fmt: skip
-    times = [row["time"] for row in rows]
-    assert times == sorted(times)
-    for name in (
-        "train/loss", "train/ratio_mean", "train/clip_share", "train/grad_norm", "reward/brightness_mean",
-        "reward/brightness_std", "reward/brightness_cv", "reward/missing_share", "advantage/zero_std_share",
-        "advantage/group_size_mean", "time/sample_s",
-        "time/reward_wait_s", "time/train_s", "time/epoch_s",
-    ):  # fmt: skip
-        assert isinstance(rows[1][name], float), name
+    names = "train/loss train/ratio_mean train/clip_share train/grad_norm reward/brightness_mean reward/brightness_std "
+    names += "reward/missing_share advantage/zero_std_share time/sample_s time/reward_wait_s time/train_s time/epoch_s"
+    assert all(isinstance(rows[1][name], float) for name in names.split())
     assert {"eval/brightness_mean", "eval/brightness_stderr", "eval/num_images", "time/eval_s"} <= rows[0].keys()
     for epoch in (0, 2, 3):
         evaluation = folder / "eval" / ckpt.checkpoint_name(epoch)
@@ -62,14 +56,6 @@ def test_what_a_run_writes(finished):
     assert (checkpoint / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
     assert list((folder / "tensorboard").iterdir())
     assert load_options(str(folder / "config.yaml")) == finished
-
-
-def test_the_saved_configuration_runs_again(finished, tmp_path):
-    """``--config runs/NAME/config.yaml`` in another folder: the same first epoch, bit for bit."""
-    changes = {"save_dir": str(tmp_path / "runs"), "num_epochs": "1", "test.at_start": "false", "eval_freq": "0"}
-    train(load_options(str(folder_of(finished) / "config.yaml"), changes.items()))
-    one, two = state(folder_of(finished).parents[1], 1), state(tmp_path, 1)
-    assert all(one[name] == two[name] for name in one if name != "rng_0.json")
 
 
 def test_evaluation_rows_are_the_scores_of_the_images(finished):
@@ -98,24 +84,10 @@ def test_saved_adapter_is_the_average(finished):
     assert any(not torch.equal(trained[name], ema[name]) for name in ema)
 
 
-def test_signal_saves_and_resume_is_bit_identical(finished, tiny_flux_dir, tmp_path):
-    changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0}
-    stopped = tiny_options(
-        tiny_flux_dir, tmp_path, train__reward_fn="{'tiny_run:signaling': 1}",
-        train__reward_fn_kwargs="{'tiny_run:signaling': {'at_call': 2}}", **changes,
-    )  # fmt: skip
-    with pytest.raises(TrainingStopped, match="--config.run_name=run --config.resume_from=latest") as caught:
-        train(stopped)
-    assert caught.value.signal_number == signal.SIGTERM
-    assert [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")] == ["epoch_0001"]
-    train(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
-    assert state(tmp_path, 3) == state(folder_of(finished).parents[1], 3)
-
-
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_signal_within_an_update(tiny_flux_dir, tmp_path, monkeypatch, step):
+def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatch, step):
     """Before the epoch's first optimizer step it stops at the next micro-batch, later the epoch is finished."""
-    changes = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "save_freq": 0, "train__batch_size": 2}
+    changes = THREE_EPOCHS | {"save_freq": 0}
     stopped, calls = tiny_options(tiny_flux_dir, tmp_path, **changes), []
     steps = Updater._steps
 
@@ -125,16 +97,16 @@ def test_a_signal_within_an_update(tiny_flux_dir, tmp_path, monkeypatch, step):
             os.kill(os.getpid(), signal.SIGTERM)
         return steps(*arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingStopped):
+    command = "--config.run_name=run --config.resume_from=latest"
+    with monkeypatch.context() as patch, pytest.raises(TrainingStopped, match=command) as caught:
         patch.setattr(Updater, "_steps", signal_then_steps)
         train(stopped)
+    assert caught.value.signal_number == signal.SIGTERM
     assert len(calls) == (5 if step == 1 else 8)
     names = [path.name for path in ckpt.list_checkpoints(folder_of(stopped) / "checkpoints")]
     assert names == ["epoch_0001" if step == 1 else "epoch_0002"]
     train(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
-    uninterrupted = tmp_path / "uninterrupted"
-    train(tiny_options(tiny_flux_dir, uninterrupted, **changes))
-    assert state(tmp_path, 3) == state(uninterrupted, 3)
+    assert state(tmp_path, 3) == state(folder_of(finished).parents[1], 3)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
@@ -142,9 +114,10 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
         build_run(finished)
 
 
-def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(tiny_flux_dir, tmp_path):
+def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(tiny_flux_dir, tmp_path, caplog):
     config = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=3, num_checkpoint_limit=2)
     train(config)
+    assert "has no checkpoint" in caplog.text
     assert [row["epoch"] for row in rows_of(config, "train")] == [1, 2, 3]
     assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002", "epoch_0003"]
 
@@ -156,26 +129,9 @@ def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("reward", "cause"),
-    [
-        ("raising", r"epoch 1 \(raising: ConnectionError: the judge is gone\)"),
-        ("missing", "50% .*epoch 1 .*missing 50%.*max_missing_reward_fraction=0.1"),
-    ],
-)
-def test_failed_rewards_stop_with_state_saved(tiny_flux_dir, tmp_path, reward, cause):
-    config = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=f"{{'tiny_run:{reward}': 1}}")
-    with pytest.raises(TrainingStopped, match=cause):
-        train(config)
-    assert (folder_of(config) / "checkpoints" / "epoch_0000" / "state").is_dir()
-
-
 def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
-    config = tiny_options(
-        tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'tiny_run:missing': 1}",
-        train__reward_fn_kwargs="{'tiny_run:missing': {'share_of_images': 0.25}}",
-        train__max_missing_reward_fraction=0.3, test__reward_fn="{'tiny_run:brightness': 1}",
-    )  # fmt: skip
+    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'tiny_run:missing': 1}",
+                          train__max_missing_reward_fraction=0.3, test__reward_fn="{'tiny_run:brightness': 1}")  # fmt: skip
     train(config)
     row = rows_of(config, "train")[0]
     assert row["reward/missing_share"] == 0.25

@@ -2,10 +2,11 @@
 
 import dataclasses
 import logging
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from tiny_run import rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.checkpoint import files
@@ -15,17 +16,17 @@ from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
-CALLS = {"images": 0, "fail_after": None}
+CALLS = {}
 
 
 def failing():
-    """Brightness, until so many images were scored."""
+    """Scores, until so many images were scored."""
 
     def score(images, items):
         CALLS["images"] += len(images)
-        if CALLS["fail_after"] is not None and CALLS["images"] > CALLS["fail_after"]:
+        if CALLS["images"] > CALLS["fail_after"]:
             raise RuntimeError("the reward broke")
-        return np.array([np.asarray(image, dtype=np.float64).mean() for image in images])
+        return np.arange(1.0, len(images) + 1)
 
     return score
 
@@ -49,10 +50,8 @@ def rewards(**weights):
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Options name the rewards above by their module."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "test_stops_and_resumes", sys.modules[__name__])
-    CALLS.update(images=0, fail_after=None)
+    CALLS.update(images=0, fail_after=1000)
 
 
 def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(tiny_flux_dir, tmp_path):
@@ -66,11 +65,13 @@ def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_save
     assert [path.name for path in files.list_checkpoints(tmp_path / "runs/run/checkpoints")] == ["epoch_0001"]
 
 
-def test_an_aggregation_that_fails_stops_with_the_state_saved(tiny_flux_dir, tmp_path):
+def test_an_aggregation_that_fails_stops_with_the_state_saved_and_the_tracker_closed(tiny_flux_dir, tmp_path):
     options = tiny_options(tiny_flux_dir, tmp_path, train__aggregate_fn="test_stops_and_resumes:failing_aggregation")
+    trainer, closed = Trainer(build_run(options)), []
+    trainer.run.tracker = SimpleNamespace(close=lambda: closed.append(1), log=lambda *_: None)
     with pytest.raises(TrainingStopped, match="aggregate_fn.*cannot join these"):
-        train(options)
-    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints")
+        trainer.fit()
+    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == [1]
 
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
@@ -86,38 +87,14 @@ def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
         build_run(tiny_options(tiny_flux_dir, tmp_path / "b", train__reward_fn=rewards(failing=0)))
 
 
-def test_the_tracker_is_closed_however_a_run_ends(tiny_flux_dir, tmp_path):
-    closed = []
-    CALLS["fail_after"] = 0
-    trainer = Trainer(build_run(tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1))))
-    trainer.run.tracker = type("Tracker", (), {"close": lambda self: closed.append(1), "log": lambda *_: None})()
-    with pytest.raises(TrainingStopped):
-        trainer.fit()
-    assert closed == [1]
-
-
 def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
-    for changes in ({"run_name": ""}, {}):
-        options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn_kwargs="{}", **changes)
+    runs = tmp_path / "runs"
+    for name in ("", "run", "mine"):
+        if name == "mine":
+            (runs / "mine" / "notes").mkdir(parents=True)
         with pytest.raises(Exception, match="nowhere"):
-            build_run(dataclasses.replace(options, dataset=str(tmp_path / "nowhere")))
-    assert list((tmp_path / "runs").glob("*")) == []
-    mine = tmp_path / "runs" / "run" / "notes.txt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("kept")
-    with pytest.raises(Exception, match="nowhere"):
-        build_run(dataclasses.replace(tiny_options(tiny_flux_dir, tmp_path), dataset=str(tmp_path / "nowhere")))
-    assert mine.read_text() == "kept"
-
-
-def test_a_lock_that_is_a_link_is_refused(tiny_flux_dir, tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    (tmp_path / "runs" / "run" / ".lock").symlink_to(precious)
-    with pytest.raises(ConfigError, match="link"):
-        build_run(tiny_options(tiny_flux_dir, tmp_path))
-    assert precious.read_text() == "mine"
+            build_run(tiny_options(tiny_flux_dir, tmp_path, run_name=name, dataset=tmp_path / "nowhere"))
+    assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
 
 
 def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
@@ -159,39 +136,3 @@ def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_di
     assert found["start"] == 0 and found["base"] > 0
     with pytest.raises(ConfigError, match="lora_path"):
         build_run(tiny_options(tiny_flux_dir, tmp_path, train__reference="start"))
-
-
-@pytest.mark.parametrize("loss_type", ["nft", "awm", "dgpo"])
-def test_each_inner_epoch_draws_its_noise_anew(tiny_flux_dir, tmp_path, loss_type):
-    from paco_grpo.objectives.forward import Noised
-
-    changes = {"train__loss_type": loss_type, "train__num_inner_epochs": 2}
-    if loss_type != "nft":
-        changes |= {"train__num_sigmas": 1, "train__sigma_fraction": 1.0}
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
-    noises, original = [], Noised.__init__
-
-    def spy(self, step, *arguments, **options):
-        original(self, step, *arguments, **options)
-        noises.append((step.inner_epoch, self.target.clone()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Noised, "__init__", spy)
-        trainer = Trainer(run)
-        trainer.epoch()
-    run.close()
-    by_inner = [{tuple(row.flatten()[:4].tolist()) for n, target in noises for row in target if n == i} for i in (0, 1)]
-    assert by_inner[0] and by_inner[1] and not by_inner[0] & by_inner[1]
-
-
-def test_a_sigma_between_the_steps_has_its_own_noise(tiny_flux_dir, tmp_path):
-    from paco_grpo.objectives.base import Step
-    from paco_grpo.objectives.forward import Noised
-
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path))
-    clean = torch.zeros(1, 4, 8)
-    rollout = type("R", (), {"clean_latents": clean, "seeds": torch.tensor([3]), "item_ids": torch.tensor([0]),
-                             "conditioning": None, "height": 16, "width": 16, "__len__": lambda self: 1})()  # fmt: skip
-    targets = [Noised(Step(rollout, sigma, torch.zeros(1)), run.state.policy).target for sigma in (0.25, 0.5)]
-    run.close()
-    assert not torch.equal(*targets)
