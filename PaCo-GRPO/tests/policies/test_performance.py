@@ -1,5 +1,6 @@
 """Compiled blocks, attention backends and offloading compute the same numbers."""
 
+import shutil
 from contextlib import nullcontext
 from functools import partial
 
@@ -50,6 +51,16 @@ def one_epoch(policy, name):
         {"batch": 3, "gradient": True},
     )  # fmt: skip
     return [value for case in cases for value in forward(policy, name, **case)]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_equals_eager_up_to_rounding(tmp_path):
+    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
+    expected = forward(policy, "flux", gradient=True)
+    torch._dynamo.reset()
+    compile_blocks(policy)
+    assert_close(forward(policy, "flux", gradient=True), expected)
 
 
 @pytest.mark.long
