@@ -9,7 +9,7 @@ import pytest
 from bench_tools import EDIT_FOLDER, RANK_FOLDER, BrightnessJudge
 from PIL import Image
 
-from paco_eval.engines import ask_once, make_engine, server_engine
+from paco_eval.engines import make_engine, server_engine
 from paco_eval.results import BenchError, open_results, read_results, read_rows
 from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import JudgeError, Pair
@@ -116,20 +116,6 @@ def test_an_engine_that_always_fails_ends_the_run():
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
         found.extend(score_items(items, engine, 1))
     assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
-
-
-def test_ask_once_repeats_only_pairs_without_a_score():
-    asked = []
-
-    def engine(pairs):
-        asked.extend(pair.question for pair in pairs)
-        return [Verdict(None, "busy") if pair.question == "b" else Verdict(0.25) for pair in pairs]
-
-    same, other = IMAGE.copy(), Image.new("RGB", (8, 8), "red")
-    score = ask_once(engine)
-    pairs = [Pair(IMAGE, other, "a"), Pair(same, other, "a"), Pair(other, IMAGE, "a"), Pair(IMAGE, other, "b")]
-    assert [verdict.ok for verdict in score(pairs)] == [True, True, True, False] and asked == ["a", "a", "b"]
-    assert [verdict.ok for verdict in score(pairs)] == [True, True, True, False] and asked == ["a", "a", "b", "b"]
 
 
 # ---------------------------------------------------------------- engines

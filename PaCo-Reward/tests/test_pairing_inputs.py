@@ -31,7 +31,6 @@ def problem(*arguments, **options) -> str:
     ("number", "change", "named"),
     [
         (2, "{broken", "line 2"),
-        (2, {"prompt": None}, "line 2: prompt"),
         (2, {"idx": "p0"}, "idx p0"),
         (1, {"idx": "../up"}, "idx"),
         (1, {"image": "nowhere.png"}, "nowhere.png"),

@@ -10,11 +10,10 @@ import numpy as np
 import print_eval_table
 import pytest
 from bench_tools import BrightnessJudge, edit_lines
-from consistency_rank import METRICS, find_bench, predicted_order, rank_metrics
+from consistency_rank import METRICS, predicted_order, rank_metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_eval.results import BenchError
 from paco_judge.questions import theme_question
 
 
@@ -154,16 +153,6 @@ def test_images_are_unpacked_once(rank, capsys):
     assert rank(BrightnessJudge()) == 2 and str(archive) in capsys.readouterr().err
     archive.unlink()
     assert rank(BrightnessJudge()) == 2 and "hf download" in capsys.readouterr().err
-
-
-def test_finding_the_benchmark(bench, monkeypatch, tmp_path):
-    assert find_bench(str(bench)) == bench == find_bench(str(bench.parent))
-    inner = bench.parent / "evaluation" / "Consistency_Rank"
-    inner.mkdir(parents=True)
-    monkeypatch.chdir(inner)
-    assert find_bench(None).resolve() == bench.resolve()
-    with pytest.raises(BenchError, match="--dataset_dir"):
-        find_bench(str(tmp_path / "nowhere"))
 
 
 def test_tables(rank, tmp_path):

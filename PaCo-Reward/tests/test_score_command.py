@@ -6,7 +6,6 @@ import io
 import math
 import threading
 
-import numpy as np
 import pytest
 import torch
 from pairing_tools import fake_judge
@@ -41,14 +40,6 @@ def web(paths, tmp_path):
 
 def numbers(line: str, count: int) -> list[float]:
     return [float(cell) for cell in line.split()[-count:]]
-
-
-def test_all_pairs_and_their_mean(paths, answering_judge, capsys):
-    assert main(["score", *paths, "--model", str(answering_judge), "--theme", "a paper boat"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    values = [numbers(line, 1)[0] for line in lines]
-    assert len(lines) == 4 and lines[-1].startswith("mean")
-    assert values[-1] == pytest.approx(np.mean(values[:-1]), abs=1e-4)
 
 
 def test_images_by_url_score_as_files(paths, web, answering_judge, capsys, monkeypatch):
