@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import venv
 from pathlib import Path
 
 import psutil
+from fakes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
@@ -21,12 +21,6 @@ WITH_VLLM = (  # what the launcher imports, or asks for, of the packages that co
     *("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
 )
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def option(words: list[str], name: str) -> str:
@@ -134,18 +128,6 @@ class Shell:
     def pids(self) -> list[int]:
         """The servers of the launch, as the state records them."""
         return [server["pid"] for server in json.loads(self.state_file().read_text())]
-
-    def running(self) -> set[int]:
-        """Every process that a launch started, recorded or not."""
-        mark = self.environment["PACO_RUNTIME_DIR"].encode()
-
-        def ours(process: Path) -> bool:
-            try:
-                return mark in (process / "environ").read_bytes()
-            except OSError:
-                return False
-
-        return {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and ours(path)}
 
 
 def read_until(process: subprocess.Popen, text: str) -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,9 @@ import numpy as np
 import openai
 import psutil
 import pytest
+from fakes import free_port
 from safetensors.numpy import load_file, save_file
-from serving_tools import VLLM_PYTHON, all_ended, free_port, option, wait_for
+from serving_tools import VLLM_PYTHON, all_ended, option, wait_for
 
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import data_url
@@ -27,45 +27,35 @@ from vllm_server.plan import LaunchError, LaunchSettings
 from vllm_server.state import Server, end, locked, runtime_root
 
 
-def test_launch_status_stop(shell):
-    output = shell.launch()
+def test_launch_status_stop(shell, model):
+    output = shell.launch(VLLM_EXTRA_ARGS="--seed 3", PYTHONPATH="/nowhere", VLLM_MAX_IMAGES="5")
     assert "Engine: vllm" in output and f"Ready:  Judge at {shell.url}/v1" in output
     (row,) = shell.status()
     assert (row["state"], row["label"], row["name"], row["engine"]) == ("healthy", "test", "Judge", "vllm")
-    status, table, _ = shell.run("status.sh")
-    assert status == 0 and "healthy" in table
     assert JudgeClient(shell.url, model="judge").check() == "Judge"
-    pids = shell.fake_pids()
-    assert all(map(psutil.pid_exists, pids)), "it survives the shell that started it"
-    assert "ended" in shell.run("stop.sh")[1]
-    all_ended(pids)
-    assert "Nothing runs with label 'test'" in shell.run("stop.sh")[1]
-    assert shell.status() == [] and "No servers" in shell.run("status.sh")[1]
-
-
-def test_command_and_environment_of_vllm(shell, model):
-    shell.launch(VLLM_EXTRA_ARGS="--seed 3", PYTHONPATH="/nowhere", VLLM_MAX_IMAGES="5")
     (record,) = shell.records()
     words, environment = record["argv"], record["env"]
     assert words[:2] == ["serve", str(model)], "relative folders become absolute"
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
-    assert not {"VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_MODEL_PATHS"} & environment.keys()
-    assert "PYTHONPATH" not in environment
+    assert not {"VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_MODEL_PATHS", "PYTHONPATH"} & environment.keys()
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
-    assert Path(record["cwd"]) != shell.cwd
-
-
-def test_an_old_vllm_starts_and_says_that_it_fetches_images(shell):
-    """The fake vLLM does not know --allowed-media-domains; with a list of hosts it is refused."""
-    first = shell.launch().splitlines()[0]
-    assert "too old to forbid remote images" in first
-    (record,) = shell.records()
-    assert "--allowed-media-domains" not in record["argv"]
-    assert record["env"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
-    shell.stop()
-    assert "VLLM_MEDIA_HOSTS" in shell.failed_launch(VLLM_MEDIA_HOSTS="a.example")
+    # the fake vLLM is an old one, which does not know --allowed-media-domains
+    assert "too old to forbid remote images" in output.splitlines()[0] and "--allowed-media-domains" not in words
+    assert environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert all(map(psutil.pid_exists, record["pids"])), "it survives the shell that started it"
+    assert "label 'test' is in use" in shell.failed_launch(VLLM_PORT=str(free_port()))
+    assert "VLLM_PORT" in shell.failed_launch(VLLM_LABEL="other")
+    for pid in record["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    all_ended([row["pid"]])
+    assert shell.status()[0]["state"] == "ended"
+    shell.launch()  # the label of a dead launch is replaced
+    pids = shell.fake_pids()
+    assert "ended" in shell.run("stop.sh")[1]
+    all_ended(pids)
+    assert shell.run("stop.sh")[0] == 0 and shell.status() == []
 
 
 @pytest.mark.parametrize("found", ["conda", "program"])
@@ -104,27 +94,17 @@ def test_without_vllm_the_transformers_engine_serves_and_says_so(shell, monkeypa
         ({"VLLM_MODEL_PATHS": "."}, "config.json"),
         ({"VLLM_MODEL_PATHS": "nobody/no-such-model"}, "nobody/no-such-model"),
         ({"VLLM_MODEL_NAMES": "a,b"}, "VLLM_MODEL_NAMES"),
-        ({"VLLM_MODEL_NAMES": "a b"}, "'a b'"),
         ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,a"}, "VLLM_MODEL_NAMES"),
         ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,b", "VLLM_TP": "1,2,3"}, "VLLM_TP"),
-        ({"VLLM_TP": "2"}, "VLLM_TP"),
         ({"VLLM_REPLICAS": "0"}, "VLLM_REPLICAS"),
-        ({"VLLM_LORA": "adapter"}, "VLLM_LORA"),
         ({"VLLM_LORA": "adapter=nowhere"}, "nowhere"),
-        ({"VLLM_LORA": "Judge=nowhere"}, "VLLM_LORA"),
-        ({"VLLM_EXTRA_ARGS": "--a 'b"}, "VLLM_EXTRA_ARGS"),
-        ({"VLLM_API_KEY": "a b"}, "VLLM_API_KEY"),
         ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
         ({"VLLM_LORA": "adapter=.", "VLLM_ENGINE": "transformers"}, "VLLM_LORA"),
-        ({"VLLM_REPLICAS": "2", "VLLM_ENGINE": "transformers"}, "VLLM_REPLICAS"),
         ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
-        ({"VLLM_MEDIA_HOSTS": "a.example", "VLLM_ENGINE": "transformers"}, "VLLM_MEDIA_HOSTS"),
+        ({"VLLM_MEDIA_HOSTS": "a.example"}, "VLLM_MEDIA_HOSTS"),  # an old vLLM
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),
-        ({"VLLM_PORT": "70000"}, "VLLM_PORT"),
-        ({"MAX_MODEL_LEN": "8k"}, "MAX_MODEL_LEN"),
-        ({"VLLM_ENGINE": "tgi"}, "VLLM_ENGINE"),
         ({"VLLM_ENGINE": "vllm", "VLLM_PYTHON": "/nowhere/python"}, "/nowhere/python"),
         ({"PACO_RUNTIME_DIR": "run"}, "PACO_RUNTIME_DIR"),
         ({"PACO_RUNTIME_DIR": "{cwd}/open"}, "others can write"),
@@ -139,19 +119,8 @@ def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch, var
     variables = {name: value.format(cwd=shell.cwd) for name, value in variables.items()}
     with pytest.raises(LaunchError) as error:
         launch(shell.environment | variables, False)
-    assert named in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert named in str(error.value)
     assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists(), "nothing was started"
-
-
-def test_an_error_is_one_line_on_the_command_line(shell):
-    errors = shell.failed_launch(VLLM_PORT="http")
-    assert errors.startswith("launch: VLLM_PORT") and errors.count("\n") == 1
-
-
-def test_a_port_in_use_is_refused(shell):
-    with socket.create_server(("127.0.0.1", shell.port)):
-        errors = shell.failed_launch()
-    assert "VLLM_PORT" in errors and "another program listens" in errors
 
 
 def test_of_two_launches_on_one_port_only_one_is_ready(shell):
@@ -166,53 +135,35 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
     shell.stop(VLLM_LABEL=row["label"])
 
 
-def test_a_label_in_use_is_refused_and_that_of_a_dead_launch_is_replaced(shell):
-    shell.launch()
-    assert "label 'test' is in use" in shell.failed_launch(VLLM_PORT=str(free_port()))
-    (row,) = shell.status()
-    for pid in shell.fake_pids():
-        os.kill(pid, signal.SIGKILL)
-    all_ended([row["pid"]])
-    assert shell.status()[0]["state"] == "ended"
-    shell.launch()
-
-
 def test_after_the_launcher_was_killed_its_servers_are_known_and_the_label_is_usable_again(shell):
-    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
+    launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
     pids = shell.fake_pids()
     wait_for(shell.state_file().exists)
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=60)
     assert "VLLM_LABEL=test bash vllm_server/stop.sh" in shell.failed_launch()
     assert [row["state"] for row in shell.status()] == ["loading or stuck"]
+    os.kill(pids[0], signal.SIGKILL)  # its child outlives it
     shell.stop()
     all_ended(pids)
     shell.launch()
 
 
-def test_a_server_that_never_answers_is_ended_after_the_timeout(shell):
+def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     errors = shell.failed_launch(FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
     assert "VLLM_START_TIMEOUT" in errors and "Loading a model" in errors
     all_ended(shell.fake_pids())
-    assert shell.status() == []
-
-
-def test_an_interrupted_launch_leaves_no_process(shell):
+    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
     launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
     pids = shell.fake_pids()
     os.killpg(launch.pid, signal.SIGINT)
-    _, errors = launch.communicate(timeout=60)
-    assert launch.returncode == 130 and "nothing is left running" in errors
+    assert "nothing is left running" in launch.communicate(timeout=60)[1] and launch.returncode == 130
     all_ended(pids)
+    errors = shell.failed_launch(**two, FAKE_VLLM="Other dies")
+    assert "the server of Other ended with status 1 while loading" in errors and "Judge" not in errors
+    assert "no room for the key-value cache" in errors, "the end of its log"
+    all_ended(shell.fake_pids())
     assert shell.status() == []
-
-
-def test_stop_ends_a_stubborn_server_and_children_that_outlive_their_server(shell):
-    shell.launch(FAKE_VLLM="stubborn")
-    pids = shell.fake_pids()
-    os.kill(pids[0], signal.SIGKILL)
-    shell.stop()
-    all_ended(pids)
 
 
 def test_what_ends_a_foreground_launch(shell):
@@ -231,10 +182,6 @@ def test_what_ends_a_foreground_launch(shell):
 
 @pytest.mark.slow
 def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_folder, tmp_path):
-    output = shell.launch()
-    assert "Weights of Judge not checked: they are quantized" in output
-    shell.stop()
-    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
     assert "not checked" not in shell.launch(VLLM_MODEL_PATHS=str(judge_folder))
     shell.stop()
     shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
@@ -243,8 +190,7 @@ def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_
     del weights["model.layers.0.self_attn.k_proj.weight"]  # vLLM fuses it with q_proj and v_proj
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     errors = shell.failed_launch(VLLM_MODEL_PATHS=str(folder))
-    assert "lack 1 of the model's tensors: model.language_model.layers.0.self_attn.k_proj" in errors
-    assert errors.count("\n") == 1 and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
+    assert "model.language_model.layers.0.self_attn.k_proj" in errors and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
     output = shell.launch(VLLM_MODEL_PATHS=str(folder))
@@ -331,17 +277,14 @@ def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
     assert "geheim" not in output + written + "".join(commands)
 
 
-def test_a_server_that_fails_ends_the_whole_launch(shell, two):
-    errors = shell.failed_launch(**two, FAKE_VLLM="Other dies")
-    assert "the server of Other ended with status 1 while loading" in errors and "Judge" not in errors
-    assert "no room for the key-value cache" in errors, "the end of its log"
-    wait_for(lambda: not shell.running(), timeout_s=10)
-    assert shell.status() == []
-
-
 def test_gpus_and_adapters_of_two_models(shell, two, tmp_path):
-    """Copies run inside one vLLM; an adapter is served on the base that it names."""
+    """One GPU unless told otherwise. Copies run inside one vLLM; an adapter is served on the base that it names."""
     shell.install_gpus(4)
+    del shell.environment["CUDA_VISIBLE_DEVICES"]
+    assert "Using GPU 0 of 4; set CUDA_VISIBLE_DEVICES" in shell.launch()
+    assert shell.records()[0]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+    shell.stop()
+    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
@@ -358,21 +301,11 @@ def test_gpus_and_adapters_of_two_models(shell, two, tmp_path):
     output = shell.launch(**two, **gpus)
     assert "GPU 3,2, 2 copies" in output and "GPUs 0 stay unused" in output and "tuned (LoRA) from" in output
     records = {record["name"]: record for record in shell.records(2)}
-    assert {name: record["env"]["CUDA_VISIBLE_DEVICES"] for name, record in records.items()} == {
-        "Judge": "3,2",
-        "Other": "1",
-    }
+    assert [records[name]["env"]["CUDA_VISIBLE_DEVICES"] for name in ("Judge", "Other")] == ["3,2", "1"]
     assert option(records["Judge"]["argv"], "--data-parallel-size") == "2"
     assert "--data-parallel-size" not in records["Other"]["argv"] and "--enable-lora" not in records["Judge"]["argv"]
     assert option(records["Other"]["argv"], "--lora-modules") == f"tuned={adapter}"
     assert ask(shell, "tuned").json()["served"] == ["Other", "tuned"]
-
-
-def test_without_cuda_visible_devices_the_judge_takes_one_gpu_and_says_so(shell):
-    shell.install_gpus(8)
-    del shell.environment["CUDA_VISIBLE_DEVICES"]
-    assert "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in shell.launch()
-    assert shell.records()[0]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_reused_pid_is_left_alone():
