@@ -338,6 +338,7 @@ def build_policy(options: RunOptions) -> Policy:
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
         guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
     )  # fmt: skip
+    policy.samples_guided = options.train.dgpo_reference != "guided"
     train = options.train
     if options.use_lora:
         add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
