@@ -36,54 +36,30 @@ def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
 
 
 def weighted_sum(reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-    """Σ_r weight_r · r, the default (``aggregate_fn = None``).
-
-    Raises:
-        ValueError: A reward has no weight.
-    """
-    missing = [name for name in grouped_rewards if name not in reward_weights]
-    if missing:
+    """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
+    if missing := [name for name in grouped_rewards if name not in reward_weights]:
         raise ValueError(f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(reward_weights)})")
     return _per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
 
 
 def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-    """(Π_r r)^(1/R), for R rewards ≥ 0.
+    """(Π_r r)^(1/R), for R rewards ≥ 0."""
+    return _per_group(lambda r: gmean(list(r.values()), axis=0), grouped_rewards, least=0)
 
-    Raises:
-        ValueError: A reward is negative.
-    """
-    _require_non_negative("geometric_mean_aggregate_fn", grouped_rewards)
-    return _per_group(lambda r: gmean(list(r.values()), axis=0), grouped_rewards)
+
+def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+    """R / Σ_r 1/r, for R rewards ≥ 0; 0 where one of them is 0."""
+    return _per_group(lambda r: hmean(list(r.values()), axis=0), grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
 class product_aggregate_fn:
-    """Π_r r^weight_r, for rewards ≥ 0: an image that one reward calls worthless is not saved by the others.
+    """Π_r r^weight_r, for rewards ≥ 0: an image that one reward calls worthless is not saved by the others."""
 
-    Args:
-        reward_weights: Exponent by reward name, ≥ 0.
-    """
-
-    reward_weights: Mapping[str, float]
+    reward_weights: Mapping[str, float]  # exponents ≥ 0
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        """
-        Raises:
-            ValueError: A reward is negative.
-        """
-        _require_non_negative("product_aggregate_fn", grouped_rewards)
-        return _per_group(lambda r: np.prod([r[name] ** self.reward_weights[name] for name in r], axis=0), grouped_rewards)
-
-
-def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-    """R / Σ_r 1/r, for R rewards ≥ 0; 0 where one of them is 0.
-
-    Raises:
-        ValueError: A reward is negative.
-    """
-    _require_non_negative("harmonic_mean_aggregate_fn", grouped_rewards)
-    return _per_group(lambda r: hmean(list(r.values()), axis=0), grouped_rewards)
+        return _per_group(lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
@@ -105,15 +81,9 @@ class log_tame_aggregate_fn:
     def __post_init__(self) -> None:
         number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
         if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
-            raise ValueError(
-                f"log_tame_aggregate_fn: threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0"
-            )
+            raise ValueError(f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0")
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        """
-        Raises:
-            ValueError: A reward to be tamed is ≤ −1 somewhere.
-        """
         cv = {name: _coefficient_of_variation(groups) for name, groups in grouped_rewards.items()}
         average = {"mean": np.mean, "median": np.median}.get(self.threshold)
         limit = float(average(list(cv.values())) if average else self.threshold)
@@ -147,10 +117,10 @@ class weighted_advantage_sum_aggregate_fn:
             std = float(_concatenate(groups).std()) if self.global_std else None
             normalized[name] = {key: normalize(np.asarray(values, np.float64), std) for key, values in groups.items()}
         total = weighted_sum(self.reward_weights, **normalized)
-        if not self.batch_std:
-            return total
-        std = max(float(_concatenate(total).std()), STD_FLOOR)
-        return {key: values / std for key, values in total.items()}
+        if self.batch_std:
+            std = max(float(_concatenate(total).std()), STD_FLOOR)
+            total = {key: values / std for key, values in total.items()}
+        return total
 
 
 FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
@@ -188,12 +158,10 @@ def get_aggregate_fn(
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     """What a saved configuration records of an aggregation, so that ``resolve`` finds it again.
 
-    Args:
-        aggregate_fn: None, a callable, or a description (returned as it is).
-
     Returns:
-        A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
-        ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name.
+        None and a description: unchanged. A built-in mean: its name. A built-in factory's result: ``{"name": …,
+        "arguments": {…}}``. Another function: ``package.module:function``, or ``/absolute/file.py:function`` if its file
+        cannot be imported by name.
 
     Raises:
         ValueError: It could not be found again, such as a lambda or a function inside a function.
@@ -253,9 +221,12 @@ def _plain(value: Any) -> Any:
 
 
 def _per_group(
-    function: Callable[[dict[str, np.ndarray]], np.ndarray], grouped: Mapping[str, GroupedRewards]
+    function: Callable[[dict[str, np.ndarray]], np.ndarray], grouped: Mapping[str, GroupedRewards], least: float = -np.inf
 ) -> dict[str, np.ndarray]:
-    """``function`` of each group's ``{reward: (n,) float64}``."""
+    """``function`` of each group's ``{reward: (n,) float64}``. Raises ValueError where a reward is below ``least``."""
+    for name, groups in grouped.items():
+        if (smallest := _concatenate(groups).min()) < least:
+            raise ValueError(f"reward {name!r} reaches {smallest:g}, but this aggregation needs rewards ≥ {least:g}")
     keys = next(iter(grouped.values()))
     return {key: function({r: np.asarray(groups[key], np.float64) for r, groups in grouped.items()}) for key in keys}
 
@@ -272,15 +243,5 @@ def _coefficient_of_variation(groups: GroupedRewards) -> float:
 
 def _log1p(name: str, values: np.ndarray) -> np.ndarray:
     if np.min(values) <= -1:
-        raise ValueError(
-            f"log_tame_aggregate_fn: reward {name!r} reaches {np.min(values):g}, but log(1 + r) needs r > −1: "
-            "shift that reward, or choose another aggregate_fn"
-        )
+        raise ValueError(f"log_tame_aggregate_fn: reward {name!r} reaches {np.min(values):g}, but log(1 + r) needs r > −1")
     return np.log1p(values)
-
-
-def _require_non_negative(function: str, grouped: Mapping[str, GroupedRewards]) -> None:
-    for name, groups in grouped.items():
-        smallest = _concatenate(groups).min()
-        if smallest < 0:
-            raise ValueError(f"{function}: reward {name!r} reaches {smallest:g}, but every reward must be ≥ 0")

@@ -40,16 +40,10 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
 
 
 def nearest_neighbor_factors(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Cosine distance of each image to its nearest neighbor in the group, over the group's mean (GARDO, arXiv 2512.24138).
+    """Cosine distance of each image to its nearest neighbor in the group, over the group's mean.
 
-    GARDO multiplies positive advantages by it.
-
-    Args:
-        features: (n, d).
-        groups: Positions of each group's images, at least two each.
-
-    Returns:
-        (n,) float64, mean 1 within a group; 1 for images in no group and where all distances are 0.
+    GARDO (arXiv 2512.24138) multiplies positive advantages by it. Arguments as above; (n,) float64, mean 1 within a group,
+    1 for images in no group and where all distances are 0.
     """
     factors = np.ones(len(features))
     for members in groups:

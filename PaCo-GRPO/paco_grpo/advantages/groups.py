@@ -22,7 +22,9 @@ class AdvantageResult:
 
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
-    stats: dict[str, float]  # for the log, see compute_advantages
+    # For the log: group_size_mean, zero_std_share (groups whose aggregate does not vary), missing_share, dropped_share
+    # (missing, or left alone in a group), mean_abs, and those of ``aggregate_fn.stats``.
+    stats: dict[str, float]
 
 
 def compute_advantages(
@@ -49,21 +51,14 @@ def compute_advantages(
         aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
         global_std: Divide by the std over everything instead of over the group.
         per_prompt: False = one group of everything, as always with one image per prompt.
+        rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
         features: (n, d), for the two options below; see :mod:`paco_grpo.advantages.diversity`.
         entropy_bonus: λ. λ·(−log p) is added to the aggregated reward.
         nearest_neighbor: Multiply positive advantages by the relative distance to the nearest neighbor in the group.
-        rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
-
-    Returns:
-        Result with stats ``group_size_mean``, ``zero_std_share`` (groups whose aggregate does not vary),
-        ``missing_share``, ``dropped_share`` (missing, or left alone in a group), ``mean_abs`` and those of
-        ``aggregate_fn.stats``.
 
     Raises:
-        ValueError: No reward, or ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
+        ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
-    if not rewards:
-        raise ValueError("compute_advantages needs at least one reward: set config.train.reward_fn")
     item_ids = np.asarray(item_ids)
     values = {name: np.array(array, np.float64) for name, array in rewards.items()}
     missing = np.isnan(np.stack(list(values.values()))).any(axis=0)
@@ -129,8 +124,5 @@ def _aggregate(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndar
     expected = {key: values.shape for key, values in next(iter(grouped.values())).items()}
     got = {key: values.shape for key, values in result.items()}
     if got != expected or not all(np.isfinite(values).all() for values in result.values()):
-        raise ValueError(
-            f"aggregate_fn {getattr(function, '__name__', type(function).__name__)} must return one finite number for every "
-            f"image: expected arrays of the shapes {expected}, got {got}"
-        )
+        raise ValueError(f"it must return one finite number for every image: arrays of the shapes {expected}, got {got}")
     return result

@@ -41,18 +41,6 @@ def lock_folder(folder: Path) -> FileLock:
     return lock
 
 
-def claim_folder(parent: Path, name: str) -> str:
-    """Make a new folder ``name``, ``name-2``, … in ``parent``; returns its name."""
-    claimed, number = name, 1
-    while True:
-        try:
-            (parent / claimed).mkdir(parents=True)
-            return claimed
-        except FileExistsError:
-            number += 1
-            claimed = f"{name}-{number}"
-
-
 def checkpoint_name(epoch: int) -> str:
     """Folder name of the checkpoint after ``epoch`` epochs."""
     return f"epoch_{epoch:04d}"

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import random
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -102,29 +100,6 @@ class TrainState:
         return self.ema.applied() if self.ema else contextlib.nullcontext()
 
 
-def capture_rng() -> dict[str, Any]:
-    """State of the global generators of torch, NumPy and Python (our sampling uses none, a user's reward may)."""
-    name, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": [each.tolist() for each in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
-        "numpy": [name, keys.tolist(), *rest],
-        "python": [version, list(words), gauss],
-    }
-
-
-def restore_rng(saved: Mapping[str, Any]) -> None:
-    """Restore what ``capture_rng`` returned; GPUs that are not here are left out."""
-    torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
-    for device, state in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
-        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
-    name, keys, *rest = saved["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The state of each parameter as ``number.entry``; what options give (learning rate, betas) is not saved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -155,7 +130,7 @@ class Checkpoints:
 
     Args:
         folder: The run's folder; checkpoints are in its ``checkpoints/``.
-        options: The run's, for the model cards.
+        options: The run's.
         state: What is saved and restored.
     """
 
@@ -163,28 +138,25 @@ class Checkpoints:
         self.root, self.options, self.state = folder / "checkpoints", options, state
         self.accelerator = state.strategy.accelerator
 
-    def save(self, rng: Mapping[str, Any], evaluation: Mapping[str, Any] | None, name: str | None = None) -> Path:
+    def save(self, name: str | None = None) -> Path:
         """Write a checkpoint into a hidden folder that is renamed when complete; a collective operation.
 
         Args:
-            rng: Global generators of this process at the start of the epoch that would come next.
-            evaluation: The latest evaluation's row of metrics.jsonl, for the model cards.
             name: Folder name; default by the epoch, and then old checkpoints beyond the limit are removed.
 
         Raises:
             CheckpointError: On every process, when one could not write; the earlier checkpoints are intact.
         """
         final = self.root / (name or files.checkpoint_name(self.state.progress.epoch))
-        folder, is_main, rank = self.root / f".{final.name}.partial", self.accelerator.is_main_process, self.accelerator.process_index
+        folder, is_main = self.root / f".{final.name}.partial", self.accelerator.is_main_process
         saved = folder / "state"
         steps = [
             lambda: is_main and files.begin(folder),
-            lambda: (saved / f"rng_{rank}.json").write_text(json.dumps(rng), encoding="utf-8"),
             *(
                 partial(files.save_tensors, saved / f"{part}.safetensors", tensors, is_main)
                 for part, tensors in (self._parts() | {"optimizer": optimizer_tensors(self.state.optimizer)}).items()
             ),
-            lambda: self._write_average(folder, evaluation),
+            lambda: self._write_average(folder),
             lambda: is_main and (saved / "trainer.json").write_text(json.dumps(self._numbers(), indent=1), encoding="utf-8"),
             lambda: is_main and files.commit(folder, final),
         ]
@@ -209,7 +181,7 @@ class Checkpoints:
         return final
 
     def load(self, folder: Path) -> None:
-        """Restore everything that ``save`` wrote, including the global generators of this process.
+        """Restore everything that ``save`` wrote.
 
         Raises:
             CheckpointError: A file is missing or damaged, or belongs to another model or rank.
@@ -219,23 +191,12 @@ class Checkpoints:
             for part, tensors in self._parts().items():
                 files.load_into(saved / f"{part}.safetensors", tensors)
             load_optimizer(state.optimizer, load_file(saved / "optimizer.safetensors"))
-            rng = saved / f"rng_{self.accelerator.process_index}.json"
-            if rng.is_file():
-                restore_rng(json.loads(rng.read_text(encoding="utf-8")))
-            else:
-                logger.warning("the checkpoint was written by fewer processes; this one keeps its own generators")
             numbers = json.loads((saved / "trainer.json").read_text(encoding="utf-8"))
             state.progress = Progress(**numbers["progress"])
             state.step, state.recompute_old = numbers["step"], numbers["recompute"]
             state.sampler.load_state_dict(numbers["sampler"])
         except Exception as error:
             raise files.CheckpointError(f"cannot resume from {folder} ({type(error).__name__}: {error})") from error
-
-    def write_cards(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
-        """Write the model cards of the adapters in checkpoint ``folder`` (main process)."""
-        for place in filter(Path.is_dir, (folder / "adapter", folder / "diffusers")):
-            progress = {"epoch": self.state.progress.epoch, "step": self.state.step}
-            write_model_card(place, self.options, self.state.policy, evaluation=evaluation, **progress)
 
     def _parts(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """File → weights."""
@@ -247,13 +208,13 @@ class Checkpoints:
         numbers = {"step": state.step, "recompute": state.recompute_old, "sampler": state.sampler.state_dict()}
         return {"progress": dataclasses.asdict(state.progress)} | numbers
 
-    def _write_average(self, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
+    def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
         policy, is_main = self.state.policy, self.accelerator.is_main_process
         with self.state.averaged():
             if not self.options.use_lora:
                 save_transformer(unwrap(policy.transformer), folder / "transformer", is_main)
             elif is_main:
-                save_peft(policy, folder / "adapter")
-                save_diffusers(policy, folder / "diffusers")
-                self.write_cards(folder, evaluation)
+                for save, name in ((save_peft, "adapter"), (save_diffusers, "diffusers")):
+                    save(policy, folder / name)
+                    write_model_card(folder / name, self.options, policy, self.state.progress.epoch)

@@ -1,9 +1,8 @@
-"""The processes of a run as the launcher started them: strategy, threads, signals."""
+"""The processes of a run as the launcher started them: strategy, signals."""
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 
-import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import InitProcessGroupKwargs
 
@@ -23,17 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_processes(options: RunOptions) -> Replicated:
-    """The strategy over the processes that the launcher started, each with its share of the machine's CPU threads.
-
-    Raises:
-        ConfigError: As in ``build_strategy``.
-    """
+    """The strategy over the processes that the launcher started. Raises as ``build_strategy``."""
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
     # Processes wait for each other's rewards, which may take longer than the default timeout.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // on_this_machine)))  # no more than OMP_NUM_THREADS
     return build_strategy(options, accelerator)
 
 

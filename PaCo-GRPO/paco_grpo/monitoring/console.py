@@ -20,16 +20,14 @@ def epoch_metrics(
 ) -> dict[str, float]:
     """The numbers of one training epoch by ``group/name``; values that are missing or not finite are left out.
 
-    Of each reward (all processes, NaN = missing): mean, std (without Bessel's correction) and cv, the coefficient of
-    variation std / |mean|. ``times``: phase → seconds. ``memory``: also report peak memory (``config.enable_mem_log``).
+    Of each reward (all processes, NaN = missing): mean, std (without Bessel's correction) and cv = std / |mean|.
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():
         present = values[~np.isnan(values)]
         if len(present):
-            metrics[f"reward/{name}_mean"] = float(present.mean())
-            metrics[f"reward/{name}_std"] = float(present.std())
-            metrics[f"reward/{name}_cv"] = float(present.std() / abs(present.mean())) if present.mean() else math.inf
+            mean, std = float(present.mean()), float(present.std())
+            metrics |= {f"reward/{name}_mean": mean, f"reward/{name}_std": std, f"reward/{name}_cv": std / abs(mean) if mean else math.inf}
     for name, value in advantage_stats.items():
         metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
     metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)
@@ -43,12 +41,10 @@ def epoch_metrics(
 def epoch_line(metrics: Mapping[str, float]) -> str:
     """The log line of an epoch."""
     rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
-    overlap = metrics.get("time/reward_overlap_fraction")
-    share = "" if overlap is None else f", {overlap:.0%} of their time overlapped"
     return (
         f"{rewards}; loss {metrics.get('train/loss', math.nan):.2e}, gradient norm "
         f"{metrics.get('train/grad_norm', math.nan):.3g}; {metrics['time/epoch_s']:.1f} s (sampling "
-        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}{share}, training "
+        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}, training "
         f"{metrics['time/train_s']:.1f})"
     )
 

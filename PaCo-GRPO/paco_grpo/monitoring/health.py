@@ -1,6 +1,6 @@
 """Detects collapse during training: each row of metrics.jsonl is compared with earlier rows.
 
-The rules are pure functions of the rows, so a resumed run judges as if it had never stopped. A finding with ``collapse`` stops the run if ``train.stop_on_collapse`` is set.
+The rules are pure functions of the rows, so a resumed run judges as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ class Finding:
 
     sign: str  # the metric that is beyond its limit
     message: str
-    collapse: bool = False  # the generator itself is damaged
+    collapse: bool = False  # the generator itself is damaged: stops the run with ``train.stop_on_collapse``
 
 
 def _off(ratio: float, limit: float) -> bool:
     """Beyond the factor ``limit`` up or down."""
     return not 1 / limit <= ratio <= limit
-
-
-def _moved(change: float, limit: float) -> bool:
-    return abs(change) > limit
 
 
 _TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
@@ -49,7 +45,8 @@ _COLLAPSES = (
     ("health/pixel_std_vs_first", 2.0, _off, "images have {:.2f} times the contrast of the first epoch", _DAMAGE),
     ("health/latent_std_vs_first", 2.0, _off, "latents have {:.2f} times the spread of the first epoch", _DAMAGE),
     ("health/pixel_detail_vs_first", 3.0, _off, "images have {:.2f} times the detail of the first epoch", _DAMAGE),
-    ("health/pixel_mean_vs_first", 0.25, _moved, "the mean brightness moved by {:+.2f} (of 1)", _DAMAGE),
+    ("health/pixel_mean_vs_first", 0.25, lambda change, limit: abs(change) > limit,
+     "the mean brightness moved by {:+.2f} (of 1)", _DAMAGE),
     ("health/distinctness_vs_first", 0.25, operator.lt,
      "images of one prompt differ {:.2f} times as much as in the first epoch",
      "the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop earlier"),
@@ -71,11 +68,9 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
     changes = {}
     for name in ("pixel_std", "latent_std", "pixel_detail", "distinctness", "pixel_mean", "latent_mean"):
         now, then = metrics.get(f"health/{name}"), first.get(f"health/{name}")
-        if None in (now, then):
-            continue
-        if name.endswith("_mean"):
+        if now is not None and then is not None and name.endswith("_mean"):
             changes[f"health/{name}_vs_first"] = now - then
-        elif then != 0:
+        elif now is not None and then:
             changes[f"health/{name}_vs_first"] = now / then
     return changes
 
@@ -83,8 +78,7 @@ def against_first(metrics: Row, first: Row) -> dict[str, float]:
 def judge_epoch(rows: Sequence[Row], optimizer_steps: int) -> list[Finding]:
     """Findings on the last of ``rows``, training epochs in order as in metrics.jsonl.
 
-    Args:
-        optimizer_steps: Per epoch, inner epochs included. The first one clips nothing, because it is on-policy.
+    ``optimizer_steps`` of an epoch, inner epochs included: the first one clips nothing, because it is on-policy.
     """
     values = dict(rows[-1])
     norm, clipped = values.pop("train/grad_norm", 0.0), values.pop("train/clip_share", 0.0)
@@ -94,12 +88,9 @@ def judge_epoch(rows: Sequence[Row], optimizer_steps: int) -> list[Finding]:
     if optimizer_steps > 1:
         values["train/clip_share"] = clipped * optimizer_steps / (optimizer_steps - 1)
     values.pop("reward/kappa", None)
-    measured = [row for row in rows if "reward/kappa" in row]
+    measured = [(row["reward/within"], row["reward/kappa"]) for row in rows if "reward/kappa" in row]
     if len(measured) >= 2 * _TREND:
-        rise, change = (
-            np.mean([row[name] for row in measured[-_TREND:]]) - np.mean([row[name] for row in measured[:_TREND]])
-            for name in ("reward/within", "reward/kappa")
-        )
+        rise, change = np.mean(measured[-_TREND:], axis=0) - np.mean(measured[:_TREND], axis=0)
         if rise > _RISE:
             values["reward/kappa"] = change
     return [
@@ -111,12 +102,7 @@ def judge_epoch(rows: Sequence[Row], optimizer_steps: int) -> list[Finding]:
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
-    """Findings on the last of ``rows``: a trained reward rises significantly while an evaluation-only one falls.
-
-    Args:
-        rows: Evaluations in order, as in metrics.jsonl.
-        trained: Names of the rewards with a weight in training.
-    """
+    """Findings on the last of ``rows`` (evaluations): a ``trained`` reward rises significantly while another one falls."""
     first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
     gains, trained = {}, set(trained)  # in standard errors of the difference
     for name in last:
@@ -128,20 +114,9 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
         Finding(
             f"eval/{name}_mean",
             f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
-            "standard errors. Likely cause: the trained reward is being exploited; look at the images, give "
-            f"{name} a weight in config.train.reward_fn, or use config.train.beta > 0",
+            f"standard errors. Likely cause: the trained reward is being exploited; look at the images, give {name} a weight "
+            "in config.train.reward_fn, or use config.train.beta > 0",
         )
         for name, gain in gains.items()
         if risen and name not in trained and gain < -_DIVERGENCE
     ]
-
-
-def changes_since_first(rows: Sequence[Row], trained: Iterable[str]) -> str:
-    """One line with every reward's change since the first evaluation, trained ones first; "" for the first evaluation."""
-    first, last, trained = means(rows[0], "eval/"), means(rows[-1], "eval/"), set(trained)
-    parts = []
-    for group, is_trained in (("trained", True), ("evaluation-only", False)):
-        names = [name for name in last if name in first and (name in trained) == is_trained]
-        if names and len(rows) > 1:
-            parts.append(f"{group}: {', '.join(f'{name} {last[name] - first[name]:+.4f}' for name in names)}")
-    return "; ".join(parts)

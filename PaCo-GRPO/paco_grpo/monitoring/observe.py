@@ -16,7 +16,6 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
-from paco_grpo.sampling.sde import cps_step, sde_step
 from paco_grpo.types import Conditioning, Item
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
@@ -33,15 +32,8 @@ def image_statistics(image: Image.Image) -> tuple[float, float, float]:
 
 
 def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
-    """How much images of one prompt differ: standard deviation of a pixel within a group, over pixels and groups.
-
-    Args:
-        thumbnails: (n, d) in [0, 1].
-        item_ids: (n,), the groups; groups of one image do not count.
-
-    Returns:
-        NaN when no group has two images.
-    """
+    """How much images of one prompt differ: standard deviation of a pixel of ``thumbnails`` (n, d) within a group, over
+    pixels and groups of at least two; NaN without such a group."""
     groups = [thumbnails[item_ids == item] for item in np.unique(item_ids)]
     variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
     return math.sqrt(np.mean(variances)) if variances else math.nan
@@ -58,13 +50,11 @@ class SampleObserver:
         for number, image in zip(numbers, images, strict=True):
             if image is None:
                 self._rows[number] = [math.nan] * (3 + 3 * _THUMBNAIL**2)
-                continue
-            small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
-            self._rows[number] = [*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255]
+            else:
+                small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
+                self._rows[number] = [*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255]
 
-    def metrics(
-        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray
-    ) -> dict[str, float]:
+    def metrics(self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray) -> dict[str, float]:
         """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes (collective).
 
         Args:
@@ -76,7 +66,7 @@ class SampleObserver:
         images = np.array([self._rows[number] for number in range(len(latents))])
         everyone = gather_rows(np.concatenate([spread.astype(np.float64), images], axis=1), len(item_ids))
         names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
-        values = {name: float(everyone[:, column].mean()) for column, name in enumerate(names)}
+        values = dict(zip(names, everyone[:, : len(names)].mean(axis=0).tolist(), strict=True))
         values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)
         return {f"health/{name}": value for name, value in values.items()}
 
@@ -87,7 +77,7 @@ class _State:
 
     latents: torch.Tensor  # x_t (1, N, C) float32
     base: torch.Tensor  # the base model's velocity there (1, N, C) float32
-    sigmas: torch.Tensor  # (T+1,) float32
+    sigma: torch.Tensor  # (1,) float32
     conditioning: Conditioning
     size: tuple[int, int]
 
@@ -97,11 +87,6 @@ class BaseProbe:
 
     The base model denoises once up to the first noise step; its velocity there is stored, and each ``measure`` costs one
     forward per item. Nothing is stored in checkpoints: a resumed run computes the same states again.
-
-    Args:
-        policy: With a LoRA.
-        items: The probe set.
-        options: The run's; the size is the training resolution.
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
@@ -118,34 +103,19 @@ class BaseProbe:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Means over the probe set.
-
-        Returns:
-            ``health/velocity_change``: ‖v − v_base‖/‖v_base‖; ``health/kl_base``: mean((μ − μ_base)²)/(2s² + 1e-7) of the
-            noise step (Flow-GRPO, arXiv 2505.05470, eq. 13), left out where sampling has no noise.
-        """
+        """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
         self.prepare()
-        changes, divergences, sample = [], [], self.options.sample
+        changes = []
         for state in self._states:
-            base, latents = (tensor.to(self.policy.device) for tensor in (state.base, state.latents))
-            sigma, sigma_next = (s.to(latents.device).expand(1) for s in state.sigmas[self.step : self.step + 2])
+            base, latents, sigma = (x.to(self.policy.device) for x in (state.base, state.latents, state.sigma))
             velocity = self.policy.velocity(latents, sigma, state.conditioning, *state.size)
             changes.append(float((velocity - base).norm() / base.norm()))
-            if sample.noise_level > 0 and sample.noise_steps:
-                function = cps_step if sample.cps else sde_step
-                now, then = (
-                    function(latents, v, sigma, sigma_next, float(state.sigmas[1]), sample.noise_level)
-                    for v in (velocity, base)
-                )
-                divergences.append(float((now.mean - then.mean).square().mean() / (2 * now.s.square() + 1e-7)))
-        metrics = {"health/velocity_change": float(np.mean(changes))}
-        return metrics | ({"health/kl_base": float(np.mean(divergences))} if divergences else {})
+        return {"health/velocity_change": float(np.mean(changes))}
 
     def _prepare(self, item: Item, number: int) -> _State:
         sized = at_size(item, self.options.train.resolution, self.options.item_size, self.policy)
         size = sized.height, sized.width
-        conditioning = self.policy.encode([sized])
-        sigmas = self.policy.sigmas(self.options.sample.num_steps, *size)
+        conditioning, sigmas = self.policy.encode([sized]), self.policy.sigmas(self.options.sample.num_steps, *size)
         word = np.random.SeedSequence([_PROBE_STREAM, self.options.seed, number]).generate_state(1, np.uint64)[0]
 
         def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -153,5 +123,5 @@ class BaseProbe:
 
         noise = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
         latents = integrate(velocity, noise, sigmas[: self.step + 1])
-        base = velocity(latents, sigmas[self.step].to(latents.device).expand(1))
-        return _State(latents.cpu(), base.cpu(), sigmas, conditioning, size)
+        sigma = sigmas[self.step].to(latents.device).expand(1)
+        return _State(latents.cpu(), velocity(latents, sigma).cpu(), sigma.cpu(), conditioning, size)

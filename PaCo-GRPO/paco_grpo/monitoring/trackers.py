@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: always metrics.jsonl, and one tracker chosen by name."""
+"""Where the numbers of a run go: always metrics.jsonl, and one of accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from PIL import Image
 
 
 class TrackingError(RuntimeError):
-    """A tracker cannot be used; the message says what to install or choose."""
+    """A tracker cannot be used."""
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, append only; a resumed run continues after its earlier lines."""
+    """metrics.jsonl: one JSON object per line; a resumed run continues after its earlier lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,26 +28,12 @@ class MetricsFile:
         """Append one row; numbers that are not finite are left out."""
         row = {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped.
-
-        Raises:
-            TrackingError: Another line is damaged; the message has its number.
-        """
-        if not self.path.is_file():
-            return []
-        rows = []
-        *lines, _ = self.path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                if phase in (None, row["phase"]) and row["epoch"] >= 0:
-                    rows.append(row)
-            except (ValueError, TypeError, KeyError) as error:
-                raise TrackingError(f"{self.path}, line {number} is damaged ({error}): correct or remove it") from error
-        return rows
+        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped."""
+        *lines, _ = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
+        return [row for row in map(json.loads, lines) if phase in (None, row["phase"])]
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
@@ -58,20 +44,30 @@ class MetricsFile:
 
 
 class Tracker:
-    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing."""
+    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing.
+
+    Raises:
+        TrackingError: It does not start: its package is not installed, or nobody is logged in.
+    """
 
     def __init__(self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
         self.name, self.tracker = name, None
-        if name == "tensorboard":
-            self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
-        elif name == "wandb":  # continued under the run's name when the run resumes
-            place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
-            self.tracker = WandBTracker(project, config=config, **place)
-        elif name == "swanlab":  # a resumed run is a new experiment there: SwanLab continues an old one only online
-            place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
-            self.tracker = SwanLabTracker(project, config=config, **place)
-        if self.tracker is not None:
-            self.tracker.start()
+        try:
+            if name == "tensorboard":
+                self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
+            elif name == "wandb":  # continued under the run's name when the run resumes
+                place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
+                self.tracker = WandBTracker(project, config=config, **place)
+            elif name == "swanlab":  # a resumed run is a new experiment there: SwanLab continues an old one only online
+                place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
+                self.tracker = SwanLabTracker(project, config=config, **place)
+            if self.tracker is not None:
+                self.tracker.start()
+        except Exception as error:  # each tracker raises different errors
+            raise TrackingError(
+                f"config.logging_platform={name!r} could not be started ({str(error).splitlines()[0]}): pip install {name}, "
+                f"log in with `{name} login`, or log offline with {name.upper()}_MODE=offline"
+            ) from error
         if name == "wandb":  # its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again
             self.tracker.run.define_metric("epoch")
             self.tracker.run.define_metric("*", step_metric="epoch")
@@ -88,8 +84,7 @@ class Tracker:
         if self.name == "tensorboard":
             for number, (image, caption) in enumerate(images):
                 tag = f"{name}/{number}" if len(images) > 1 else name
-                pixels = np.asarray(image.convert("RGB"))[None]
-                self.tracker.log_images({tag: pixels}, step=epoch, dataformats="NHWC")
+                self.tracker.log_images({tag: np.asarray(image.convert("RGB"))[None]}, step=epoch, dataformats="NHWC")
                 self.tracker.log({f"{tag}_caption": caption}, step=epoch)
         elif self.tracker is not None:
             package = importlib.import_module(self.name)
@@ -99,18 +94,3 @@ class Tracker:
         """Flush and end."""
         if self.tracker is not None:
             self.tracker.finish()
-
-
-def build_tracker(name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
-    """The tracker called ``name``.
-
-    Raises:
-        TrackingError: It does not start: its package is not installed, or nobody is logged in.
-    """
-    try:
-        return Tracker(name, run_dir, project, run_name, config)
-    except Exception as error:  # each tracker raises different errors
-        raise TrackingError(
-            f"config.logging_platform={name!r} could not be started ({str(error).splitlines()[0]}): pip install {name}, log "
-            f"in with `{name} login`, or log offline with {name.upper()}_MODE=offline"
-        ) from error

@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, check_no_decay_type, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.objectives.ppo import clipped_loss
-from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
 _STEPS, _SIGMAS = 1, 6  # defaults: optimizer steps and σ an epoch
@@ -40,11 +40,6 @@ def matching_weight(error: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     return sigma.double() * ((error.double() + _TINY) ** _POWER - _TINY**_POWER) / _POWER
 
 
-def _check(options: RunOptions) -> Iterator[str]:
-    yield from check_forward_steps(options, _SIGMAS)
-    yield from check_no_decay_type(options)
-
-
 @objective(
     needs_noise_steps=False,
     steps=forward_steps(default=_SIGMAS),
@@ -53,7 +48,7 @@ def _check(options: RunOptions) -> Iterator[str]:
         Snapshot("slow", slow_decay, needed=lambda train: train.awm_slow_beta > 0),
     ),
     gradient_steps=_STEPS,
-    check=_check,
+    check=partial(check_forward_steps, default=_SIGMAS),
 )
 def awm(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²), A' = A/adv_clip_max.

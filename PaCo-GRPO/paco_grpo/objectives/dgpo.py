@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from paco_grpo.objectives.awm import slow_decay
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, check_no_decay_type, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -58,7 +58,6 @@ def _keeps_slow(train: TrainOptions) -> bool:
 
 def _check(options: RunOptions) -> Iterator[str]:
     yield from check_forward_steps(options, _SIGMAS)
-    yield from check_no_decay_type(options)
     if not options.use_lora:
         yield "use_lora=False cannot be used with train.loss_type='dgpo': its reference is the model without its adapter"
     if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:

@@ -12,27 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
-from paco_grpo.objectives.base import (
-    LossOutput,
-    Step,
-    check_recorded_steps,
-    mean_square,
-    objective,
-    recorded_steps,
-    reference_kl,
-)
+from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, reference_kl
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.types import Rollout
-
-
-def _steps(train: TrainOptions, rollout: Rollout, rng: np.random.Generator) -> list[int]:
-    """The recorded steps with noise: Flow-CPS adds none at the last step of the schedule."""
-    last = len(rollout.sigmas) - 2
-    return [index for index in recorded_steps(train, rollout, rng) if not (rollout.cps and index == last)]
 
 
 def _check(options: RunOptions) -> Iterator[str]:
@@ -52,7 +36,7 @@ def _divergence(change: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     return mean_square(change) / (2 * std.square())
 
 
-@objective(steps=_steps, check=_check, first_deviation=_first_divergence)
+@objective(check=_check, first_deviation=_first_divergence)
 def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """−A·ratio, or 0 where D ≥ τ and the ratio has moved in the direction of A, + β·KL.
 

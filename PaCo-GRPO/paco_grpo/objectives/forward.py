@@ -39,8 +39,7 @@ class Noised:
         Args:
             step: The samples and σ.
             policy: For velocities.
-            shared: One ε for all samples of an item. Otherwise each sample's own seed makes it, so that its loss does not
-                depend on its batch. Either way a resumed run has the same noise.
+            shared: One ε for all samples of an item. Otherwise each sample's own seed makes it.
             guided_reference: The reference is guided: what is learned is to do without guidance.
         """
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
@@ -73,12 +72,7 @@ class Noised:
 def sample_sigmas(num_steps: int, count: int, fraction: float, with_one: bool, rng: np.random.Generator) -> list[int]:
     """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
 
-    Args:
-        num_steps: N.
-        count: T.
-        fraction: The parts end at step floor(N·fraction), which is not sampled.
-        with_one: They begin at step 0, σ = 1; otherwise at step 1.
-        rng: From run seed and epoch, so that all samples of an epoch share the steps.
+    The parts end at step floor(N·``fraction``), which is not sampled, and begin at step 0 (σ = 1) ``with_one``, else at 1.
     """
     first, end = _range(num_steps, fraction, with_one)
     bounds = [first + i * (end - first) // count for i in range(count + 1)]
@@ -90,11 +84,7 @@ def _range(num_steps: int, fraction: float, with_one: bool) -> tuple[int, int]:
 
 
 def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
-    """``Objective.steps``: ``train.timesteps``, or ``train.num_sigmas`` sampled ones.
-
-    Args:
-        default: For ``num_sigmas=None``; None = the noise steps.
-    """
+    """``Objective.steps``: ``train.timesteps``, or ``train.num_sigmas`` sampled ones (default None: the noise steps)."""
 
     def steps(train: TrainOptions, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
         if train.timesteps is not None:
@@ -114,8 +104,6 @@ def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[st
         if not 0 <= index < sample.num_steps:
             yield f"train.timesteps has step {index}, but sample.num_steps={sample.num_steps}"
     if train.timesteps is not None:
-        if train.num_sigmas is not None:
-            yield "train.num_sigmas cannot be combined with train.timesteps: steps are sampled or listed"
         return
     count = train.num_sigmas or default
     if count is None:

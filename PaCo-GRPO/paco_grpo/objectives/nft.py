@@ -71,14 +71,7 @@ def nft_terms(
         v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±
         w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
 
-    Args:
-        clean: x_0 (B, N, C) float32.
-        noisy: x_t (B, N, C) float32.
-        t: (B,) float32 in (0, 1].
-        velocity: v (B, N, C) float32, with gradient.
-        old: v_old (B, N, C) float32.
-        preference: r (B,) float32 in [0, 1].
-        nft_beta: β > 0.
+    x_0, x_t, v and v_old are (B, N, C) float32; t and r are (B,).
     """
     time = t.view(-1, 1, 1)
     positive = noisy - time * (nft_beta * velocity + (1 - nft_beta) * old) - clean

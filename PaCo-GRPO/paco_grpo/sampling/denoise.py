@@ -23,24 +23,17 @@ class Sampling:
     The steps after the last noise step, the tail, enter no log-probability: an approximation there changes the images that
     are scored (and x_0, which DiffusionNFT trains on), never a ratio. Without noise there is no tail.
 
-    Attributes:
-        num_steps: T.
-        noise_steps: Ascending indices of the noisy steps; () = deterministic sampling (evaluation).
-        noise_level: a; at 0 no step is noisy and none is recorded.
-        cps: Flow-CPS instead of Flow-SDE.
-        merge_lora: Merge the LoRA into the base weights for noiseless steps: faster, equal up to rounding. Noise steps are
-            never merged, so that their log-probabilities are the ones that training computes.
-        tail_steps: Maximum number of steps in the tail; None = those of the schedule.
-        tail_order: 1 = Euler; 2 = the two-step Adams-Bashforth method, which needs no additional forward pass.
+    The LoRA may be merged into the base weights for steps without noise: faster, equal up to rounding. Noise steps are never
+    merged, so that their log-probabilities are the ones that training computes.
     """
 
-    num_steps: int
-    noise_steps: Sequence[int] = ()
-    noise_level: float = 0.0
-    cps: bool = False
+    num_steps: int  # T
+    noise_steps: Sequence[int] = ()  # ascending; () = deterministic sampling (evaluation)
+    noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
+    cps: bool = False  # Flow-CPS instead of Flow-SDE
     merge_lora: bool = False
-    tail_steps: int | None = None
-    tail_order: int = 1
+    tail_steps: int | None = None  # at most; None = those of the schedule
+    tail_order: int = 1  # 1 = Euler; 2 = two-step Adams-Bashforth, which needs no additional forward pass
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
         """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
@@ -48,6 +41,20 @@ class Sampling:
         if self.tail_steps is None or self.tail_steps >= count:
             return sigmas
         return sigmas[torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))]
+
+
+def sample_noise_steps(
+    noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
+) -> tuple[int, ...]:
+    """The noise steps of one epoch, ascending: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
+
+    MixGRPO (arXiv 2507.21802). ``seed`` and ``epoch`` alone decide, so every process makes the same choice.
+    """
+    candidates = sorted(set(noise_steps))
+    if num_noise_steps is None:
+        return tuple(candidates)
+    chosen = np.random.default_rng([seed, epoch]).choice(candidates, size=num_noise_steps, replace=False)
+    return tuple(int(step) for step in sorted(chosen))
 
 
 @torch.no_grad()
@@ -68,8 +75,7 @@ def rollout(
         conditioning: len B, on the policy's device.
         item_ids: (B,), stored in the result.
         seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never on the batch.
-        height: Pixels, a multiple of the policy's ``size_multiple``.
-        width: Pixels, a multiple of the policy's ``size_multiple``.
+        height, width: Pixels, multiples of the policy's ``size_multiple``.
         sampling: How to denoise.
         shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed (and item), the steps
             before the first noise step are computed once. None = each sample's own seed.
@@ -129,13 +135,8 @@ def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step:
 def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
     """The rollout with ``mean`` and ``log_prob`` recomputed under the current weights (``old_log_prob='recompute'``).
 
-    In low precision, another batch size or kernel in training gives other numbers than the rollout did.
-
-    Args:
-        policy: The generator.
-        rollout: len B.
-        as_trained: Compute with gradients enabled: compiled blocks have one graph with and another without them. One step's
-            activations are then held at a time, as in training.
+    In low precision, another batch size or kernel in training gives other numbers than the rollout did. ``as_trained``:
+    with gradients enabled, because compiled blocks have one graph with and another without them.
     """
     steps = []
     for step in rollout.noise_steps:
@@ -156,27 +157,18 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
 
 
 def integrate(
-    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    sigmas: torch.Tensor,
-    order: int = 1,
+    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, sigmas: torch.Tensor, order: int = 1
 ) -> torch.Tensor:
     """dx/dσ = v(x, σ) from the first to the last of ``sigmas``.
 
     Order 2 extrapolates the velocity to the middle of the step from its last two values (Adams-Bashforth with variable
     step lengths: Hairer, Nørsett, Wanner, Solving Ordinary Differential Equations I, III.5); its first step is Euler's.
-
-    Args:
-        velocity: (x (B, N, C), σ (B,)) → (B, N, C).
-        x: (B, N, C) at the first σ.
-        sigmas: (n + 1,), descending.
-        order: 1 or 2.
+    ``velocity`` is (x (B, N, C), σ (B,)) → (B, N, C), ``x`` is (B, N, C) at the first σ.
     """
     last: tuple[torch.Tensor, float] | None = None
     for i in range(len(sigmas) - 1):
         sigma, sigma_next = _sigma_pair(sigmas, i, x)
-        v = velocity(x, sigma)
-        slope = v
+        slope = v = velocity(x, sigma)
         if order == 2:
             step = float(sigmas[i + 1] - sigmas[i])
             if last is not None:

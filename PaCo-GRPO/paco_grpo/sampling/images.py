@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -34,11 +33,8 @@ class Batch:
 def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
     """``item`` with its sampled size in pixels, as ``Policy.encode`` and ``batch_key`` need it, and its images loaded.
 
-    Args:
-        item: Its own height and width count if it has them; an edit without a size takes its image's shape.
-        resolution: Side of a square of the wanted area.
-        mode: ``config.item_size``.
-        policy: The size is rounded to what it can produce.
+    Its own height and width count if it has them; an edit without a size takes its image's shape. ``resolution`` is the side
+    of a square of the wanted area, ``mode`` is ``config.item_size``.
     """
     item = dataclasses.replace(item)  # loads a lazy image once
     if item.num_images and (mode == "aspect" or item.height is None):
@@ -71,16 +67,9 @@ def plan_batches(
 
 
 @cache
-def decoding_thread(device: torch.device) -> tuple[ThreadPoolExecutor, torch.cuda.Stream | None]:
-    """The process's thread that decodes on ``device``, and its stream there (CUDA).
-
-    CUDA's caching allocator has a pool for each stream, so the memory of a stream that is no longer used is lost.
-    """
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, thread_name_prefix="decode"), stream
-
-
-os.register_at_fork(after_in_child=decoding_thread.cache_clear)  # threads do not survive a fork
+def decoding_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream of the decoding thread: one for the process, because the memory pool of an unused stream is lost."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def sample_images(
@@ -109,7 +98,7 @@ def sample_images(
     Yields:
         Each batch with its rollout, after its decoding has begun.
     """
-    thread, stream = decoding_thread(policy.device) if overlap_decode else (None, None)
+    stream = decoding_stream(policy.device) if overlap_decode else None
 
     def decode(latents: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -120,23 +109,21 @@ def sample_images(
         deliver([image if good else None for image, good in zip(images, finite, strict=True)], batch)
 
     last: Future | None = None
-    try:
+    with ThreadPoolExecutor(1) if overlap_decode else nullcontext() as thread:  # at its end nothing is delivered any more
         for batch, is_dummy in batches:
             result = rollout(policy, height=batch.height, width=batch.width, sampling=sampling, **inputs(batch))
             if is_dummy:
                 continue
             latents = result.clean_latents
-            if thread is not None:
+            if thread is None:
+                decode(latents, batch)
+            else:
                 if last is not None:
                     last.result()
                 if stream is not None:
                     stream.wait_stream(torch.cuda.current_stream(latents.device))
                     latents.record_stream(stream)
                 last = thread.submit(decode, latents, batch)
-            else:
-                decode(latents, batch)
             yield batch, result
         if last is not None:
             last.result()
-    finally:  # nothing is delivered after the end, whatever ended it
-        wait([last] if last is not None else [])

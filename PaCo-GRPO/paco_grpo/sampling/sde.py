@@ -59,14 +59,6 @@ def sde_step(
 
         s = a·sqrt(σ_i / (1 − σ̃)),  σ̃ = σ_i, but σ_1 where σ_i is exactly 1
         mean = x·(1 + s²/(2σ_i)·dt) + v·(1 + s²(1−σ_i)/(2σ_i))·dt;  std = s·sqrt(−dt)
-
-    Args:
-        latents: x_t (B, N, C) float32.
-        velocity: v (B, N, C) float32.
-        sigma: σ_i (B,) float32 in (0, 1].
-        sigma_next: σ_{i+1} (B,) float32 in [0, σ_i).
-        sigma_first: σ_1, the second value of the schedule, in [0, 1).
-        noise_level: a > 0.
     """
     dt = sigma_next - sigma
     sigma_tilde = torch.where(sigma == 1, torch.full_like(sigma, float(sigma_first)), sigma)
@@ -89,7 +81,7 @@ def cps_step(
         s = σ_{i+1}·sin(a·π/2);  x̂0 = x − σ_i v;  x̂1 = x + (1−σ_i) v
         mean = (1−σ_{i+1})·x̂0 + sqrt(σ_{i+1}² − s²)·x̂1;  std = s
 
-    Arguments as in :func:`sde_step` (``sigma_first`` is not needed here); ``noise_level`` in [0, 1].
+    ``sigma_first`` is not needed here; ``noise_level`` is in [0, 1].
     """
     del sigma_first
     s = sigma_next * math.sin(noise_level * math.pi / 2)
@@ -104,7 +96,7 @@ def cps_step(
 def euler_step(
     latents: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor
 ) -> torch.Tensor:
-    """Deterministic step x + v·dt, as diffusers' FlowMatchEulerDiscreteScheduler; shapes as in :func:`sde_step`."""
+    """Deterministic step x + v·dt, as diffusers' FlowMatchEulerDiscreteScheduler."""
     return latents + _expand(sigma_next - sigma, latents) * velocity
 
 

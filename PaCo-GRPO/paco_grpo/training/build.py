@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -25,22 +26,17 @@ from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, build_tracker
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
+from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import CheckedReward, Reward, RewardError, reward_weights, short_name, write_records
-from paco_grpo.training.checks import (
-    check_earlier_run,
-    check_items,
-    check_run,
-    check_writable,
-    text_length,
-)
+from paco_grpo.training import checks
 from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.update import Updater
@@ -91,17 +87,9 @@ class Run:
         """The processes."""
         return self.state.strategy.accelerator
 
-    def end_processes(self) -> None:
-        """Close the process group."""
-        if self.accelerator.num_processes > 1:
-            self.accelerator.end_training()
-
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""
-        try:
-            if self.tracker is not None:
-                self.tracker.close()
-        finally:
+        with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
             if self.lock is not None:
                 self.lock.release()
 
@@ -112,14 +100,13 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     Raises:
         USER_ERRORS: One clear message each.
     """
-    objective = check_run(options)
+    objective = checks.check_run(options)
     strategy = start_processes(options)
     parent, locks = Path(options.save_dir).expanduser().absolute(), []
 
     def claim() -> str:
-        check_writable(parent)
-        name = options.run_name or files.claim_folder(parent, f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        check_writable(parent / name)
+        name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        checks.check_writable(parent / name)
         locks.append(files.lock_folder(parent / name))
         return name
 
@@ -138,12 +125,12 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
     accelerator = strategy.accelerator
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
-    digest = main_decides(accelerator, lambda: check_earlier_run(options, folder, items["train"]))
-    check_items(options, items)
+    digest = main_decides(accelerator, lambda: checks.check_earlier_run(options, folder, items["train"]))
+    checks.check_items(options, items)
     # What is saved and used from here on.
     options = dataclasses.replace(
         options,
-        max_sequence_length=text_length(options, [*items["train"], *items["test"]]),
+        max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]]),
         train=dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)),
     )
     train = options.train
@@ -154,19 +141,19 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
     tracker = None
     if accelerator.is_main_process:
         values = options_to_dict(options)
-        tracker = build_tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
+        tracker = Tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
-    check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
+    checks.check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
     state = TrainState(
         policy=policy,
         parameters=parameters,
         snapshots=snapshots,
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
-        optimizer=_optimizer(options, list(parameters.values())),
+        optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
         sampler=GroupSampler(
             len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt
@@ -308,20 +295,14 @@ def _make_trainable(
     for snapshot in objective.snapshots:
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
-    set_seed((options.seed + 1 + strategy.accelerator.process_index) % 2**32)
     named = list(policy.transformer.named_parameters())
     snapshots = {s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots}
     return {n: p for n, p in named if p.requires_grad}, snapshots
 
 
-def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    train = options.train
-    kwargs: dict[str, Any] = {
-        "lr": train.learning_rate,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "weight_decay": train.adam_weight_decay,
-        "eps": train.adam_epsilon,
-    }
+def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    betas = train.adam_beta1, train.adam_beta2
+    kwargs = {"lr": train.learning_rate, "betas": betas, "weight_decay": train.adam_weight_decay, "eps": train.adam_epsilon}
     if train.use_8bit_adam:
         import bitsandbytes
 
@@ -331,18 +312,18 @@ def _optimizer(options: RunOptions, parameters: list[torch.nn.Parameter]) -> tor
 
 def _log_start(run: Run, prompts: str) -> None:
     """Write config.yaml and plan.json, and log what will be done (main process)."""
-    options, plan, strategy, threads = run.options, run.plan, run.state.strategy, torch.get_num_threads()
-    text = options_to_yaml(options)
+    plan, strategy, text = run.plan, run.state.strategy, options_to_yaml(run.options)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    saved = dataclasses.asdict(plan) | {"threads_per_process": threads, "engine": strategy.name, "prompts": prompts}
+    threads = {"threads_per_process": torch.get_num_threads()}
+    saved = dataclasses.asdict(plan) | threads | {"engine": strategy.name, "prompts": prompts}
     (run.folder / "plan.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)
     logger.info(
-        "%d process(es), weights %s, on %s with %d CPU thread(s) each; %d train and %d test items; %d prompts x %d images "
-        "an epoch in batches of %d; %d optimizer step(s) an epoch; %.2f M trainable parameters; run folder %s",
-        plan.num_processes, strategy.name, run.accelerator.device.type, threads, len(run.train_items), len(run.test_items),
-        plan.prompts, plan.images_per_prompt, plan.sample_batch_size, plan.gradient_steps,
+        "%d process(es) on %s, %s; %d train and %d test items; %d prompts x %d images an epoch in batches of %d; "
+        "%.2f M trainable parameters; run folder %s",
+        plan.num_processes, run.accelerator.device.type, strategy.name, len(run.train_items), len(run.test_items),
+        plan.prompts, plan.images_per_prompt, plan.sample_batch_size,
         sum(p.numel() for p in run.state.parameters.values()) / 1e6, run.folder,
     )  # fmt: skip

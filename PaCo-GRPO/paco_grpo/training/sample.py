@@ -15,9 +15,8 @@ from paco_grpo.distributed.processes import Replicated
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.sampling.denoise import Sampling
+from paco_grpo.sampling.denoise import Sampling, sample_noise_steps
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
-from paco_grpo.sampling.schedule import sample_noise_steps
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.types import Item, Rollout
 
@@ -54,19 +53,10 @@ def sample_epoch(
     on_images: Callable[[list, list[int]], None] = lambda images, numbers: None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Rollouts:
-    """Sample this process's share of an epoch.
+    """Sample this process's share of an epoch: row i of ``queue``'s result is sample i of this process.
 
-    Args:
-        policy: With the weights to sample from.
-        items: The prompt set.
-        samples: The epoch over all processes.
-        queue: Gets the images during sampling; row i of its result is sample i of this process.
-        options: Mostly ``options.sample``.
-        strategy: The processes.
-        batch_size: Images per forward.
-        epoch: For the choice of noise steps.
-        on_images: Called with the images of each batch and their numbers; in another thread where decoding overlaps.
-        should_stop: Asked before each batch.
+    ``on_images`` is called with the images of each batch and their numbers, in another thread where decoding overlaps.
+    ``should_stop`` is asked before each batch.
 
     Raises:
         Stopped: A process asked to stop.
@@ -79,10 +69,8 @@ def sample_epoch(
     conditioning = policy.encode(sized)
     item_keys = [policy.batch_key(item) for item in sized]
     keys = [item_keys[row] for row in rows]
-    batches = [
-        Batch(batch, sized[rows[batch[0]]].height, sized[rows[batch[0]]].width)
-        for batch in batches_by_key(keys, batch_size)
-    ]
+    numbers = batches_by_key(keys, batch_size)
+    batches = [Batch(each, sized[rows[each[0]]].height, sized[rows[each[0]]].width) for each in numbers]
 
     def inputs(batch: Batch) -> dict[str, Any]:
         shared = {"shared_seeds": group_seeds[batch.numbers].tolist()} if sample.same_latent else {}

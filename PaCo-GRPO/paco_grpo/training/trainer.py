@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+from accelerate.utils import set_seed
 
 from paco_grpo.advantages import AdvantageResult, compute_advantages
 from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.state import Progress, capture_rng
+from paco_grpo.checkpoint.state import Progress
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
@@ -31,9 +33,11 @@ from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
-from paco_grpo.training.update import NonFiniteError, NonFiniteWeights
+from paco_grpo.training.update import NonFiniteError
 
 logger = logging.getLogger(__name__)
+
+_GLOBAL = 18  # first word of the seeds of the global generators
 
 
 class TrainingStopped(RuntimeError):
@@ -48,23 +52,6 @@ class TrainingStopped(RuntimeError):
         self.signal_number = signal_number
 
 
-def timed(phase: str) -> Callable[[Callable], Callable]:
-    """Decorator: the seconds of a method are added to ``self.seconds[phase]``."""
-
-    def decorate(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def wrapped(self: Trainer, *args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return method(self, *args)
-            finally:
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-        return wrapped
-
-    return decorate
-
-
 class Trainer:
     """One run, from its first epoch or from a checkpoint to its end.
 
@@ -77,8 +64,7 @@ class Trainer:
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
         self.started = time.perf_counter()
-        self.seconds: dict[str, float] = {}  # of each phase of the current epoch
-        self.rng = capture_rng()
+        self.seconds: dict[str, float] = defaultdict(float)  # of each phase of the current epoch
 
     @property
     def progress(self) -> Progress:
@@ -93,30 +79,26 @@ class Trainer:
             CheckpointError: State could not be saved or found.
         """
         try:
-            with self.signals.listening():
+            with self.signals.listening(), self._stopping():
                 self._resume()
                 while not self._finished():
                     self._evaluate_if_due()
                     self.epoch()
                     if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
                         self._save()
-                    self._stop_if_asked()
+                    if any_process(self.accelerator, self._signaled()):
+                        raise Stopped
                 self._evaluate_if_due(finished=True)
                 self._save()
-            self.run.end_processes()
-        except TrainingStopped:  # on every process
-            self.run.end_processes()
-            raise
+            self.accelerator.end_training()
         finally:
             self.run.close()
-        logger.info(
-            "finished after %d epochs and %d optimizer steps: %s",
-            self.progress.epoch, self.state.step, self.run.folder,
-        )  # fmt: skip
+        logger.info("finished after %d epochs: %s", self.progress.epoch, self.run.folder)
 
     def epoch(self) -> None:
         """Sample groups of images, score them, turn the scores into advantages, update the weights, log."""
-        self.rng, self.seconds, started = capture_rng(), {}, time.perf_counter()
+        self.seconds, started = defaultdict(float), time.perf_counter()
+        self._seed_everything()
         samples, observer = self.state.sampler.samples(), SampleObserver()
         with contextlib.closing(ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)) as queue:
             rollouts = self._sample(samples, queue, observer)
@@ -131,7 +113,18 @@ class Trainer:
 
     # --- parts of an epoch ----------------------------------------------------------------------------------------------
 
-    @timed("sample")
+    def _seed_everything(self) -> None:
+        """Nothing of ours uses the global generators, but a user's reward may: a resumed run finds them as they were."""
+        words = [_GLOBAL, self.options.seed, self.progress.epoch, self.accelerator.process_index]
+        set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Seconds inside the block are added to those of ``phase``."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+
     def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts:
         snapshot = self.run.objective.sampling_snapshot(self.state.step)
 
@@ -140,7 +133,7 @@ class Trainer:
                 each.add(images, numbers)
 
         try:
-            with lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
+            with self._timed("sample"), lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
                 return sample_epoch(
                     self.state.policy,
                     self.run.train_items,
@@ -154,25 +147,19 @@ class Trainer:
                     should_stop=lambda: self._signaled() or queue.failed(),
                 )
         except Stopped:
-            self._stop_if_asked()
-            self._scores(queue, len(samples.item_ids))  # a reward has failed
+            if not any_process(self.accelerator, self._signaled()):
+                self._scores(queue, len(samples.item_ids))  # raises the error of the reward that failed
             raise
 
-    @timed("train")
     def _prepare(self, rollouts: Rollouts) -> None:
-        self.run.updater.prepare(rollouts)
-        if self.run.probe:
-            self.run.probe.prepare()
+        with self._timed("train"):
+            self.run.updater.prepare(rollouts)
+            if self.run.probe:
+                self.run.probe.prepare()
 
     def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
-        try:
-            scores = queue.gathered(self.accelerator, total, self._signaled)
-        except ScoringError as error:
-            self._stop(f"a reward failed in epoch {self.progress.epoch + 1} ({error})")
-        except Stopped:
-            self._stop_if_asked()
-            raise
+        scores = queue.gathered(self.accelerator, total, self._signaled)
         self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
@@ -180,16 +167,15 @@ class Trainer:
         self, scores: Mapping[str, np.ndarray], samples: EpochSamples, rollouts: Rollouts
     ) -> AdvantageResult:
         """Advantages from the rewards that have a weight; the others are only monitored."""
-        trained = {name: scores[name] for name in self.run.rewards.weights}
+        train, trained, features = self.options.train, {name: scores[name] for name in self.run.rewards.weights}, None
         share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
-        limit = self.options.train.max_missing_reward_fraction
-        if share > limit:
+        if share > train.max_missing_reward_fraction:
             each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items())
             self._stop(
                 f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
-                f"config.train.max_missing_reward_fraction={limit:g} allows; look at the log of the reward server"
+                f"config.train.max_missing_reward_fraction={train.max_missing_reward_fraction:g} allows; look at the log of "
+                "the reward server"
             )
-        train, features = self.options.train, None
         if self.run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
             features = self.run.features.gathered(latents, len(samples.item_ids))
@@ -210,29 +196,15 @@ class Trainer:
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")
 
-    @timed("train")
     def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
-        epoch = self.progress.epoch
-        try:
-            return self.run.updater.run(rollouts, result.advantages, result.kept, epoch, self._signaled)
-        except Stopped:  # no weight has changed
-            self._stop_if_asked()
-            raise
-        except NonFiniteError as error:
-            folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(epoch + 1)}")
-            raise TrainingStopped(f"{error} State at that point: {folder}. {self._how_to_resume()}") from error
-        except NonFiniteWeights as error:
-            raise TrainingStopped(
-                f"{error}: the optimizer's moments or config.train.learning_rate are the cause. Nothing of epoch "
-                f"{epoch + 1} is saved. {self._how_to_resume()}"
-            ) from error
+        with self._timed("train"):
+            return self.run.updater.run(rollouts, result.advantages, result.kept, self.progress.epoch, self._signaled)
 
-    @timed("health")
     def _measure(self, rollouts: Rollouts, observer: SampleObserver) -> dict[str, float]:
         """Statistics of the images, and how far the weights are from the base model."""
-        latents = [sample.clean_latents for sample in rollouts.samples]
-        observed = observer.metrics(latents, rollouts.item_ids)
-        return observed | (self.run.probe.measure() if self.run.probe else {})
+        with self._timed("health"):
+            observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
+            return observed | (self.run.probe.measure() if self.run.probe else {})
 
     def _finish_epoch(self, seconds: float) -> None:
         self.progress.epoch += 1
@@ -240,30 +212,26 @@ class Trainer:
         self.seconds["epoch"] = seconds
         self.epochs_trained += 1
         self.state.sampler.advance()
-        self.rng = capture_rng()
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
         """Write and log the epoch's numbers, and look for signs of collapse."""
-        findings = []
+        findings, epoch = [], self.progress.epoch
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("train")
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
             steps = self.run.plan.gradient_steps * self.options.train.num_inner_epochs
             findings = health.judge_epoch([*rows, metrics], steps)
         self._write("train", metrics)
-        logger.info(
-            "epoch %d/%d: %s; %s", self.progress.epoch, self.options.num_epochs, epoch_line(metrics), self._time_left()
-        )
+        left = self.progress.train_seconds / epoch * (self.options.num_epochs - epoch)
+        if self.options.max_train_minutes is not None:
+            left = max(0.0, min(left, 60 * self.options.max_train_minutes - self.progress.train_seconds))
+        logger.info("epoch %d/%d: %s; %.1f min left", epoch, self.options.num_epochs, epoch_line(metrics), left / 60)
         for finding in findings:
-            logger.warning("after epoch %d: %s (%s in metrics.jsonl)", self.progress.epoch, finding.message, finding.sign)
-        collapsed = [finding for finding in findings if finding.collapse]
+            logger.warning("after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign)
+        collapsed = [finding.message for finding in findings if finding.collapse]
         if self.options.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
-            self._save()
-            why = collapsed[0].message if collapsed else "see the message of the main process"
-            raise TrainingStopped(
-                f"config.train.stop_on_collapse: after epoch {self.progress.epoch}, {why}. An earlier checkpoint in "
-                f"{self.run.checkpoints.root} may be better: --config.resume_from=PATH"
-            )
+            why = collapsed[0] if collapsed else "see the message of the main process"
+            self._stop(f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better")
 
     # --- evaluation -----------------------------------------------------------------------------------------------------
 
@@ -272,40 +240,29 @@ class Trainer:
         due = self.options.test.at_start if epoch == 0 else frequency > 0 and epoch % frequency == 0
         evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
         if (finished or due) and epoch not in evaluated:
-            self._evaluate()
+            self._evaluate(time.perf_counter(), epoch)
 
-    def _evaluate(self) -> None:
-        started = time.perf_counter()
-        epoch = self.progress.epoch
+    def _evaluate(self, started: float, epoch: int) -> None:
         folder = self.run.folder / "eval" / files.checkpoint_name(epoch)
-        try:
-            with self.state.averaged():
-                metrics = evaluate(
-                    self.state.policy,
-                    self.run.test_items,
-                    self.run.rewards.test,
-                    self.options,
-                    self.state.strategy,
-                    folder,
-                    self._signaled,
-                    merge_lora=merges_lora(self.options, self.state.policy.device),
-                )
-        except ScoringError as error:
-            self._stop(f"a reward failed in the evaluation after epoch {epoch} ({error})")
+        self._seed_everything()
+        with self.state.averaged():
+            metrics = evaluate(
+                self.state.policy,
+                self.run.test_items,
+                self.run.rewards.test,
+                self.options,
+                self.state.strategy,
+                folder,
+                self._signaled,
+                merge_lora=merges_lora(self.options, self.state.policy.device),
+            )
         if metrics is None:
-            self._stop_if_asked()
-            return
+            raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started
         self._write("eval", metrics)
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("eval")
-            if self.saved_epoch == epoch:  # saved before its scores were known
-                folder_of_epoch = self.run.checkpoints.root / files.checkpoint_name(epoch)
-                self.run.checkpoints.write_cards(folder_of_epoch, rows[-1])
-            trained = list(self.run.rewards.weights)
-            if line := health.changes_since_first(rows, trained):
-                logger.info("since the first evaluation: %s", line)
-            for finding in health.judge_evaluation(rows, trained):
+            for finding in health.judge_evaluation(rows, self.run.rewards.weights):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch, images=self.options.test.save_eval_images)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
@@ -315,21 +272,18 @@ class Trainer:
     def _resume(self) -> None:
         if not self.options.resume_from:
             return
-        found = main_decides(
-            self.accelerator, lambda: files.find_checkpoint(self.options.resume_from, self.run.folder)
-        )
+        wanted, folder = self.options.resume_from, self.run.folder
+        found = main_decides(self.accelerator, lambda: files.find_checkpoint(wanted, folder))
         if found is None:
-            logger.warning("config.resume_from=latest: %s has no checkpoint, starting from the beginning", self.run.folder)
+            logger.warning("config.resume_from=latest: %s has no checkpoint, starting from the beginning", folder)
         else:
             self.run.checkpoints.load(found)
-            self.rng = capture_rng()
-            if found.parent.parent == self.run.folder:
+            if found.parent.parent == folder:
                 self.saved_epoch = self.progress.epoch
-            if self.accelerator.is_main_process:
-                for name in ("checkpoints", "eval"):
-                    files.archive_superseded(self.run.folder / name, self.progress.epoch)
             logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
         if self.accelerator.is_main_process:
+            for name in ("checkpoints", "eval") if found else ():
+                files.archive_superseded(folder / name, self.progress.epoch)
             self.run.metrics.keep_until(self.progress.epoch if found else -1)
         self.accelerator.wait_for_everyone()
 
@@ -343,13 +297,27 @@ class Trainer:
     def _signaled(self) -> bool:
         return self.signals.received is not None
 
-    def _stop_if_asked(self) -> None:
-        if any_process(self.accelerator, self._signaled()):
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """What ends a run early, on every process."""
+        try:
+            yield
+        except Stopped:
             self._stop("by a signal", self.signals.received)
+        except ScoringError as error:
+            self._stop(f"a reward failed after {self.progress.epoch} finished epochs ({error})")
+        except NonFiniteError as error:
+            if error.weights_changed:
+                self._stop(str(error), save=False)
+            folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
+            self._stop(f"{error} State at that point: {folder}", save=False)
 
-    def _stop(self, why: str, signal_number: int | None = None) -> NoReturn:
-        self._save()
-        raise TrainingStopped(f"{why}. {self._how_to_resume()}", signal_number)
+    def _stop(self, why: str, signal_number: int | None = None, save: bool = True) -> NoReturn:
+        if save:
+            self._save()
+        self.accelerator.end_training()
+        resume = f"the same command with --config.run_name={self.options.run_name} --config.resume_from=latest"
+        raise TrainingStopped(f"{why}. To resume: {resume}", signal_number)
 
     def _save(self) -> None:
         """Save a checkpoint of the last finished epoch, unless there is one already."""
@@ -357,30 +325,18 @@ class Trainer:
             self._write_checkpoint()
             self.saved_epoch = self.progress.epoch
 
-    def _write_checkpoint(self, name: str | None = None) -> Any:
+    def _write_checkpoint(self, name: str | None = None) -> Path:
         self.progress.elapsed, self.started = self._elapsed(), time.perf_counter()
-        evaluations = self.run.metrics.rows("eval") if self.accelerator.is_main_process else []
-        return self.run.checkpoints.save(self.rng, evaluations[-1] if evaluations else None, name)
-
-    def _how_to_resume(self) -> str:
-        return f"To resume: the same command with --config.run_name={self.options.run_name} --config.resume_from=latest"
-
-    # --- reporting ------------------------------------------------------------------------------------------------------
+        return self.run.checkpoints.save(name)
 
     def _elapsed(self) -> float:
         return self.progress.elapsed + time.perf_counter() - self.started
 
     def _write(self, phase: str, metrics: Mapping[str, float]) -> None:
+        """A row of metrics.jsonl, and the same numbers for the tracker."""
         if self.accelerator.is_main_process:
             epoch = self.progress.epoch
             head = {"epoch": epoch, "step": self.state.step, "time": self._elapsed(), "phase": phase}
             self.run.metrics.write(head | {"train_time": self.progress.train_seconds} | dict(metrics))
             self.run.tracker.log(metrics, epoch)
         self.accelerator.wait_for_everyone()
-
-    def _time_left(self) -> str:
-        per_epoch = self.progress.train_seconds / max(1, self.progress.epoch)
-        left = per_epoch * (self.options.num_epochs - self.progress.epoch)
-        if self.options.max_train_minutes is not None:
-            left = min(left, 60 * self.options.max_train_minutes - self.progress.train_seconds)
-        return f"{max(0.0, left) / 60:.1f} min of training left"

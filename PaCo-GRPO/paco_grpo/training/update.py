@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint.state import TrainState
 from paco_grpo.distributed.processes import any_process
-from paco_grpo.objectives import Objective, Snapshot, Step
+from paco_grpo.objectives import Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
@@ -30,33 +30,11 @@ _MAX = "_max"  # metrics of which the largest is reported, not the mean
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite; raised before the optimizer changes anything."""
+    """A loss or gradient is not finite, found before the optimizer changes anything, or (``weights_changed``) a weight."""
 
-
-class NonFiniteWeights(RuntimeError):
-    """The optimizer made a trained weight NaN or infinite."""
-
-
-class Meter:
-    """Sums of metrics (maxima of ``*_max``) on the device, read once per optimizer step."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], total: int) -> None:
-        """Add the loss of one backward; per-sample ``metrics`` (B,) are summed and divided by ``total``, or maximized."""
-        self.sums["loss"] = self.sums.get("loss", 0.0) + loss.detach().double()
-        for name, values in metrics.items():
-            if name.endswith(_MAX):
-                largest = values.detach().max().double()
-                self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + values.detach().mean().double() * len(values) / total
-
-    def read(self, norm: torch.Tensor) -> tuple[dict[str, float], float]:
-        """The sums and the 0-dim ``norm``, in one transfer from the device."""
-        *sums, norm = torch.stack([*(value.to(norm.device) for value in self.sums.values()), norm.double()]).tolist()
-        return dict(zip(self.sums, sums, strict=True)), norm
+    def __init__(self, message: str, weights_changed: bool = False) -> None:
+        super().__init__(message)
+        self.weights_changed = weights_changed
 
 
 @dataclass(frozen=True)
@@ -71,19 +49,12 @@ class Pass:
 
 @dataclass
 class Updater:
-    """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many processes there are.
+    """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many processes there are."""
 
-    Attributes:
-        state: Its parameters, optimizer and counters change.
-        objective: The loss.
-        options: The run's, mostly ``options.train``.
-        gradient_steps: Optimizer steps per pass over the samples.
-    """
-
-    state: TrainState
+    state: TrainState  # its parameters, optimizer and counters change
     objective: Objective
     options: RunOptions
-    gradient_steps: int
+    gradient_steps: int  # optimizer steps per pass over the samples
 
     def prepare(self, rollouts: Rollouts) -> None:
         """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1; needs no
@@ -104,7 +75,7 @@ class Updater:
         epoch: int,
         should_stop: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
-        """Train on one epoch's samples.
+        """Train on one epoch's samples; returns metrics over the epoch, equal on every process.
 
         Args:
             rollouts: What this process sampled, after ``prepare``.
@@ -114,13 +85,9 @@ class Updater:
             should_stop: Asked before each micro-batch of the first optimizer step; after it, weights are no longer those
                 of a finished epoch, and the epoch is finished.
 
-        Returns:
-            Metrics over the epoch, equal on every process.
-
         Raises:
             Stopped: On every process, before the weights changed.
-            NonFiniteError: On every process, before the update.
-            NonFiniteWeights: On every process, after the epoch's last step.
+            NonFiniteError: On every process.
         """
         local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
@@ -131,28 +98,31 @@ class Updater:
                     mine = [local[position] for position in chosen if position in local]
                     batches = rollouts.batches(mine, self.options.train.batch_size)
                     weights = self._group_weights(data, batches)
-                    meter = self._backward(data, batches, weights, len(chosen), None if collected else should_stop)
-                    collected.append(self._optimizer_step(meter, epoch))
+                    sums = self._backward(data, batches, weights, len(chosen), None if collected else should_stop)
+                    collected.append(self._optimizer_step(sums, epoch))
         self._check_weights()
-        for snapshot in self.objective.snapshots:
-            if not snapshot.every_step:
-                self._follow(snapshot)
+        self._follow(every_step=False)
         totals: dict[str, list[float]] = defaultdict(list)
         for sums in gather_object(collected):
             for name, value in sums.items():
                 totals[name].append(value)
         return {n: max(each) if n.endswith(_MAX) else sum(each) / len(collected) for n, each in totals.items()}
 
-    def _follow(self, snapshot: Snapshot) -> None:
-        decay = snapshot.decay(self.state.step, self.options.train)
-        lora.blend_snapshot(self.state.policy, snapshot.name, decay)
+    def _follow(self, every_step: bool) -> None:
+        for snapshot in self.objective.snapshots:
+            if snapshot.every_step == every_step:
+                lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
 
     def _check_weights(self) -> None:
         """A finite gradient can still give weights that are not, from the optimizer's moments."""
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
         finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
-            raise NonFiniteWeights(f"trained weights are not finite after optimizer step {self.state.step}")
+            raise NonFiniteError(
+                f"trained weights are not finite after optimizer step {self.state.step}: the optimizer's moments or "
+                "config.train.learning_rate are the cause. Nothing of this epoch is saved",
+                weights_changed=True,
+            )
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
@@ -189,23 +159,33 @@ class Updater:
         weights: Mapping[int, np.ndarray],
         kept: int,
         should_stop: Callable[[], bool] | None = None,
-    ) -> Meter:
-        """Gradients of all micro-batches, one step of the schedule at a time."""
-        strategy, meter = self.state.strategy, Meter()
-        for numbers, is_dummy in strategy.synced_batches(batches, np.array([0]), should_stop):
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of all micro-batches, one step of the schedule at a time.
+
+        Returns the sums of the loss and of this process's metrics / ``kept`` (maxima of ``*_max``), 0-dim each.
+        """
+        sums: dict[str, torch.Tensor] = {}
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0]), should_stop):
             steps = self._steps(data, numbers)
             for place, step in enumerate(steps):
                 if self.objective.group_weights is not None:
                     values = [0.0 if is_dummy else weights[int(number)][place] for number in numbers]
                     step.group_weights = to_device(torch.tensor(values, dtype=torch.float32), step.advantages.device)
-                output = self.objective(step, self.state.policy, self.options.train)
+                output, total = self.objective(step, self.state.policy, self.options.train), len(steps) * kept
                 # A dummy takes part in collective backwards with a loss that has no gradient.
                 active = torch.full_like(output.loss, not is_dummy, dtype=torch.bool)
-                loss = torch.where(active, output.loss, 0.0).sum() / (len(steps) * kept)
+                loss = torch.where(active, output.loss, 0.0).sum() / total
                 loss.backward()
-                if not is_dummy:
-                    meter.add(loss, output.metrics, len(steps) * kept)
-        return meter
+                if is_dummy:
+                    continue
+                sums["loss"] = sums.get("loss", 0.0) + loss.detach().double()
+                for name, each in output.metrics.items():
+                    each = each.detach()
+                    if name.endswith(_MAX):
+                        sums[name] = torch.maximum(sums.get(name, each.max().double()), each.max().double())
+                    else:
+                        sums[name] = sums.get(name, 0.0) + each.mean().double() * len(each) / total
+        return sums
 
     def _group_weights(self, data: Pass, batches: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
@@ -224,14 +204,16 @@ class Updater:
         by_position = dict(zip(positions.tolist(), weights, strict=True))
         return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
 
-    def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
-        """Step, unless the loss or the gradient is not finite on any process; returns this process's sums."""
+    def _optimizer_step(self, sums: Mapping[str, torch.Tensor], epoch: int) -> dict[str, float]:
+        """Step, unless the loss or the gradient is not finite on any process; returns this process's ``sums``."""
         state, train, strategy = self.state, self.options.train, self.state.strategy
         norm = strategy.finish_gradients(list(state.parameters.values()), train.max_grad_norm)
-        sums, norm = meter.read(norm)
+        # one transfer from the device
+        *values, norm = torch.stack([*(value.to(norm.device) for value in sums.values()), norm.double()]).tolist()
+        found = dict(zip(sums, values, strict=True))
         if not math.isfinite(norm):  # as it is where a loss is not
             state.optimizer.zero_grad(set_to_none=True)
-            loss = sums.get("loss", 0.0)
+            loss = found.get("loss", 0.0)
             what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise NonFiniteError(
                 f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
@@ -244,10 +226,8 @@ class Updater:
         state.step += 1
         if state.ema:
             state.ema.update(state.step)
-        for snapshot in self.objective.snapshots:
-            if snapshot.every_step:
-                self._follow(snapshot)
-        return sums | {"grad_norm": norm / strategy.accelerator.num_processes}
+        self._follow(every_step=True)
+        return found | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     # --- old log-probabilities in low precision -------------------------------------------------------------------------
 
@@ -260,7 +240,7 @@ class Updater:
                 rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
 
     def _deviates(self, rollouts: Rollouts) -> bool:
-        """Whether the first micro-batch recomputes to what was recorded, within the objective's limit."""
+        """Whether the first micro-batch recomputes to something else than was recorded, by the objective's limit."""
         policy, options = self.state.policy, self.options
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
@@ -270,11 +250,9 @@ class Updater:
             each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
         deviation = torch.stack(each, dim=1).mean().item()
         off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
-        logger.info("what training recomputes of the first samples is off by %.1e of the limit", deviation)
-        if off:
-            logger.warning(
-                "mixed_precision=%s, speed.compile=%s: old log-probabilities are recomputed before each update (one more "
-                "forward); config.train.old_log_prob='rollout' prevents it, mixed_precision='no' makes it unnecessary",
-                options.mixed_precision, options.speed.compile,
-            )  # fmt: skip
+        logger.log(
+            logging.WARNING if off else logging.INFO,
+            "what training recomputes of the first samples is off by %.1e of the limit (config.train.old_log_prob): old "
+            "log-probabilities are %s", deviation, "recomputed before each update" if off else "those of the rollout",
+        )  # fmt: skip
         return off

@@ -63,13 +63,6 @@ def test_a_run_that_fails_lets_go(tiny_flux_dir, tmp_path):
             build_run(options)
 
 
-def test_default_names_are_unique(tiny_flux_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
-    options = tiny_options(tiny_flux_dir, tmp_path, run_name="")
-    names = [build_run(options, "t2is").options.run_name for _ in range(3)]
-    assert names == ["t2is-20260101-000000", "t2is-20260101-000000-2", "t2is-20260101-000000-3"]
-
-
 def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "target").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")

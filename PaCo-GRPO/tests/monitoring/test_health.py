@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.monitoring.health import changes_since_first, judge_epoch, judge_evaluation
+from paco_grpo.monitoring.health import judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, distinctness, image_statistics
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
@@ -16,7 +16,7 @@ from paco_grpo.training.trainer import TrainingStopped
 
 WELL = {
     "train/grad_norm": 0.1, "train/clip_share": 0.2, "advantage/zero_std_share": 0.0, "health/velocity_change": 0.05,
-    "health/kl_base": 0.001, "health/pixel_std_vs_first": 1.1, "health/latent_std_vs_first": 0.9,
+    "health/pixel_std_vs_first": 1.1, "health/latent_std_vs_first": 0.9,
     "health/pixel_detail_vs_first": 1.2, "health/pixel_mean_vs_first": 0.02, "health/distinctness_vs_first": 0.8,
 }  # fmt: skip
 
@@ -60,7 +60,6 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
-    assert changes_since_first([first, hacked], ["judge"]) == "trained: judge +0.4000; evaluation-only: oracle -0.3000"
 
 
 def test_image_statistics_against_numpy():
@@ -85,25 +84,21 @@ def test_distinctness_is_the_spread_within_groups():
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     run = build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=2))
-    assert run.probe.measure() == {"health/velocity_change": 0.0, "health/kl_base": 0.0}  # a new LoRA changes nothing
+    assert run.probe.measure() == {"health/velocity_change": 0.0}  # a new LoRA changes nothing
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
     measured = run.probe.measure()
     state, policy = run.probe._states[1], run.state.policy
-    velocity = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
     with reference(policy):
-        base = policy.velocity(state.latents, state.sigmas[1].expand(1), state.conditioning, *state.size)
+        base = policy.velocity(state.latents, state.sigma, state.conditioning, *state.size)
     assert torch.equal(base, state.base)
-    again = BaseProbe(policy, run.test_items[:2], run.options)  # as a resumed run makes it
-    assert again.measure() == measured
-    sigma, following = state.sigmas[1:3].double()
-    s = 0.7 * np.sqrt(sigma / (1 - sigma))
-    scale = (1 + s**2 * (1 - sigma) / (2 * sigma)) * (following - sigma)
-    kl = float(((velocity - base).detach().double() * scale).square().mean() / (2 * s**2 + 1e-7))
+    velocity = policy.velocity(state.latents, state.sigma, state.conditioning, *state.size)
     alone = BaseProbe(policy, run.test_items[1:2], run.options)
     alone._states = [state]
-    assert alone.measure()["health/kl_base"] == pytest.approx(kl, rel=1e-4)
+    expected = float((velocity - base).detach().norm() / base.norm())
+    assert alone.measure()["health/velocity_change"] == pytest.approx(expected)
+    assert BaseProbe(policy, run.test_items[:2], run.options).measure() == measured  # as a resumed run makes it
 
 
 def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplog):
@@ -115,7 +110,7 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
     assert "health/velocity_change" in caplog.text
     assert (tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001" / "state").is_dir()
     row = rows_of(config, "train")[0]
-    assert row["health/velocity_change"] > 0.75 and row["health/kl_base"] > 0
+    assert row["health/velocity_change"] > 0.75
     assert row["health/pixel_std_vs_first"] == 1 and row["health/pixel_mean_vs_first"] == 0
 
 

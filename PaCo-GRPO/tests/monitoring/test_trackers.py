@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_run import ROOT, as_arguments, overrides_for
 
-from paco_grpo.monitoring.trackers import MetricsFile, TrackingError, build_tracker
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
 
 
 def test_metrics_continue_where_the_run_resumes(tmp_path):
@@ -36,13 +36,13 @@ def test_tracker_that_does_not_start(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(TrackingError, match="No API key configured.*WANDB_MODE"):
-        build_tracker("wandb", tmp_path, "p", "r", {})
+        Tracker("wandb", tmp_path, "p", "r", {})
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = build_tracker("tensorboard", tmp_path, "p", "r", {})
+    tracker = Tracker("tensorboard", tmp_path, "p", "r", {})
     tracker.log({"train/loss": 1.5}, 3)
     tracker.log_images("eval/images", [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")], 3)
     tracker.close()

@@ -224,7 +224,6 @@ def test_trained_steps():
         ("guard_grpo", {"sample.cps": True}, "sample.cps"),
         ("ppo", {"train.timesteps": (1,), "sample.num_noise_steps": 1}, "train.timesteps"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
-        ("ppo", {"train.num_sigmas": 2}, "train.num_sigmas"),
         ("nft", {"train.num_sigmas": 9}, "train.num_sigmas"),
         ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
         ("dgpo", {"sample.num_images_per_prompt": 1}, "train.loss_type"),
@@ -250,6 +249,6 @@ def test_decay_of_the_old_policy():
 
 
 def test_unknown_objectives():
-    for name in ("guard_gpo", "no.such.module:f", "json:nothing", "json:__name__"):
+    for name in ("guard_gpo", "no.such.module:f", "json:nothing"):
         with pytest.raises(ValueError, match="config.train.loss_type"):
             get_objective(name)

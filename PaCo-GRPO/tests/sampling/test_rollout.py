@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
-from paco_grpo.sampling.denoise import Sampling, rollout, step_noise
-from paco_grpo.sampling.schedule import sample_noise_steps
+from paco_grpo.sampling.denoise import Sampling, rollout, sample_noise_steps, step_noise
 from paco_grpo.types import Item, Rollout
 
 
