@@ -1,13 +1,9 @@
-"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT, subfig_clipI).
-
-Models are loaded by ``check``, before training, or at the first image. Features of texts are kept.
-"""
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT, subfig_clipI)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -26,35 +22,8 @@ CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 
 
-def _dtype(name: str) -> torch.dtype:
-    """Of a reward's weights.
-
-    Raises:
-        ValueError: The name is none of these.
-    """
-    if name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"dtype {name!r} is not float32, float16 or bfloat16")
-    return getattr(torch, name)
-
-
-@contextmanager
-def _loading(model: str, command: str) -> Iterator[None]:
-    """Errors of loading become a RewardError: files are absent, or tensors are missing or do not fit."""
-    try:
-        yield
-    except Exception as error:  # hub and network errors share no class
-        raise RewardError(
-            f"CLIP model {model} cannot be loaded ({type(error).__name__}: {error}). If its weights are absent, run "
-            f"`{command}` where there is a network and copy its cache (HF_HOME), or set HF_ENDPOINT to a mirror"
-        ) from error
-
-
 def download(what: str, load: Callable[[], object]) -> None:
-    """What the download commands do: load ``what`` once, so that it is in the cache.
-
-    Raises:
-        SystemExit: That failed; the message says what to do.
-    """
+    """What the download commands do: load ``what`` once, so that it is in the cache. Raises SystemExit."""
     try:
         load()
     except RewardError as error:
@@ -62,7 +31,58 @@ def download(what: str, load: Callable[[], object]) -> None:
     print(f"{what} is in the cache")
 
 
-class ClipTextImage:
+class Clip:
+    """Unit features of images and texts. The model is loaded by ``load`` (before training) or at the first image; features
+    of texts are kept. Safe for several threads.
+
+    Subclasses define ``open``, ``encode_images`` and ``encode_texts``.
+    """
+
+    what, command = "", ""  # for messages: the weights, and how they are downloaded
+
+    def __init__(self, device: torch.device | str, dtype: str) -> None:
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype {dtype!r} is not float32, float16 or bfloat16")
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self._model: torch.nn.Module | None = None
+        self._texts: dict[str, torch.Tensor] = {}
+        self._lock = threading.RLock()
+
+    def load(self) -> None:
+        """Load the model (downloads it if it is not in the cache). Raises RewardError."""
+        with self._lock:
+            if self._model is None:
+                try:
+                    model = self.open()
+                except Exception as error:  # hub and network errors share no class
+                    raise RewardError(
+                        f"CLIP model {self.what} cannot be loaded ({type(error).__name__}: {error}). If its weights are "
+                        f"absent, run `{self.command}` where there is a network and copy its cache (HF_HOME), or set "
+                        "HF_ENDPOINT to a mirror"
+                    ) from error
+                self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
+        """Unit features (n, C) float32, ``batch_size`` images at a time."""
+        self.load()
+        batches = [images[start : start + batch_size] for start in range(0, len(images), batch_size)]
+        found = [self.encode_images([image.convert("RGB") for image in batch]) for batch in batches]
+        return torch.cat([normalize(features.float(), dim=-1) for features in found])
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str], batch_size: int = 1) -> torch.Tensor:
+        """Unit features (n, C) float32; each text is encoded once per process."""
+        self.load()
+        with self._lock:
+            new = [text for text in dict.fromkeys(texts) if text not in self._texts]
+            for start in range(0, len(new), batch_size):
+                batch = new[start : start + batch_size]
+                self._texts |= zip(batch, normalize(self.encode_texts(batch).float(), dim=-1), strict=True)
+            return torch.stack([self._texts[text] for text in texts])
+
+
+class ClipTextImage(Clip):
     """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
 
     ``model`` and ``processor`` are hub names or folders. ``scale`` is about the largest score in practice, so that rewards
@@ -72,47 +92,31 @@ class ClipTextImage:
     def __init__(
         self, model: str, processor: str, scale: float, device: torch.device | str, batch_size: int, dtype: str
     ) -> None:
-        self.name, self.processor_name, self.scale, self.dtype = model, processor, scale, _dtype(dtype)
-        self.device, self.batch_size = torch.device(device), batch_size
-        self._model = None
-        self._texts: dict[str, torch.Tensor] = {}
+        super().__init__(device, dtype)
+        self.what, self.processor_name, self.scale, self.batch_size = model, processor, scale, batch_size
+        self.command = "python paco_grpo/rewards/pickscore_scores.py" if model == PICKSCORE else f"hf download {model}"
+        self.check = self.load
 
-    def load(self) -> None:
-        """Load the model (downloads it if it is not in the cache)."""
-        if self._model is None:
-            from transformers import CLIPModel, CLIPProcessor
+    def open(self) -> torch.nn.Module:
+        from transformers import CLIPModel, CLIPProcessor
 
-            command = "python paco_grpo/rewards/pickscore_scores.py"
-            with _loading(self.name, command if self.name == PICKSCORE else f"hf download {self.name}"):
-                self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-                model = from_pretrained_strict(CLIPModel, self.name)
-                self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
+        self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+        return from_pretrained_strict(CLIPModel, self.what)
 
-    check = load  # weights that are not whole are found before training
+    def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self._processor(images=images, return_tensors="pt")["pixel_values"].to(self.device, self.dtype)
+        return self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
 
-    @torch.no_grad()
-    def image_features(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """Unit features (n, d) float32 of a batch."""
-        self.load()
-        batch = [image.convert("RGB") for image in images]
-        pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self.device, self.dtype)
-        vision = self._model.vision_model(pixel_values=pixels).pooler_output
-        return normalize(self._model.visual_projection(vision).float(), dim=-1)
+    def encode_texts(self, texts: list[str]) -> torch.Tensor:
+        tokens = self._processor(text=texts, truncation=True, max_length=77, return_tensors="pt").to(self.device)
+        output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        return self._model.text_projection(output.pooler_output)
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64."""
-        self.load()
-        for prompt in {item.prompt for item in items} - self._texts.keys():
-            tokens = self._processor(text=[prompt], truncation=True, max_length=77, return_tensors="pt").to(self.device)
-            output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-            self._texts[prompt] = normalize(self._model.text_projection(output.pooler_output)[0].float(), dim=-1)
-        scores = []
-        for start in range(0, len(images), self.batch_size):
-            features = self.image_features(images[start : start + self.batch_size])
-            texts = torch.stack([self._texts[item.prompt] for item in items[start : start + self.batch_size]])
-            scores.append((self._model.logit_scale.float().exp() * (features * texts).sum(dim=-1)).double().cpu().numpy())
-        return np.concatenate(scores) / self.scale
+        cosines = (self.images(images, self.batch_size) * self.texts([item.prompt for item in items])).sum(dim=-1)
+        return (self._model.logit_scale.float().exp() * cosines).double().cpu().numpy() / self.scale
 
 
 def pickscore(
@@ -140,50 +144,29 @@ def clipscore(
     return ClipTextImage(model, processor or model, 30.0, device, batch_size, dtype)
 
 
-class OpenClip:
-    """Unit features of images and texts; see ``subfig_clipT``. Safe for several reward threads."""
+class OpenClip(Clip):
+    """See ``subfig_clipT``."""
+
+    command = "python paco_grpo/rewards/subfig_clipT.py"
 
     def __init__(self, model: str, pretrained: str | None, device: torch.device, dtype: str) -> None:
-        self.name, self.pretrained, self.device, self.dtype = model, pretrained, device, _dtype(dtype)
-        self._model = None
-        self._texts: dict[str, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        super().__init__(device, dtype)
+        self.name, self.pretrained, self.what = model, pretrained, f"{model} ({pretrained})"
 
-    def load(self) -> None:
-        """Load the model (downloads it if it is not in the cache)."""
-        with self._lock:
-            if self._model is None:
-                import open_clip
+    def open(self) -> torch.nn.Module:
+        import open_clip
 
-                with _loading(f"{self.name} ({self.pretrained})", "python paco_grpo/rewards/subfig_clipT.py"):
-                    model, _, self._preprocess = open_clip.create_model_and_transforms(
-                        self.name, pretrained=self.pretrained, device=self.device
-                    )
-                    self._tokenize = open_clip.get_tokenizer(self.name)
-                self._model = model.eval().requires_grad_(False).to(self.dtype)
+        options = {"pretrained": self.pretrained, "device": self.device}
+        model, _, self._preprocess = open_clip.create_model_and_transforms(self.name, **options)
+        self._tokenize = open_clip.get_tokenizer(self.name)
+        return model
 
-    @torch.no_grad()
-    def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
-        """Unit features (n, C) float32 of ``images``, ``batch_size`` at a time."""
-        self.load()
-        features = []
-        for start in range(0, len(images), batch_size):
-            batch = [self._preprocess(image.convert("RGB")) for image in images[start : start + batch_size]]
-            pixels = torch.stack(batch).to(self.device, self.dtype)
-            features.append(normalize(self._model.encode_image(pixels).float(), dim=-1))
-        return torch.cat(features)
+    def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = torch.stack([self._preprocess(image) for image in images])
+        return self._model.encode_image(pixels.to(self.device, self.dtype))
 
-    @torch.no_grad()
-    def texts(self, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-        """Unit features (n, C) float32 of ``texts``; each text is encoded once per process."""
-        self.load()
-        with self._lock:
-            new = [text for text in dict.fromkeys(texts) if text not in self._texts]
-            for start in range(0, len(new), batch_size):
-                batch = new[start : start + batch_size]
-                features = normalize(self._model.encode_text(self._tokenize(batch).to(self.device)).float(), dim=-1)
-                self._texts.update(zip(batch, features, strict=True))
-            return torch.stack([self._texts[text] for text in texts])
+    def encode_texts(self, texts: list[str]) -> torch.Tensor:
+        return self._model.encode_text(self._tokenize(texts).to(self.device))
 
 
 _shared = cache(OpenClip)
@@ -192,11 +175,7 @@ _shared = cache(OpenClip)
 def open_clip_model(
     model: str, pretrained: str | None, device: torch.device | str, dtype: str = "float32"
 ) -> OpenClip:
-    """The process's one model of these weights on this device.
-
-    Raises:
-        ImportError: open_clip is not installed (reported when the reward is built, not at the first image).
-    """
+    """The process's one model of these weights on this device. Raises ImportError before anything is loaded."""
     import open_clip  # noqa: F401
 
     return _shared(model, pretrained, torch.device(device), dtype)
@@ -232,9 +211,6 @@ def subfig_clipT(
         model, pretrained: OpenCLIP architecture, and the tag or a local file of its weights.
         device, batch_size: Where it computes, and how many sub-figures (texts) at once.
         dtype: Of its weights; float16 takes half the memory and rounds scores by about 1e-3.
-
-    Raises:
-        ImportError: open_clip is not installed.
     """
     return SubfigClipT(open_clip_model(model, pretrained, device, dtype), batch_size)
 

@@ -30,9 +30,6 @@ def subfig_dreamsim(
         dreamsim_type: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).
         cache_dir: Where its weights are, or are downloaded to.
         device, batch_size: Where it computes, and how many sub-figures at once.
-
-    Raises:
-        ImportError: dreamsim is not installed.
     """
     from dreamsim import dreamsim
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from paco_grpo.rewards.judge import ServerReward, references_of
 from paco_judge import transport
 from paco_judge.images import data_url
 from paco_judge.json_io import parse
+from paco_judge.questions import RequestForm, build_messages
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,9 +43,6 @@ class EditScore(ServerReward):
         num_pass: Answers that are averaged.
         temperature: Sampling temperature, as set by the package.
         seed: Seed of the first pass; each further pass adds 1.
-
-    Raises:
-        ImportError: editscore is not installed here (``pip install 'paco-grpo[editscore]'``).
     """
 
     score_range: int = 25
@@ -72,11 +70,7 @@ class EditScore(ServerReward):
         return max(1, self.max_concurrency // (2 * self.num_pass))
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [0, 1], NaN = missing (no answer, or one that does not hold two scores in range).
-
-        Raises:
-            ValueError: An item has no reference image, or several.
-        """
+        """Scores (n,) float64 in [0, 1], NaN = missing. Raises ValueError: An item has no reference image, or several."""
         model = self.client.check()
         requests = []
         for image, item in zip(images, items, strict=True):
@@ -90,41 +84,30 @@ class EditScore(ServerReward):
             for number in range(self.num_pass):
                 requests.append(self._request(model, [data_url(reference), edited], text, number))
                 requests.append(self._request(model, [edited], self._quality_prompt, number))
-        answers = transport.run(self._ask_all(requests))
-        edit_and_quality = np.array([self._lowest(answer) for answer in answers]).reshape(len(images), self.num_pass, 2)
+        edit_and_quality = np.array(transport.run(self._ask_all(requests))).reshape(len(images), self.num_pass, 2)
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=1)
 
     def _request(self, model: str, urls: list[str], text: str, number: int) -> bytes:
-        content: list[dict[str, Any]] = []
-        for index, url in enumerate(urls, start=1):  # the numbering that EditScore was trained with
-            content.append({"type": "text", "text": f"<img{index}>: "})
-            content.append({"type": "image_url", "image_url": {"url": url}})
-        content.append({"type": "text", "text": text})
-        request = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": _TOKENS}
+        messages = build_messages(urls, text, RequestForm("<img{n}>: "))  # the labels of EditScore's training
+        request = {"model": model, "messages": messages, "max_tokens": _TOKENS}
         return json.dumps(request | {"temperature": self.temperature, "seed": self.seed + number}).encode()
 
-    async def _ask_all(self, requests: list[bytes]) -> list[str | None]:
+    async def _ask_all(self, requests: list[bytes]) -> list[float]:
         slots, deadline = asyncio.Semaphore(self.max_concurrency), time.monotonic() + self.deadline_s
         url = f"{self.client.base_url}/v1/chat/completions"
 
-        async def ask(request: bytes) -> str | None:
+        async def lowest(request: bytes) -> float:
+            """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
+            answer = b""
             try:
                 async with slots:
                     answer = await transport.post(url, self._headers, request, deadline)
-                return parse(answer)["choices"][0]["message"]["content"]
-            except (transport.NoAnswer, ValueError, LookupError, TypeError) as error:
-                logger.warning("edit_score: no answer from %s: %s", url, error)
-                return None
+                first, second = map(float, self._parse(parse(answer)["choices"][0]["message"]["content"])["score"])
+                if 0 <= min(first, second) and max(first, second) <= self.score_range:
+                    return min(first, second) / self.score_range
+                raise ValueError(f"a score is not in 0 to {self.score_range}")
+            except (transport.NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
+                logger.warning("edit_score: no scores from %s: %s: %.500r", url, error, answer)
+                return math.nan
 
-        return await asyncio.gather(*map(ask, requests))
-
-    def _lowest(self, answer: str | None) -> float:
-        """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
-        try:
-            first, second = map(float, self._parse(answer)["score"])
-            if 0 <= min(first, second) and max(first, second) <= self.score_range:
-                return min(first, second) / self.score_range
-        except (ValueError, TypeError, LookupError, AttributeError):
-            pass
-        logger.warning("edit_score: the answer holds no two scores in range: %.200r", answer)
-        return math.nan
+        return await asyncio.gather(*map(lowest, requests))

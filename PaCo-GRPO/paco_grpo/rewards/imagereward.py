@@ -27,9 +27,6 @@ def imagereward(
         model: Name or file of the weights, which are loaded at the first image.
         cache_dir: Where the package downloads to; None = ``~/.cache/ImageReward``.
         device: Where it computes.
-
-    Raises:
-        ImportError: image-reward is not installed here.
     """
     import ImageReward
     import torch

@@ -48,9 +48,6 @@ class ServerReward:
         host, port: Instead of ``base_url``.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until a pair counts as missing.
-
-    Raises:
-        ValueError: ``base_url`` and ``host`` or ``port`` are both given, or a value is out of range.
     """
 
     base_url: str | None = None
@@ -63,9 +60,8 @@ class ServerReward:
     default_model = "PaCo-Reward-7B"
 
     def __post_init__(self) -> None:
-        for name in ("host", "port"):
-            if self.base_url is not None and getattr(self, name) is not None:
-                raise ValueError(f"base_url={self.base_url!r} and {name}={getattr(self, name)!r} exclude each other")
+        if self.base_url is not None and (self.host or self.port):
+            raise ValueError(f"base_url={self.base_url!r} excludes host={self.host!r} and port={self.port!r}")
         self.client = JudgeClient(
             self.base_url or f"http://{self.host or '127.0.0.1'}:{self.port or 8000}",
             self.model or self.default_model,
@@ -85,11 +81,7 @@ class ServerReward:
         return RequestForm()
 
     def check(self) -> None:
-        """Ask the server which models it serves.
-
-        Raises:
-            JudgeError: It does not answer, or does not serve the model.
-        """
+        """Ask the server which models it serves. Raises JudgeError: It does not answer, or does not serve the model."""
         self.client.check()
 
 
@@ -101,9 +93,6 @@ class JudgeReward(ServerReward):
         base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
         question: A shipped template's name (``paco_judge/questions.toml``), or the path of a text file.
         image_labels, image_format, answer_tokens: See ``paco_judge.questions.RequestForm``.
-
-    Raises:
-        ValueError: A question that is unknown or about something else, or as ``ServerReward`` and ``RequestForm``.
     """
 
     question: str | Sequence[str] = ""
@@ -166,10 +155,7 @@ class ConsistencyScore(JudgeReward):
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: The prompt has a single panel, or there are no criteria to ask about.
-        """
+        """Raises ValueError: The prompt has a single panel, or there are no criteria to ask about."""
         check_panels(item, "consistency_score")
         _texts(load_question(kwargs.get("question", "theme"), _SUB_FIGURES), item)
 
@@ -271,24 +257,20 @@ class WinRate(JudgeReward):
             wins = (p_yes[::2] + 1 - p_yes[1::2]) / 2
             return mean_over_comparisons(len(images), compared, np.stack([wins, 1 - wins], axis=1), alone=np.nan)
 
-        return [_pair(text, *references, images[i], images[j]) for i, j in orders], score
+        return [_pair(text, (*references, images[i], images[j])) for i, j in orders], score
 
 
 def mean_over_comparisons(
     count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float
 ) -> np.ndarray:
-    """Each image's mean over its comparisons that were answered, (count,).
+    """Each image's mean over its comparisons that were answered, (count,): NaN if none was, ``alone`` if there was none.
 
-    Args:
-        compared: Images (i, j) of each comparison.
-        values: What it contributes to i and to j, NaN = no answer.
-        alone: Of an image that is compared with none; NaN where none of its comparisons was answered.
+    ``compared``: the images (i, j) of each comparison; ``values``: what it contributes to i and to j, NaN = no answer.
     """
     scores, places = np.full(count, alone), np.array(compared)
-    for image in range(count):
-        own = values[places == image] if compared else []
-        if len(own):
-            scores[image] = np.nan if np.isnan(own).all() else np.nanmean(own)
+    for image in {image for couple in compared for image in couple}:
+        own = values[places == image]
+        scores[image] = np.nan if np.isnan(own).all() else np.nanmean(own)
     return scores
 
 
@@ -298,8 +280,8 @@ def neighbors(count: int, others: int) -> list[tuple[int, int]]:
     return [(i, j) for i, j in itertools.combinations(range(count), 2) if 2 * min(j - i, count - j + i) <= reach]
 
 
-def _pair(text: str, first: Image.Image, second: Image.Image, *others: Image.Image) -> Pair:
-    return Pair(first, second, text, others)
+def _pair(text: str, shown: Sequence[Image.Image]) -> Pair:
+    return Pair(shown[0], shown[1], text, tuple(shown[2:]))
 
 
 def _texts(question: Question, item: Item) -> list[tuple[str, ...]]:
@@ -338,7 +320,7 @@ class ConsistencyForEditing(JudgeReward):
                 question = load_question(f"{_FOLLOWED}_several")
             text = question.text(instruction=item.prompt.strip())
             shown = [(*references, image)] if with_all else [(reference, image) for reference in references]
-            asked.append([_pair(text, *together) for together in shown])
+            asked.append([_pair(text, together) for together in shown])
 
         def score(p_yes: np.ndarray) -> float:
             means = [part.mean() for part in np.split(p_yes, [len(asked[0])][: len(asked) - 1])]
@@ -367,11 +349,7 @@ class GridLayout(JudgeReward):
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any] | None = None) -> tuple[int, int]:
-        """Rows and columns of the grid.
-
-        Raises:
-            ValueError: The prompt states no grid.
-        """
+        """Rows and columns of the grid. Raises ValueError: The prompt states none."""
         rows, cols = parse_layout(item.prompt)
         if rows * cols < 2:
             raise ValueError(f"grid_layout needs a prompt with a layout, item {item.item_id} has none: {item.prompt!r}")
@@ -385,15 +363,10 @@ class GridLayout(JudgeReward):
 
 
 def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
-    """The item's reference images.
-
-    Raises:
-        ValueError: It has none; the message names the reward and the item.
-    """
-    references = item.images
-    if not references:
-        raise ValueError(
-            f"{reward} compares with a reference image, but item {item.item_id} has none; "
-            "config.prompt_fn must be an editing kind (geneval_image or arrow_editing)"
-        )
-    return references
+    """The item's reference images. Raises ValueError: It has none."""
+    if references := item.images:
+        return references
+    raise ValueError(
+        f"{reward} compares with a reference image, but item {item.item_id} has none; config.prompt_fn must be an editing "
+        "kind (geneval_image or arrow_editing)"
+    )

@@ -27,11 +27,7 @@ _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 
 
 def wanted_text(prompt: str) -> str:
-    """The text in the first pair of double quotes.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The text in the first pair of double quotes. Raises ValueError: There is none."""
     match = _QUOTED.search(prompt)
     text = (match[1] or match[2]) if match else ""
     if not text.strip():
@@ -60,10 +56,6 @@ def ocr(
         threads: Upper limit of RapidOCR's threads (also of OpenCV's in this process). It computes on the CPU.
         lang: Language of PaddleOCR's recognizer. RapidOCR's reads English and Chinese.
         device: Where PaddleOCR computes.
-
-    Raises:
-        ImportError: The reader's package is not installed here.
-        ValueError: ``reader`` is none of these, or ``threads`` < 1.
     """
     if threads < 1:
         raise ValueError(f"threads={threads} must be at least 1")

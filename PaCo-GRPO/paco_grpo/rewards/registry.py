@@ -63,11 +63,7 @@ def short_name(name: str) -> str:
 
 
 def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
-    """Weights by short name.
-
-    Raises:
-        RewardError: Two rewards have the same short name.
-    """
+    """Weights by short name. Raises RewardError: Two rewards have the same one."""
     weights: dict[str, float] = {}
     for name, weight in reward_fn.items():
         if short_name(name) in weights:
@@ -81,15 +77,12 @@ def build_rewards(
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Reward]:
-    """Build every reward of a configuration.
+    """The rewards of a configuration, by short name.
 
     Args:
         reward_fn: Reward name or ``package.module:factory`` → weight.
         reward_fn_kwargs: Keyword arguments of the factories, by the same names.
         device: For factories that take one.
-
-    Returns:
-        Short name → callable(images, items) returning (n,) float64, NaN = missing.
 
     Raises:
         RewardError: Unknown name or keyword (the nearest known one is named), or a factory that cannot be imported.
@@ -112,11 +105,7 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
-    """The factory called ``name`` (registered, or ``package.module:factory``).
-
-    Raises:
-        RewardError: There is none.
-    """
+    """The factory called ``name`` (registered, or ``package.module:factory``). Raises RewardError: There is none."""
     target = REWARDS.get(name, name)
     if ":" not in target:
         raise RewardError(
@@ -183,18 +172,12 @@ class CheckedReward:
             self.function.check()
 
     def check_items(self, items: Sequence[Item]) -> None:
-        """
-        Raises:
-            RewardError: An item cannot be scored; the message names it.
-        """
+        """Raises RewardError: An item cannot be scored; the message names it."""
         for item in items if self._check_item else ():
             try:
                 self._check_item(item, self.kwargs)
             except ValueError as error:
-                raise RewardError(
-                    f"item {item.item_id} of the prompt set cannot be scored: {error}; use another reward, or remove "
-                    "the item"
-                ) from error
+                raise RewardError(f"item {item.item_id} of the prompt set cannot be scored: {error}") from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         scores = np.asarray(self.function(images, items), dtype=np.float64)

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_panels(item: Item, reward: str) -> tuple[int, int]:
-    """Rows and columns of the grid that ``item`` asks for.
-
-    Raises:
-        ValueError: It is a single panel, so there is nothing to compare; the message names ``reward``.
-    """
+    """Rows and columns of the grid that ``item`` asks for. Raises ValueError: It is a single panel."""
     rows, cols = parse_layout(item.prompt)
     if rows * cols < 2:
         raise ValueError(f"{reward} compares sub-figures, but item {item.item_id} has one: {item.prompt!r}")
@@ -46,11 +42,7 @@ class SubfigurePairs:
         self.name, self.features, self.check = name, features, check
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [−1, 1].
-
-        Raises:
-            ValueError: A prompt has a single panel.
-        """
+        """Scores (n,) float64 in [−1, 1]."""
         grids = [check_panels(item, self.name) for item in items]
         cells = [split_image(image, *grid) for image, grid in zip(images, grids, strict=True)]
         features = self.features([cell for its_cells in cells for cell in its_cells]).double().cpu().numpy()

@@ -32,7 +32,7 @@ class GroupFeatures:
         """The images of the samples ``numbers``; those of None, which have no reward, are NaN."""
         present = [(n, image) for n, image in zip(numbers, images, strict=True) if image is not None]
         if self.clip is not None and present:
-            features = self.clip.image_features([image for _, image in present])
+            features = self.clip.images([image for _, image in present], len(present))
             self._rows |= {n: row.double().cpu().numpy() for (n, _), row in zip(present, features, strict=True)}
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:

@@ -36,7 +36,7 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
     run.state.policy.decode = remember
     Trainer(run).epoch()
     latents, pictures = zip(*images, strict=True)
-    expected = torch.stack(latents).flatten(1) if kind == "latents" else clipscore(clip).image_features(list(pictures))
+    expected = torch.stack(latents).flatten(1) if kind == "latents" else clipscore(clip).images(pictures, 8)
     np.testing.assert_allclose(seen[0]["features"], expected.numpy(), rtol=1e-4, atol=1e-5)
     assert seen[0]["entropy_bonus"] == 0.5 and seen[0]["nearest_neighbor"]
 

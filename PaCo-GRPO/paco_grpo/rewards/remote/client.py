@@ -49,11 +49,7 @@ class RemoteReward:
         self._headers = transport.json_headers(api_key)
 
     def check(self) -> None:
-        """Ask the service what it serves.
-
-        Raises:
-            RewardError: It does not answer, refuses us, or serves another reward; the message says how to start it.
-        """
+        """Ask the service what it serves. Raises RewardError: Another reward, or nothing."""
         where = f"reward {self.name!r}: the service at {self.server}"
         try:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
@@ -68,11 +64,7 @@ class RemoteReward:
             raise RewardError(f"{where} serves {served!r}; correct server=")
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing.
-
-        Raises:
-            RewardError: The service refused the request or its reward failed; the message quotes the service.
-        """
+        """Scores (n,) float64, NaN = missing. Raises RewardError: The service refused the request, or its reward failed."""
         scores = np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)

@@ -31,23 +31,11 @@ from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scor
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_UNPROCESSABLE = 422  # the reward failed: a retry would not help, so not a 5xx, which clients retry
 
 
 def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> Starlette:
-    """The service as an application.
-
-    Args:
-        reward: The callable; one call at a time, on one thread.
-        name: Under which it is asked for.
-        api_key: Required of every request if given.
-        max_body_bytes: Limit of one request; a larger one is refused while it arrives.
-    """
+    """The service of one ``reward``, which is called on one thread. ``api_key``: needed on every route."""
     thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
-
-    def score(body: bytes) -> bytes:
-        images, items = decode_request(body)
-        return encode_scores(reward(images, items))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "reward": name})
@@ -58,12 +46,14 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
             if await request.is_disconnected():  # a request whose caller left before its turn is not scored
                 raise ApiError("the caller left", 499)
             try:
-                scores = await asyncio.get_running_loop().run_in_executor(thread, score, body)
+                scores = await asyncio.get_running_loop().run_in_executor(
+                    thread, lambda: encode_scores(reward(*decode_request(body)))
+                )
             except WireError as error:
                 raise ApiError(str(error)) from error
-            except Exception as error:  # a user's reward may raise anything; the run then reports it and stops
+            except Exception as error:  # the run reports it and stops; not a 5xx, which clients retry
                 logger.exception("the reward failed")
-                raise ApiError(f"{type(error).__name__}: {error}"[:1000], _UNPROCESSABLE) from error
+                raise ApiError(f"{type(error).__name__}: {error}"[:1000], 422) from error
         return Response(scores, media_type="application/json")
 
     routes = [Route("/health", health, methods=["GET"]), Route("/score", post_score, methods=["POST"])]
