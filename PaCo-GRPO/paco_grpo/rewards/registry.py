@@ -9,12 +9,13 @@ call, once an epoch's images are sampled (alone where an item has one image, as 
 ``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is
 called with every item of a prompt set before a model is loaded.
 
-Any reward runs in another process if ``server`` is among its arguments (``REMOTE_ARGUMENTS``): the factory is then
+Any reward runs in another process if ``server`` is among its arguments (``remote.client.RemoteReward``): the factory is then
 called there, by ``paco_grpo.rewards.remote.service``, and not here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -54,7 +55,6 @@ REWARDS: dict[str, str] = {
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
 _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
-REMOTE_ARGUMENTS = ("server", "api_key", "deadline_s", "request_size")
 
 
 def short_name(name: str) -> str:
@@ -131,8 +131,12 @@ class CheckedReward:
         self._check_item = getattr(factory, "check_item", None)
         parameters = inspect.signature(factory).parameters
         remote = "server" in kwargs and "server" not in parameters
-        known = REMOTE_ARGUMENTS if remote else tuple(parameters)
-        takes_any = not remote and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if remote:
+            from paco_grpo.rewards.remote.client import RemoteReward
+
+            factory = functools.partial(RemoteReward, name)
+        known = inspect.signature(factory).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         for keyword in () if takes_any else kwargs:
             if keyword not in known:
                 hint = did_you_mean(keyword, known)
@@ -143,12 +147,7 @@ class CheckedReward:
                     f"It takes: {', '.join(known) or 'nothing'}"
                 )
         try:
-            if remote:
-                from paco_grpo.rewards.remote.client import RemoteReward
-
-                self.function = RemoteReward(name, **kwargs)
-            else:
-                self.function = factory(**({"device": device} if "device" in parameters else {}) | dict(kwargs))
+            self.function = factory(**({"device": device} if "device" in known else {}) | dict(kwargs))
         except (ValueError, TypeError) as error:
             shown = {key: "…" if key == "api_key" else value for key, value in kwargs.items()}
             raise RewardError(f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs") from error

@@ -64,7 +64,7 @@ def test_gpus_serve_copies_unless_told_otherwise(gpus, sizes, parallel, copies, 
 @pytest.mark.parametrize(
     ("gpus", "parallel", "copies", "named"),
     [
-        (1, [None, None], [1, 1], "2 models and 1 GPU"),
+        (1, [None, None], [1, 1], "2 models on 1 GPU"),
         (8, [None, 4], [1, 2], "m1: VLLM_TP=4 x VLLM_REPLICAS=2"),
         (8, [8], [1], "m0: .*VLLM_TP=8"),
     ],

@@ -13,15 +13,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-
-from PIL import Image
 
 from paco_judge import transport
 from paco_judge.images import data_url
 from paco_judge.json_io import parse
-from paco_judge.questions import DEFAULT_FORM, RequestForm, build_messages
+from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 logger = logging.getLogger(__name__)
@@ -33,22 +30,6 @@ _scores: dict[bytes, float] = {}  # of the whole process, by a hash of server, t
 
 class JudgeError(RuntimeError):
     """No judge answers at the base URL, it refuses us, or it does not serve the model."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two images and a question about them; the order of the images matters. ``image_b`` None: one image alone.
-    ``more_images`` are shown after them."""
-
-    image_a: Image.Image
-    image_b: Image.Image | None
-    question: str
-    more_images: tuple[Image.Image, ...] = ()
-
-    @property
-    def images(self) -> tuple[Image.Image, ...]:
-        """The images in the order in which they are shown."""
-        return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
 class JudgeClient:

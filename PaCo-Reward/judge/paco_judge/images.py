@@ -27,9 +27,7 @@ class UnreadableImage(ValueError):
 def open_image(source: str | Path | bytes) -> Image.Image:
     """An image of ``FORMATS`` from a file, or from a file's content; only its header is read.
 
-    Raises:
-        UnreadableImage: It does not exist, is of another format, or has more than ``MAX_PIXELS`` pixels. The message
-            ("does not exist") follows the image's name.
+    Raises UnreadableImage, with a message ("does not exist") that follows the image's name.
     """
     try:
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)

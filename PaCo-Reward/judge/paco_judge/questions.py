@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from paco_judge.verdict import ANSWER_TOKENS
 
 # With thinking off, Qwen3.5's prompts end with an empty block of thoughts, and answers begin with Yes or No. Other
@@ -69,12 +71,7 @@ class Question:
 def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
     """A shipped template by its name, or the one in a text file (a final line break is not part of it).
 
-    Args:
-        question: Name or path.
-        about: Fields that the caller can fill in: of theme, criterion, instruction, prompt, rows, cols.
-
-    Raises:
-        ValueError: Neither name nor readable text, or a field that is unknown or cannot be filled in here.
+    ``about``: fields that the caller can fill in. Raises ValueError: Neither name nor readable text, or another field.
     """
     try:
         file = Path(question).expanduser()
@@ -106,10 +103,7 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
 def editing_texts(questions: Sequence[Question], instruction: str, dimension: str = "overall") -> dict[str, str]:
     """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension that each is about.
 
-    ``overall`` needs both; a single question decides every dimension.
-
-    Raises:
-        ValueError: Unknown dimension, or an empty instruction.
+    ``overall`` needs both; a single question decides every dimension. Raises ValueError.
     """
     if dimension not in EDIT_DIMENSIONS:
         raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
@@ -135,9 +129,6 @@ class RequestForm:
         image_labels: Text before each image, ``{n}`` = its number: ``"<img{n}>: "``. None: no text.
         image_format: ``png`` (lossless) or ``jpeg`` (Pillow's default quality).
         answer_tokens: ``exact``: Yes and No; ``variants``: also y and n, in upper and lower case, after a space.
-
-    Raises:
-        ValueError: A value is none of these, or labels would give every image the same number.
     """
 
     image_labels: str | None = None
@@ -182,6 +173,21 @@ def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
     """What was asked, for the files of a run: each template's name, text and SHA-256, and the form."""
     asked = [asdict(q) | {"sha256": hashlib.sha256(q.template.encode()).hexdigest()} for q in questions]
     return {"questions": asked, **asdict(form)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Images and a question about them, in this order; ``image_b`` None: one image alone."""
+
+    image_a: Image.Image
+    image_b: Image.Image | None
+    question: str
+    more_images: tuple[Image.Image, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """The images in the order in which they are shown."""
+        return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
 def build_messages(image_urls: Sequence[str], question: str, form: RequestForm = DEFAULT_FORM) -> list[dict]:

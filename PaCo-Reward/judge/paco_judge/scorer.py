@@ -8,6 +8,7 @@ Everything in the repository that computes P(Yes) in its own process does it her
 the CPU engine. It needs the extra ``scorer`` (torch, transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.client import Pair
-from paco_judge.grid import pairs as index_pairs
 from paco_judge.images import UnreadableImage, as_received, load_image
-from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, RequestForm, build_messages, theme_question
+from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages, theme_question
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
 from paco_judge.weights import check_adapter, from_pretrained_strict, tensors_in
 
@@ -47,9 +46,6 @@ class JudgeScorer:
     Args:
         batch_size: Pairs per forward pass.
         form: Image labels, image format, and the tokens that count as answers.
-
-    Raises:
-        ValueError: The batch size is less than 1, or the tokenizer splits Yes or No.
     """
 
     def __init__(
@@ -81,11 +77,9 @@ class JudgeScorer:
         """Load a judge. Raises OSError and ValueError (``WrongWeights``: incomplete or damaged).
 
         Args:
-            model: Folder or hub name of a vision-language model with a chat template.
-            adapter: Folder or hub name of a peft adapter for it. Images are limited as in its training.
+            model, adapter: Folder or hub name. Images are limited as in the adapter's training.
             device: Default: the first GPU, else the CPU.
             dtype: Default: as stored on a GPU, float32 on a CPU.
-            batch_size, form: As in the constructor.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -104,17 +98,14 @@ class JudgeScorer:
 
     def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
         """All unordered pairs of the images (files, URLs, in memory) with the theme question: (0,1), (0,2), …"""
-        opened = [load_image(image) for image in images]
-        question = theme_question(theme)
-        return [Pair(opened[i], opened[j], question) for i, j in index_pairs(len(opened))]
+        opened, question = map(load_image, images), theme_question(theme)
+        return [Pair(a, b, question) for a, b in itertools.combinations(opened, 2)]
 
     def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
         """P(Yes) in [0, 1] or an error for each pair, in order.
 
-        Args:
-            pairs: Images and questions.
-            top: As a server's ``top_logprobs``: no score if neither Yes nor No is among the ``top`` most probable
-                tokens. None: the whole vocabulary counts.
+        ``top``: no score if neither Yes nor No is among so many most probable tokens, as with a server's
+        ``top_logprobs``; None: the whole vocabulary counts.
         """
         verdicts: dict[int, Verdict] = {}
         for start in range(0, len(pairs), self.batch_size):
@@ -154,11 +145,7 @@ class JudgeScorer:
         return chat
 
     def check(self, chat: Chat) -> int:
-        """The number of image tokens of a chat, from its images' sizes: nothing is decoded.
-
-        Raises:
-            BadChat: A text holds one of the model's image places, or an image's sides differ by more than 200 : 1.
-        """
+        """The number of image tokens of a chat, from its images' sizes: nothing is decoded. Raises BadChat."""
         reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
         for text in (part["text"] for message in chat.messages for part in message["content"] if "text" in part):
             if held := [token for token in reserved if token and token in text]:
@@ -248,12 +235,7 @@ def silence_transformers() -> None:
 
 
 def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) -> torch.nn.Module:
-    """The model with a peft adapter (folder or hub name), compared with its ``base`` (folder or hub name) first.
-
-    Raises:
-        OSError: There is no adapter.
-        WrongWeights: The adapter does not fit the model, or has values that are not finite.
-    """
+    """The model with a peft adapter, compared with its ``base`` first. Raises OSError, WrongWeights."""
     from peft import PeftModel
 
     folder = local_folder(adapter, ("adapter_*",))

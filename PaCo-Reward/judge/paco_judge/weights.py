@@ -27,9 +27,7 @@ class WrongWeights(ValueError):
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> "PreTrainedModel":
     """``model_class.from_pretrained(path, **options)``. With ``device_map="meta"`` it reads headers only.
 
-    Raises:
-        WrongWeights: The files lack tensors of the model, have them in another shape, or are damaged; the message names
-            them.
+    Raises WrongWeights: The files lack tensors of the model, have them in another shape, or are damaged.
     """
     from safetensors import SafetensorError
 
@@ -50,15 +48,9 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
 def check_adapter(
     tensors: Mapping[str, tuple[int, ...]], folder: str | Path, saved: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Compares a LoRA adapter with its base: a pair of matrices for each target, of its shape and finite.
+    """Compares a LoRA adapter's folder with its base: a pair of matrices for each target, of its shape and finite.
 
-    Args:
-        tensors: Name and shape of the base's tensors; ``saved``: as they are named in its files.
-        folder: With adapter_config.json and adapter_model.safetensors.
-
-    Raises:
-        WrongWeights: Names the first tensors that are missing, too many, of another shape, or not finite.
-        OSError: A file is absent.
+    ``tensors``: name and shape of the base's; ``saved``: as they are named in its files. Raises WrongWeights, OSError.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
