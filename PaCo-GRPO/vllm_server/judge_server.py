@@ -192,20 +192,18 @@ class Engine:
             if groups[-1] and longest * (len(groups[-1]) + 1) > self._batch_tokens:
                 groups.append({})
             groups[-1][index] = job
-        for group in filter(None, groups):
+        while groups:
+            group = groups.pop()
             try:
                 found |= self._answer(group)
             except Exception:
-                logger.exception("a batch of %d requests failed", len(group))
-                found |= {index: self._alone(index, job) for index, job in group.items()}
+                logger.exception("%d requests failed", len(group))
+                if len(group) > 1:
+                    groups += [{index: job} for index, job in group.items()]
+                else:
+                    error = ApiError("the engine failed on this request; its log says why", 500)
+                    found |= dict.fromkeys(group, error)
         return [found[index] for index in range(len(jobs))]
-
-    def _alone(self, index: int, job: Job) -> dict | ApiError:
-        try:
-            return self._answer({index: job})[index]
-        except Exception:
-            logger.exception("a request failed")
-            return ApiError("the engine failed on this request; its log says why", 500)
 
     def _open(self, job: Job) -> None:
         """Reads the headers of a request's images, and measures its prompt. Raises ApiError."""

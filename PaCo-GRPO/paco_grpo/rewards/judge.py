@@ -39,7 +39,7 @@ _FOLLOWED = "editing_instruction"
 
 @dataclass(eq=False)
 class ServerReward:
-    """Base of the rewards that ask a model behind a server (``bash vllm_server/launch.sh``).
+    """Base of the rewards that ask a model behind a server.
 
     Args:
         base_url: Address of the server; default: http://127.0.0.1:8000.
@@ -77,7 +77,6 @@ class ServerReward:
         return self.max_concurrency
 
     def form(self) -> RequestForm:
-        """How images and answers travel."""
         return RequestForm()
 
     def check(self) -> None:
@@ -182,11 +181,10 @@ class ConsistencyScore(JudgeReward):
 
 @dataclass(eq=False)
 class BetweenImages(ConsistencyScore):
-    """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt.
+    """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt (docs/rewards.md).
 
-    It is low where an image shows what most images of its prompt show. As a factor next to ``consistency_score`` it keeps a
-    generator from always choosing the same (docs/rewards.md). Only items whose row has ``"open": true`` are compared: the
-    others' prompts describe everything. It is 1 for those, and for an image without others.
+    Only items whose row has ``"open": true`` are compared: the others' prompts describe everything. It is 1 for those, and
+    for an image without others.
 
     Args:
         others: Other images that an image is compared with, by one pair of sub-figures each: k images of a prompt cost

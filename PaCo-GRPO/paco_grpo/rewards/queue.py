@@ -32,17 +32,10 @@ class ScoringError(RuntimeError):
 class ScoreQueue:
     """Collects the scores of images that are submitted batch by batch.
 
-    Different rewards run concurrently with each other and with the sampling. Every call gets copies of its images. How a
-    reward is called depends on its attributes:
-
-    - By default it is called from one thread, with ``batch_size`` images at a time, whichever batches they come from.
-    - ``parallel_calls`` > 1: it is thread-safe, and up to this many images are in flight, one per call.
-    - ``compares_images = True``: it is called after the sampling, with all images of an item in one call. The items are
-      spread over the processes. Only ``gathered`` returns its scores.
-
-    Args:
-        rewards: Short name → callable(images, items).
-        batch_size: Images per call; None = 8.
+    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time, from whichever batches. One with
+    ``parallel_calls`` > 1 gets one image per call, from so many threads. One with ``compares_images`` is called after the
+    sampling, with all images of an item in one call; items are spread over the processes, and only ``gathered`` returns
+    its scores. Every call gets copies of its images.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
@@ -86,17 +79,10 @@ class ScoreQueue:
         return max(0.0, 1.0 - self.wait_seconds / busy) if busy > 0 else math.nan
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
-        """Wait for everything submitted.
-
-        Args:
-            count: Rows of the result.
-            should_stop: Asked twice a second while waiting.
-
-        Returns:
-            (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
+        """Wait for everything submitted; (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
 
         Raises:
-            Stopped: ``should_stop`` answered True.
+            Stopped: ``should_stop``, which is asked twice a second, answered True.
             ScoringError: A reward raised; its exception is the cause.
         """
         started, pending = time.perf_counter(), True
@@ -120,19 +106,9 @@ class ScoreQueue:
         return scores
 
     def gathered(self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]) -> np.ndarray:
-        """Scores of all processes; a collective operation with the same outcome everywhere.
+        """``results`` of all processes; a collective operation with the same outcome, or exception, everywhere.
 
-        Args:
-            accelerator: Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
-            total: Images of all processes.
-            should_stop: Whether this process was asked to stop.
-
-        Returns:
-            (total, number of rewards) float64, NaN = missing.
-
-        Raises:
-            Stopped: A process was asked to stop.
-            ScoringError: A reward raised on at least one process.
+        Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
         """
         scores, processes = np.full((total, len(self.rewards)), math.nan), accelerator.num_processes
         local = len(range(accelerator.process_index, total, processes))

@@ -78,7 +78,8 @@ def p_yes_from_logits(
     if top is not None and top < logits.shape[-1]:
         least = np.partition(logits, -top, axis=-1)[..., -top, None]
         logits = np.where(logits >= least, logits, -np.inf)
-    return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
+    with np.errstate(invalid="ignore"):
+        return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
 
 
 def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
