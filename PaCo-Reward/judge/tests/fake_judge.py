@@ -22,6 +22,10 @@ def answer(p_yes: float) -> dict:
 NO_KEY = (401, {"error": {"message": "a valid API key is needed"}}, {})
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size, daemon_threads = 128, True  # as many connections at once as a client opens
+
+
 class FakeJudge:
     """``respond(number, request) -> (status, body bytes or dict, headers)``; None closes the connection unanswered."""
 
@@ -41,8 +45,7 @@ class FakeJudge:
         self.connections = set()
         self._sockets = []
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self._server.daemon_threads = True
+        self._server = Server(("127.0.0.1", port), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         self.port = self._server.server_address[1]

@@ -170,6 +170,12 @@ def test_unreadable_answers_are_errors_and_not_cached(body):
         assert scorer.score_blocking(asked)[0].ok
 
 
+def test_an_answer_without_end_is_cut_off_and_none_is_unpacked():
+    with FakeJudge(lambda number, request: (200, bytes(3 << 20), {})) as judge:
+        assert "larger than" in client(judge).score_blocking(batch(1, "endless"))[0].error
+    assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity"
+
+
 def test_neither_yes_nor_no_is_no_score():
     reply = answer(0.5)
     for entry in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
