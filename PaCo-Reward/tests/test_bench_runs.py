@@ -74,6 +74,13 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path)
     assert rank(BrightnessJudge(), "--model", model) == 0 and rank.file.read_bytes().startswith(before)
 
 
+def test_results_from_before_the_weights_were_downloaded_continue(rank, monkeypatch):
+    assert rank(BrightnessJudge(stop_after=1)) == 130
+    before = rank.file.read_bytes()
+    monkeypatch.setattr("paco_eval.engines.fingerprint", lambda *places: "sha256:0")
+    assert rank(BrightnessJudge()) == 0 and rank.file.read_bytes().startswith(before)
+
+
 @pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"[1]", b"{"])
 def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
     file = tmp_path / "m.jsonl"

@@ -100,7 +100,6 @@ def test_without_vllm_the_transformers_engine_serves_and_says_so(shell, monkeypa
         ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
         ({"VLLM_LORA": "adapter=.", "VLLM_ENGINE": "transformers"}, "VLLM_LORA"),
         ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
-        ({"VLLM_MEDIA_HOSTS": "a.example"}, "VLLM_MEDIA_HOSTS"),  # an old vLLM
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),

@@ -52,17 +52,18 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
         file: The results of one model on one benchmark.
         items: The fields that identify each of the benchmark's items.
         stamp: In every row: ``model``; ``asked``, the questions and their form; ``weights``, a hash of the model's
-            files. Rows with other values are refused; where weights are recorded, the model's name does not count.
+            files. Rows with other values are refused. Of a row with weights the model's name does not count; one without,
+            from before a download or from a server, needs the same name.
 
     Raises:
         BenchError: The file is in use, or holds rows of another model or benchmark.
     """
     stamp = {name: value for name, value in stamp.items() if value is not None}
-    compared = sorted(stamp.keys() - {"model"} if "weights" in stamp else stamp)
     known = set(map(key_of, items))
 
     def key(row: Row) -> str:
         own = key_of({name: row[name] for name in items[0]})
+        compared = sorted(stamp.keys() - {"model" if "weights" in row and "weights" in stamp else "weights"})
         if other := [f"{name} {row.get(name)}, not {stamp[name]}" for name in compared if row.get(name) != stamp[name]]:
             raise ValueError(f"a result of {other[0]}; move the file away or pass another --results_dir")
         if own not in known:

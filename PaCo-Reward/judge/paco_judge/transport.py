@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LARGEST_ANSWER = 1 << 20  # bytes; a judge's answer has a few thousand
 FAILURES = 3  # attempts at a request that the server fails on (HTTP 500)
 _BUSY = (None, 429, 502, 503, 504)  # None: no connection
+_NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, or packets are dropped
 _lock, _executor = threading.Lock(), ThreadPoolExecutor(1)
 _down_since: dict[str, float] = {}  # by URL
 
@@ -99,7 +100,7 @@ async def request(method: str, url: str, headers: dict[str, str], deadline: floa
                 if len(answer) > LARGEST_ANSWER:
                     raise NoAnswer(f"the answer is larger than {LARGEST_ANSWER} bytes", response.status)
     except (aiohttp.ClientError, OSError) as error:
-        if isinstance(error, aiohttp.ClientConnectorError) and method == "POST" and url not in _down_since:
+        if isinstance(error, _NO_CONNECTION) and method == "POST" and url not in _down_since:
             _down_since[url] = time.monotonic()
             logger.warning("no judge answers at %s (%s); retrying. Restart it with vllm_server/launch.sh", url, error)
         cause = "no answer before the deadline" if type(error) is TimeoutError else f"{type(error).__name__}: {error}"
