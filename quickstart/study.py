@@ -98,7 +98,11 @@ STUDIES = {
         "consistency_80": Kind(CONSISTENCY, {"num_epochs": 80, "eval_freq": 20}),
         "variety_80": Kind(VARIETY, {"num_epochs": 80, "eval_freq": 20}),
     },
-    "hacks": {hack: Kind(MONITORED | {f"paco_toy.hacks:{hack}": 1.0}) for hack in ("identical_panels", "fixed_character", "lines")},
+    # No product: the reward of lines can be negative.
+    "hacks": {
+        hack: Kind(MONITORED | {f"paco_toy.hacks:{hack}": 1.0}, {"train.aggregate_fn": "None"})
+        for hack in ("identical_panels", "fixed_character", "lines")
+    },
     "objectives": {name: Kind(VARIETY, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
 }
 # Column -> the within-image reward whose kappa it is.
