@@ -49,7 +49,7 @@ from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
 from paco_grpo.policies.lora import START, add_lora, add_snapshot
 from paco_grpo.sampling.denoise import Sampling, rollout
-from paco_grpo.training.plan import Plan, make_plan
+from paco_grpo.training.plan import Plan, make_plan, samples_guided
 from paco_grpo.types import Item
 
 aten = torch.ops.aten
@@ -338,7 +338,7 @@ def build_policy(options: RunOptions) -> Policy:
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
         guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
     )  # fmt: skip
-    policy.samples_guided = options.train.dgpo_reference != "guided"
+    policy.samples_guided = samples_guided(options)
     train = options.train
     if options.use_lora:
         add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)

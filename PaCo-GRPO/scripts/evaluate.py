@@ -49,7 +49,7 @@ from paco_grpo.training.build import (
     load_generator,
     test_reward_kwargs,
 )
-from paco_grpo.training.checks import check_items, check_run, check_writable, text_length
+from paco_grpo.training.checks import check_items, check_run, check_writable, is_disk_full, text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -74,8 +74,11 @@ def main(arguments: list[str]) -> int:
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (*USER_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        full = "the disk is full: " if isinstance(error, OSError) else ""
+        print(f"error: {full}{error}", file=sys.stderr)
         return 2
     if is_main:
         print(f"{shown}images, scores and sheets are in {own.output}")

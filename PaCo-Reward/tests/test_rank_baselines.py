@@ -125,6 +125,8 @@ def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
     "arguments, named",
     [
         (("histogram", "--weights", "x"), "--weights"),
+        (("histogram", "--question", "pair"), "--question"),
+        (("clip_i", "--model", "some/judge"), "--model"),
         (("dreamsim", "--weights", "gone"), "--weights gone"),
     ],
 )

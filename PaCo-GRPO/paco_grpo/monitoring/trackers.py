@@ -65,7 +65,7 @@ class Tracker:
                 self.tracker.start()
         except Exception as error:  # each tracker raises different errors
             raise TrackingError(
-                f"config.logging_platform={name!r} could not be started ({str(error).splitlines()[0]}): pip install {name}, "
+                f"config.logging_platform={name!r} could not be started ({(str(error).splitlines() or [type(error).__name__])[0]}): pip install {name}, "
                 f"log in with `{name} login`, or log offline with {name.upper()}_MODE=offline"
             ) from error
         if name == "wandb":  # its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again

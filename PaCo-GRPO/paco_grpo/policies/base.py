@@ -66,6 +66,11 @@ class Policy(ABC):
     dtype: torch.dtype  # its computing precision; latents are always float32
 
     @classmethod
+    def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
+        """Whether a policy with these options uses true CFG."""
+        return False
+
+    @classmethod
     @abstractmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.

@@ -29,7 +29,7 @@ class TrueCfgPolicy(DiffusersPolicy):
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         super().__init__(pipeline, **options)
         given, scaled = self.negative_prompt is not None, self.guidance_scale > self.least_scale
-        self.guided = scaled and (given or self.default_negative is not None)
+        self.guided = self.would_guide(self.guidance_scale, self.negative_prompt)
         if given > scaled or (scaled and not given and self.default_negative is None):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
@@ -38,6 +38,11 @@ class TrueCfgPolicy(DiffusersPolicy):
             )  # fmt: skip
         if not given:
             self.negative_prompt = self.default_negative
+
+    @classmethod
+    def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
+        """As in ``Policy``."""
+        return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
 
     def _features_by_name(
         self, items: Sequence[Item], seen: Sequence[EncoderImages] | None = None

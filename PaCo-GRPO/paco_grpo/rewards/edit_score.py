@@ -103,7 +103,7 @@ class EditScore(ServerReward):
                 async with slots:
                     answer = await transport.post(url, self._headers, request, deadline)
                 first, second = map(float, self._parse(parse(answer)["choices"][0]["message"]["content"])["score"])
-                if 0 <= min(first, second) and max(first, second) <= self.score_range:
+                if all(0 <= score <= self.score_range for score in (first, second)):  # not true of NaN
                     return min(first, second) / self.score_range
                 raise ValueError(f"a score is not in 0 to {self.score_range}")
             except (transport.NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:

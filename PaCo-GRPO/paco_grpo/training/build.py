@@ -27,7 +27,7 @@ from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
-from paco_grpo.objectives import Objective, get_objective
+from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
@@ -38,7 +38,7 @@ from paco_grpo.policies.performance.compile import compile_blocks
 from paco_grpo.rewards.registry import CheckedReward, Reward, RewardError, reward_weights, short_name, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.features import GroupFeatures
-from paco_grpo.training.plan import Plan, make_plan
+from paco_grpo.training.plan import Plan, make_plan, samples_guided
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.client import JudgeError
@@ -245,11 +245,7 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         quantize=options.pretrained.quantize,
         image_positions=options.pretrained.image_positions,
     )
-    # What is learned is to do without guidance; objectives without a group's reference do not read the option.
-    if options.train.dgpo_reference == "guided" and get_objective(options.train.loss_type).group_weights is not None:
-        if not getattr(policy, "guided", False):
-            raise ConfigError("train.dgpo_reference='guided' needs true CFG: sample.guidance_scale and sample.negative_prompt")
-        policy.samples_guided = False
+    policy.samples_guided = samples_guided(options)
     return policy
 
 

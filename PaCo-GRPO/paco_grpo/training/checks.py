@@ -29,6 +29,7 @@ from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance.attention import attention_problem
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.suggest import did_you_mean
+from paco_grpo.training.plan import samples_guided
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,12 @@ def contradictions(options: RunOptions) -> list[str]:
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
     model, problems = options.pretrained.model, []
+    sample = options.sample
+    if not samples_guided(options) and not policy_class(model).would_guide(sample.guidance_scale, sample.negative_prompt):
+        problems.append(
+            "train.dgpo_reference='guided' needs a model with true CFG, which sample.guidance_scale and "
+            "sample.negative_prompt turn on"
+        )
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for group in ("sample", "test"):
         steps = getattr(options, group).num_steps

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paco_grpo.objectives import get_objective
 from paco_grpo.options import RunOptions
 
 
@@ -65,6 +66,13 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         accumulation=math.ceil(per_step / num_processes / options.train.batch_size),
         notes=tuple(notes),
     )
+
+
+def samples_guided(options: RunOptions) -> bool:
+    """Whether images are sampled with true CFG, where the model has it: an objective with a guided reference learns to do
+    without."""
+    train = options.train
+    return train.dgpo_reference != "guided" or get_objective(train.loss_type).group_weights is None
 
 
 def merges_lora(options: RunOptions, device: torch.device) -> bool:

@@ -59,5 +59,16 @@ def test_a_full_disk_ends_with_its_name(trained_run, tmp_path, capsys, file):
     path.symlink_to("/dev/full")
     arguments = ["--config", str(trained_run.folder / "saved.yaml"), f"--config.save_dir={tmp_path}"]
     assert load_script("train").main([*arguments, "--config.test.at_start=True"]) in (2, 3)
+    end_of_a_full_disk(capsys)
+
+
+def test_an_evaluation_on_a_full_disk_ends_with_its_name(trained_run, tmp_path, capsys):
+    (tmp_path / "results.md").symlink_to("/dev/full")
+    arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--output", str(tmp_path)]
+    assert load_script("evaluate").main(arguments) == 2
+    end_of_a_full_disk(capsys)
+
+
+def end_of_a_full_disk(capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: the disk is full") and "No space left on device" in error

@@ -155,7 +155,7 @@ def test_a_service_opens_no_file_that_runs_programs():
         decode_request(json.dumps(body).encode())
 
 
-COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10}  # color of the edit → score of the stand-in for EditScore
+COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10, "gray": math.nan}  # color of the edit → score of the stand-in for EditScore
 
 
 @pytest.mark.long
@@ -174,7 +174,7 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
         assert texts[:-1] == [f"<img{i + 1}>: " for i in range(len(pictures))]
         assert ("Editing instruction: paint it" in texts[-1]) == (len(pictures) == 2)
         assert "scale 0 to 25" in texts[-1]
-        scores = [COLORS[color], 24] if len(pictures) == 2 else [23, 22]
+        scores = [24, COLORS[color]] if len(pictures) == 2 else [23, 22]
         text = "I cannot say." if color == "black" else json.dumps({"reasoning": "as it is", "score": scores})
         return 200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}, {}
 
@@ -188,7 +188,7 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
             reward = remote("edit_score", url)
             reward.check()
             scores = reward(images, items)
-    expected = [math.sqrt(min(COLORS[c], 24) / 25 * 22 / 25) for c in COLORS if c != "black"]
-    assert scores[:3] == pytest.approx(expected) and np.isnan(scores[3])
+    expected = [math.sqrt(min(COLORS[c], 24) / 25 * 22 / 25) for c in ("red", "blue", "green")]
+    assert scores[:3] == pytest.approx(expected) and np.isnan(scores[3:]).all()
     packages = {path.name for path in (tmp_path / "env").glob("lib/python*/site-packages/*")}
     assert "editscore" in packages and not packages & {"torch", "diffusers"}

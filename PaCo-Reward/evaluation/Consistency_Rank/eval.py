@@ -33,12 +33,17 @@ from consistency_rank import load_bench
 
 from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
 from paco_eval.results import BenchError, fingerprint
-from paco_eval.runner import exit_status, new_parser, parse, run_benchmark, run_judge
+from paco_eval.runner import HUB_MODEL, exit_status, new_parser, parse, run_benchmark, run_judge
+from paco_judge.client import DEFAULT_MODEL
 from paco_judge.questions import load_question
 
 TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
 DEFAULT_TEMPLATE = 3
 OPTIONS_OF = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
+
+JUDGE_OPTIONS = (
+    "server", "engine", "adapter", "question", "prompt_template", "image_labels", "image_format", "answer_tokens",
+)  # fmt: skip
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -46,6 +51,10 @@ def evaluate(args: argparse.Namespace) -> int:
     for option, scorers in OPTIONS_OF.items():
         if getattr(args, option) and args.scorer not in scorers:
             raise BenchError(f"--scorer {args.scorer} does not use --{option}")
+    if args.scorer in BASELINES:
+        given = [f"--{name}" for name in JUDGE_OPTIONS if getattr(args, name) is not None]
+        if given or args.model not in (DEFAULT_MODEL, HUB_MODEL):
+            raise BenchError(f"--scorer {args.scorer} does not use {given[0] if given else '--model'}")
     version = args.prompt_template or DEFAULT_TEMPLATE
     question = load_question(args.question or TEMPLATES[version], ("theme", "criterion"))
     if args.scorer not in BASELINES:

@@ -83,7 +83,10 @@ class JudgeClient:
         return transport.run(self._each(pairs, self.check(), self._ask))
 
     def write_blocking(self, pairs: Sequence[Pair], max_tokens: int) -> list[tuple[str | None, str | None]]:
-        """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError."""
+        """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError.
+
+        Answers take long: ``deadline_s`` is for each of them, from when it is sent.
+        """
         return transport.run(self._each(pairs, self.check(), partial(self._write, max_tokens)))
 
     def check(self) -> str:
@@ -146,7 +149,7 @@ class JudgeClient:
         return verdict
 
     async def _write(
-        self, max_tokens: int, model: str, question: str, urls: Sequence[str | BaseException], deadline: float
+        self, max_tokens: int, model: str, question: str, urls: Sequence[str | BaseException], _: float
     ) -> tuple[str | None, str | None]:
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return None, str(unreadable)
@@ -154,6 +157,7 @@ class JudgeClient:
         body = json.dumps(request | {"temperature": 0}).encode()
         try:
             async with self._slots:
+                deadline = _in(self.deadline_s)
                 answer = await transport.post(f"{self.base_url}/v1/chat/completions", self._headers, body, deadline)
             return parse(answer)["choices"][0]["message"]["content"] or "", None
         except (transport.NoAnswer, ValueError, LookupError, TypeError) as error:

@@ -161,6 +161,13 @@ def test_retry_after_is_respected():
     assert moments[1] - moments[0] >= 0.79
 
 
+def test_each_written_answer_has_its_own_deadline():
+    text = {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}
+    with FakeJudge(lambda number, request: (200, text, {}), delay_s=0.4) as judge:
+        written = client(judge, deadline_s=1.0, max_concurrency=1).write_blocking(batch(4, "long answers"), 8)
+    assert written == [("Yes. Both show a fox.", None)] * 4
+
+
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}'])
 def test_unreadable_answers_are_errors_and_not_cached(body):
     with FakeJudge(lambda number, request: (200, body, {})) as judge:

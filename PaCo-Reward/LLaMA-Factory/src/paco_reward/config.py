@@ -39,6 +39,8 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     wanted = config.pop("global_batch_size", None)
     if wanted is None:
         return config
+    if type(wanted) is not int or wanted < 1:
+        raise PacoRewardError(f"global_batch_size must be a positive integer, not {wanted!r}")
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
     steps = config.get("gradient_accumulation_steps") or max(math.ceil(wanted / at_once - 0.5), 1)
     if steps * at_once != wanted:
