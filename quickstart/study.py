@@ -74,7 +74,7 @@ MONITORED = dict.fromkeys(JUDGED, 0.0)
 CONSISTENCY, VARIETY = MONITORED | {"consistency_score": 1.0}, {"consistency_score": 1.0, "between_images": 8.0}
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
-# Images sampled without noise: those of one initial noise would be equal.
+# Without noise, images of one initial noise would be equal.
 FORWARD = {"sample.noise_level": 0.0, "sample.same_latent": False, "sample.latents_per_prompt": 1, "train.num_sigmas": 3}
 OBJECTIVES = {
     "ppo": RATIO,

@@ -206,7 +206,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments besides those of the configuration."""
+    """The benchmark's own arguments."""
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     made.add_argument("--random_weights", action="store_true", help="the real architecture with random weights")

@@ -6,7 +6,7 @@
     python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 --target gateway=http://127.0.0.1:8000 \\
         --model PaCo-Reward-7B --concurrency 1 16 64
 
-The questions are those of a training epoch: all pairs of the panels of 2x2 grids, one token, top 20 log-probabilities.
+It asks what a training epoch asks: all pairs of the panels of 2x2 grids, one token, top 20 log-probabilities.
 Within a round every server is asked once, in random order; figures are medians over rounds. Every round uses new pictures (servers cache), requests are built before the clock starts,
 and the first round only warms up. Prints tables; writes them, a plot and every round as JSON to --output.
 """
@@ -32,7 +32,7 @@ from paco_judge.grid import pairs, split_image
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
 
-# The toy judge knows themes of its own world only; other judges take any text.
+# The toy judge only knows themes of its own world. Other judges take any text.
 THEME = "2x2 grid layout depicting a filled purple triangle.The same triangle throughout."
 PERCENTILES = (50, 90, 99)
 

@@ -9,7 +9,7 @@ values (PyTorch's FakeTensorMode). Tensors on two devices, wrong shapes and data
 backward pass runs on a fake CPU. Live tensors and FLOPs are counted; weights, optimizer and reward models are computed. The
 seconds assume that every GPU reaches EFFICIENCY of its stated peak; nothing is measured.
 
-Models: those of paco_grpo/architectures.py and local pipeline folders. Exit status: 0 = fits; 1 = does not fit, or the code
+Models: paco_grpo/architectures.py lists them; local pipeline folders work, too. Exit status: 0 = fits; 1 = does not fit, or the code
 failed; 2 = a wrong option.
 """
 
@@ -514,7 +514,7 @@ def _bytes(value: Any) -> int:
 
 
 def _quantized(policy: Policy, options: RunOptions) -> list[nn.Linear]:
-    """The layers of the base that are stored in few bits: those of the blocks."""
+    """The base's quantized layers, which are in the blocks."""
     blocks = [part for part in policy.transformer.children() if isinstance(part, nn.ModuleList)]
     layers = [(name, layer) for part in blocks for name, layer in part.named_modules() if isinstance(layer, nn.Linear)]
     return [layer for name, layer in layers if "lora_" not in name] if options.pretrained.quantize else []
@@ -525,7 +525,7 @@ def _largest_decoded(policy: Policy, options: RunOptions) -> int:
 
 
 def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Bytes that stay on the device by part, those that are there while they compute, and those of the gradients."""
+    """Bytes by part that stay on the device, bytes by part that come only to compute, and bytes of the gradients."""
     snapshots = tuple(f".{name}." for name in _snapshots(options))
     named = list(policy.transformer.named_parameters())
     trained = [p for _, p in named if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Which servers run and whether they answer, and ending those of one label.
+"""Shows which servers run and whether they answer, and ends the servers of a label.
 
     python -m vllm_server.status [--json]    exit status 0 when all are healthy, else 3; 1 after errors
     python -m vllm_server.status --stop      ends the servers of VLLM_LABEL and no other process; twice is fine

@@ -31,7 +31,7 @@ OPTION = "config.train.aggregate_fn"
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); ``std`` defaults to that of ``values``, without Bessel's correction."""
+    """(values − mean) / max(std, 1e-6); ``std`` defaults to the one of ``values``, without Bessel's correction."""
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 

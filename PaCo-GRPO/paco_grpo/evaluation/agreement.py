@@ -78,7 +78,7 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
 
 
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
-    """``options`` whose test rewards include those of κ: ``between_images`` is added beside ``consistency_score``.
+    """``options`` whose test rewards are enough for κ: ``between_images`` is added beside ``consistency_score``.
 
     Raises:
         ConfigError: Fewer than four images a prompt, or test rewards without ``consistency_score``.
@@ -106,7 +106,7 @@ def agreement(
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:
-        rows: Of ``eval_data.jsonl``, with several images of each prompt.
+        rows: Rows of ``eval_data.jsonl``; each prompt has several images.
         against: Rows of another evaluation of the same prompts and seeds: then differences, paired by prompt.
 
     Returns:

@@ -30,7 +30,7 @@ BENCHMARKS = {
 
 
 def options_for(options: RunOptions, benchmark: str) -> RunOptions:
-    """``options`` whose test set and test rewards are those of ``benchmark``, a name or ``name=folder``; the rewards'
+    """``options`` with the test set and the test rewards of ``benchmark``, a name or ``name=folder``; the rewards'
     arguments are the configuration's. Raises a ``ConfigError`` for another name."""
     name, _, folder = benchmark.partition("=")
     if name not in BENCHMARKS:

@@ -38,7 +38,7 @@ def _off(ratio: float, limit: float) -> bool:
 
 _TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
 _DAMAGE = f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png"
-# Metric, limit, test, what is said of the value, likely cause.
+# Metric, limit, test, message, likely cause.
 _COLLAPSES = (
     ("health/velocity_change", 0.75, operator.gt,
      "the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's", _TOO_FAST),

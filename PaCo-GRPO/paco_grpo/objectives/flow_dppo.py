@@ -40,7 +40,7 @@ def _divergence(change: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
 def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """−A·ratio, or 0 where D ≥ τ and the ratio has moved in the direction of A, + β·KL.
 
-    The ratio is that of the Gaussian densities, for Flow-CPS too (whose recorded log-probability has no normalizer).
+    The ratio compares Gaussian densities, for Flow-CPS too, although its recorded log-probability has no normalizer.
 
     Metrics: divergence_mean, divergence_max, beyond_share (D ≥ τ), masked_positive and masked_negative (masked samples by
     the sign of A), ratio_mean, ratio_deviation, policy_loss and, with β ≠ 0, kl.

@@ -90,7 +90,7 @@ class SampleOptions:
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(None, "steps after the last noise step; None: those of the schedule")
+    tail_steps: Count | None = option(None, "steps after the last noise step; None: as in the schedule")
     tail_order: Literal[1, 2] = option(1, "order of the steps after the last noise step: Euler or Adams-Bashforth")
 
 
@@ -180,7 +180,7 @@ class TestOptions:
     num_images: Count | None = option(None, "number of test items; None: all")
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
-    reward_fn: Weights = option({}, "rewards of the evaluation; empty: those of train")
+    reward_fn: Weights = option({}, "rewards of the evaluation; empty: as in training")
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "their arguments; missing names: as in train")
 
 

@@ -56,7 +56,7 @@ class Policy(ABC):
     masks_text: ClassVar[bool] = False  # texts of different length are padded and masked; otherwise padding counts as text
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
-    tokenizer_folder: ClassVar[str] = "tokenizer"  # that of the tokens which max_sequence_length counts
+    tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts
     offloads_text_encoders: bool = False  # ``encode`` copies them to the device: encode many items at a time
     pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 

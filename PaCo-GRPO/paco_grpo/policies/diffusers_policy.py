@@ -112,7 +112,7 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
-        """As in ``Policy``; ``options`` are those of the class."""
+        """As in ``Policy``; ``options`` are the arguments of the class."""
         try:
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_models(path, dtype))
         except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, SafetensorError) as error:
@@ -276,7 +276,7 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The pipeline's models by name. diffusers would load them too, but also where tensors are missing or left over.
 
     Raises:
-        ValueError: The weights are not those of the model; the message names tensors and folder.
+        ValueError: The weights do not fit the model; the message names tensors and folder.
     """
     models: dict[str, nn.Module] = {}
     for name, (library, class_name) in _parts(path).items():

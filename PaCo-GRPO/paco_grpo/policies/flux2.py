@@ -47,7 +47,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     family = "FLUX.2"
     needs_image = False
     several_images = True
-    # ``attn.to_out`` is the linear layer of single blocks, ``attn.to_out.0`` that of double blocks.
+    # The output layer is ``attn.to_out`` in single blocks and ``attn.to_out.0`` in double blocks.
     lora_targets = lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")) + (
         "attn.to_qkv_mlp_proj", "attn.to_out",
     )  # fmt: skip

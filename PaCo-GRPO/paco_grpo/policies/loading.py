@@ -128,5 +128,5 @@ def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
         return Path(snapshot_download(str(place), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are one or the other
         raise PolicyLoadError(
-            f"{option}: there is no folder {folder.absolute()}, and {place} cannot be had from the hub: {error}"
+            f"{option}: there is no folder {folder.absolute()}, and {place} cannot be loaded from the hub: {error}"
         ) from error

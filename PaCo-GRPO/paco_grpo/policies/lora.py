@@ -260,7 +260,7 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
 def save_diffusers(policy: Policy, directory: str | Path) -> None:
     """Write ``pytorch_lora_weights.safetensors`` so that ``pipe.load_lora_weights(directory)`` gives the same model.
 
-    The format is that of ``policy.pipeline``'s class; rank and alpha are in the file's metadata.
+    ``policy.pipeline``'s class chooses the format; rank and alpha are in the file's metadata.
     """
     transformer = unwrap(policy.transformer)
     metadata = transformer.peft_config[TRAINED].to_dict()

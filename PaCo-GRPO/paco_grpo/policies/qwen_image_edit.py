@@ -66,7 +66,7 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         return QwenEditConditioning(**texts, **self._encode_references(references))
 
     def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
-        """The images for the text encoder; here those of the VAE."""
+        """The images for the text encoder; here the VAE's."""
         return EncoderImages(tuple(r.image for r in references), tuple(r.key for r in references))
 
     def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class BetweenImages(ConsistencyScore):
         """One pair of sub-figures for each two images."""
         cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
-        # Two different sub-figures, because those of one place look alike by their place.
+        # Two different sub-figures, because sub-figures of the same place look alike.
         places = itertools.cycle(itertools.permutations(range(len(cells[0])), 2))
         asked, of_pairs = self.about([(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, places)], item)
 

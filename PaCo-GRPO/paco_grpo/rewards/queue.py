@@ -51,7 +51,7 @@ class ScoreQueue:
         self._calls: dict[Future, tuple[str, np.ndarray]] = {}  # → reward and rows
 
     def submit(self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]) -> None:
-        """Start scoring ``images``; their scores go to ``rows`` of the result, those of None are missing."""
+        """Start scoring ``images``; their scores go to ``rows`` of the result. An image that is None has no score."""
         present = [entry for entry in zip(rows, images, items, strict=True) if entry[1] is not None]
         for name, waiting in self._waiting.items():
             waiting += present

@@ -32,7 +32,7 @@ class Sampling:
     noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
     cps: bool = False  # Flow-CPS instead of Flow-SDE
     merge_lora: bool = False
-    tail_steps: int | None = None  # at most; None = those of the schedule
+    tail_steps: int | None = None  # at most; None = as in the schedule
     tail_order: int = 1  # 1 = Euler; 2 = two-step Adams-Bashforth, which needs no additional forward pass
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class GroupFeatures:
             self.clip.load()
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """The images of the samples ``numbers``; those of None, which have no reward, are NaN."""
+        """The images of the samples ``numbers``. Features of None, which has no reward, are NaN."""
         present = [(n, image) for n, image in zip(numbers, images, strict=True) if image is not None]
         if self.clip is not None and present:
             features = self.clip.images([image for _, image in present], len(present))

@@ -120,7 +120,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Seconds inside the block are added to those of ``phase``."""
+        """Add the seconds inside the block to ``phase``."""
         started = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started

@@ -139,7 +139,7 @@ class Updater:
         return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
     def _steps(self, data: Pass, numbers: np.ndarray) -> list[Step]:
-        """The training steps of the micro-batch of samples ``numbers``; σ and noise are drawn anew in each inner
+        """The training steps of the micro-batch of samples ``numbers``; σ and noise are drawn again in each inner
         epoch, as the authors of DGPO do (arXiv 2510.08425)."""
         rollout, train = data.rollouts.stack(numbers), self.options.train
         values = torch.as_tensor(data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32)

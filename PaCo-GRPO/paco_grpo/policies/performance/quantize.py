@@ -1,7 +1,7 @@
 """The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with bitsandbytes' layers.
 
 Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and it skips layers by the last part of
-their name, so that leaving out the transformer's ``proj_out`` leaves out those of all blocks (2.7 GB of FLUX.1-dev).
+their name, so that leaving out the transformer's ``proj_out`` leaves out the ones of all blocks (2.7 GB of FLUX.1-dev).
 """
 
 from __future__ import annotations
