@@ -116,7 +116,8 @@ def main(path: str, *adapters: str) -> int:
         print(error)
         return 1
     except Exception as error:  # noqa: BLE001  (whatever transformers cannot build, vLLM may know)
-        print(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+        first, *_ = str(error).strip().splitlines() or [""]
+        print(f"{type(error).__name__}: {first[:200]}")
         return 3
     return 0
 
