@@ -15,7 +15,7 @@ from PIL import Image
 from paco_judge.images import load_image
 from paco_reward.datasets import Example, load_examples
 from paco_reward.pairing.build import build as _build
-from paco_reward.pairing.command import add_options, check
+from paco_reward.pairing.command import add_parser, check
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
 
 GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
@@ -55,12 +55,12 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
     """build-dataset with options by name, on the world's grids; None and False leave one out."""
     given = {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
     given |= {"output": output, "test_share": 0.25, "sets_per_prompt": SETS} | more
-    arguments = []
+    arguments = ["build-dataset"]
     for name, value in given.items():
         if value is not None and value is not False:
             arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
     check(args)
     return _build(args)

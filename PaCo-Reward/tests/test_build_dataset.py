@@ -187,6 +187,24 @@ def test_a_stopped_run_resumes_without_loss_or_repetition(world, tmp_path):
         assert len(server.requests) == done
 
 
+def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
+    """The second run asks only what the first got no answer to, and again gets none."""
+    lines = read_lines(world / "metadata.jsonl")
+    refused = theme_question(split_prompt(lines[0]["prompt"]).theme)
+
+    def refuses(number, request):
+        about = request["messages"][0]["content"][-1]["text"]
+        return (400, {"error": {"message": "unloaded"}}, {}) if about == refused else colour_model(number, request)
+
+    with fake_judge.FakeJudge(refuses) as server:
+        command = ["build-dataset", "--grids", str(world / "grids"), "--metadata", str(world / "metadata.jsonl")]
+        for _ in range(2):
+            caplog.clear()
+            assert main([*command, "--output", str(tmp_path), "--server", server.url]) == 1
+            assert caplog.text.count("unloaded") == 1
+    assert rows(tmp_path, "consistency_reward_train")
+
+
 @pytest.mark.parametrize("scores", [True, False])
 def test_a_server_that_refuses_is_reported(world, tmp_path, scores):
     def refuses(number, request):

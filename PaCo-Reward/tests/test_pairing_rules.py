@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pairing_tools import of_colour
 from PIL import Image
 
-from paco_judge.questions import load_question
+from paco_judge.grid import GridPrompt
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import read_reason
 from paco_reward.pairing.inputs import PromptItem, Ranking, connected
@@ -51,11 +51,11 @@ def test_the_best_are_yes_and_the_worst_no(ranking_case, min_gap):
 @settings(max_examples=60)
 @given(st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30), st.integers(0, 99))
 def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
-    item = PromptItem("f", "p", "theme", 1, 1, "here", "g")
+    item = PromptItem("f", "p", GridPrompt("theme", ("p",), 1, 1), "here", "g", "", {}, [])
     rankings = [ranking(f"{ref}.png", [f"{i}.png" for i in order]) for ref, order in orders]
     counts = Counter()
     labeled = [(one, labels_of_ranking(one, 1, 2, 0)) for one in rankings]
-    made = pairs_of_rankings(labeled, {"f": item}, load_question("theme"), seed, counts)
+    made = pairs_of_rankings(labeled, {"f": item}, {"f": "?"}, seed, counts)
     votes = {}
     for ref, order in orders:
         for other, vote in ((order[0], 1), (order[-1], -1), (order[-2], -1)):

@@ -1,11 +1,12 @@
-"""A model's answers over a server: P(Yes) for rankings and edits, reasons. Each is journaled as it arrives."""
+"""A model's answers over a server: P(Yes) for rankings and edits, reasons. Each is kept in a file as it arrives."""
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +14,17 @@ from tqdm import tqdm
 
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import load_image
-from paco_judge.questions import Question
 from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
-from paco_reward.pairing.inputs import PromptItem, Ranking, ReasonRow
-from paco_reward.pairing.select import CandidateSet, LabeledPair
+from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
+from paco_reward.pairing.select import LabeledPair
 
 REASON_TOKENS = 256
 _PAIRS_AT_ONCE = 64
 _VERDICT = re.compile(r"^[\s\"'“”*_#>\-]*(yes|no)\b[\s\"'“”*_.,:;!\-–—]*", re.IGNORECASE)
 _FEWEST_REASON_CHARACTERS = 12
 
-
-class Journal:
-    """A file of ``{"key": …, "value": …}`` lines, so that a killed run repeats no question.
-
-    A damaged line counts as a question without answer.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.values: dict[str, Any] = {}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        for line in text.split("\n"):
-            with suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                self.values[row["key"]] = row["value"]
-        self._file = file.open("a", encoding="utf-8")
-        if text and not text.endswith("\n"):
-            self._file.write("\n")  # a kill cut the last line off
-
-    def add(self, key: str, value: Any) -> None:
-        """Keep an answer; it is in the file when this returns."""
-        self.values[key] = value
-        self._file.write(json.dumps({"key": key, "value": value}) + "\n")
-        self._file.flush()
-
+logger = logging.getLogger(__name__)
 
 Asked = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 
@@ -56,14 +32,19 @@ Asked = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, texts: bool = False) -> dict[Asked, Any]:
     """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
 
-    They come from the journal or from the server. Raises PacoRewardError: The server gives no answers.
+    A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. A warning says why there is none.
+    Raises PacoRewardError: The server gives no answers.
     """
-    journal = Journal(output / "work" / ("reasons.jsonl" if texts else "scores.jsonl"))
+    file = output / "work" / ("reasons.jsonl" if texts else "scores.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
     form = () if texts else astuple(judge.form)
     keys = {one: json.dumps([judge.check(), *one, *form]) for one in asked}
-    todo = [one for one, key in keys.items() if key not in journal.values]
-    with tqdm(total=len(todo), desc=what) as bar:
-        for start in range(0, len(todo), _PAIRS_AT_ONCE):
+    with file.open("a+b") as journal:
+        whole, _, _ = file.read_bytes().rpartition(b"\n")  # a kill may have cut the last line off
+        journal.truncate(len(whole) + bool(whole))
+        known = {row["key"]: row["value"] for row in map(json.loads, whole.splitlines())}
+        todo, errors = [one for one, key in keys.items() if key not in known], []
+        for start in tqdm(range(0, len(todo), _PAIRS_AT_ONCE), desc=what, unit_scale=_PAIRS_AT_ONCE):
             own = todo[start : start + _PAIRS_AT_ONCE]
             pairs = [Pair(load_image(output / first), load_image(output / second), text) for first, second, text in own]
             if texts:
@@ -72,39 +53,39 @@ def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, tex
                 found = [(verdict.p_yes, verdict.error) for verdict in judge.score_blocking(pairs)]
             for one, (value, error) in zip(own, found, strict=True):
                 if error is None:
-                    journal.add(keys[one], value)
-            bar.update(len(own))
-            if all(error is not None for _, error in found) and (len(own) == _PAIRS_AT_ONCE or not journal.values):
+                    known[keys[one]] = value
+                    journal.write(json.dumps({"key": keys[one], "value": value}).encode() + b"\n")
+            journal.flush()
+            errors += [error for _, error in found if error is not None]
+            if all(error is not None for _, error in found) and (len(own) == _PAIRS_AT_ONCE or not known):
                 raise PacoRewardError(f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue")
-    return {one: journal.values[key] for one, key in keys.items() if key in journal.values}
+    if errors:
+        logger.warning(
+            "no answer to %d of %d %s, first: %s; run again to ask them", len(errors), len(todo), what, errors[0]
+        )
+    return {one: known[key] for one, key in keys.items() if key in known}
 
 
 def rank_by_scores(
-    sets: Sequence[CandidateSet],
-    items: Mapping[str, PromptItem],
-    output: Path,
-    judge: JudgeClient,
-    counts: Counter,
-    question: Question,
+    sets: Sequence[CandidateSet], questions: Mapping[str, str], output: Path, judge: JudgeClient, counts: Counter
 ) -> list[Ranking]:
-    """Rank the candidates of each set by a judge's P(Yes) of ``question`` on (reference, candidate).
+    """Rank the candidates of each set by a judge's P(Yes) of its folder's question on (reference, candidate).
 
     Sets with a missing score are left out and counted (``rankings_without_answer``); the next run asks again.
     """
-    asked = {}
+    asked = []
     for one in sets:
-        folder, text = f"images/{one.folder}/", question.text(theme=items[one.folder].theme)
-        asked[one] = {name: (folder + one.ref_image, folder + name, text) for name in one.comp_images}
-    known = ask([key for keys in asked.values() for key in keys.values()], output, judge, "rankings")
+        folder = f"images/{one.folder}/"
+        asked.append([(folder + one.ref_image, folder + name, questions[one.folder]) for name in one.comp_images])
+    known = ask(chain.from_iterable(asked), output, judge, "rankings")
     rankings = []
-    for one, keys in asked.items():
-        scores = {name: known[key] for name, key in keys.items() if key in known}
-        if len(scores) < len(keys):
+    for one, keys in zip(sets, asked, strict=True):
+        scores = {name: known.get(key) for name, key in zip(one.comp_images, keys, strict=True)}
+        if None in scores.values():
             counts["rankings_without_answer"] += 1
             continue
-        ranked = sorted(scores, key=lambda name: -scores[name])
-        numbers = [scores[name] for name in ranked]
-        rankings.append(Ranking(folder=one.folder, ref_image=one.ref_image, rank_images=ranked, scores=numbers))
+        ranked = sorted(scores, key=scores.get, reverse=True)
+        rankings.append(Ranking(**dict(one), rank_images=ranked, scores=[scores[name] for name in ranked]))
     return rankings
 
 
@@ -135,7 +116,14 @@ def write_reasons(pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient
     Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
     (``reasons_unreadable``), and questions without an answer (``reasons_without_answer``; the next run asks again).
     """
-    keys = {pair: (pair.first, pair.second, _reason_request(pair)) for pair in pairs}
+    # Wording of ours. It lets the model disagree with the verdict: the pair is then left out.
+    request = (
+        "This question was asked about the two images:\n\n{0.question}\n\nThe verdict that was given is: {0.verdict}. "
+        'Write the answer. Begin with the word "{0.verdict}." and then give, in two to four sentences, the detailed '
+        "reasons that can be seen in the two images. Do not mention that a verdict was given. If what you see clearly "
+        "contradicts the verdict, begin with the verdict that you would give instead."
+    )
+    keys = {pair: (pair.first, pair.second, request.format(pair)) for pair in pairs}
     known = ask(keys.values(), output, judge, "reasons", texts=True)
     answered = [(pair, known[key]) for pair, key in keys.items() if key in known]
     counts["reasons_without_answer"] += len(keys) - len(answered)
@@ -168,16 +156,6 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
         if agrees == "kept":
             kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
     return kept
-
-
-def _reason_request(pair: LabeledPair) -> str:
-    """Wording of ours. It lets the model disagree with the verdict: the pair is then left out."""
-    return (
-        f"This question was asked about the two images:\n\n{pair.question}\n\nThe verdict that was given is: "
-        f'{pair.verdict}. Write the answer. Begin with the word "{pair.verdict}." and then give, in two to four '
-        "sentences, the detailed reasons that can be seen in the two images. Do not mention that a verdict was given. If "
-        "what you see clearly contradicts the verdict, begin with the verdict that you would give instead."
-    )
 
 
 def read_reason(answer: str) -> tuple[str, str] | None:

@@ -9,32 +9,31 @@ OUTPUT/
 """
 
 import hashlib
-import io
 import json
-import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from paco_judge.client import JudgeClient
 from paco_judge.grid import split_image
-from paco_judge.images import load_image
+from paco_judge.images import encode, load_image
 from paco_judge.questions import EDITING, Question, form_of, load_editing_questions, load_question, record
 from paco_reward.answers import client_of
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, select
-from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking
+from paco_reward.pairing.inputs import EditRow, PromptItem
 from paco_reward.pairing.select import LabeledPair
 
 EDITING_NAME = "sharegpt_editing"
 TRAIN, TEST = "train", "test"
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-
-logger = logging.getLogger(__name__)
 
 
 def build(options: Namespace) -> dict[str, Any]:
@@ -48,13 +47,8 @@ def build(options: Namespace) -> dict[str, Any]:
     items = inputs.read_prompts(options.metadata, folder, bool(options.grids)) if folder else []
     by_folder = {item.folder: item for item in items}
     edits = inputs.read_edits(options.editing, bool(options.server)) if options.editing else []
-    ranked = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
+    rankings = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
     written = inputs.read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
-    if items and ranked is None and not any(len(i.generations) > 1 and i.panels > 1 for i in items):
-        raise PacoRewardError(
-            f"no prompt can be paired: it takes two generations and two panels, but {items[0].place} has "
-            f"{len(items[0].generations)} of {items[0].panels}; generate more, or give --rankings"
-        )
     form = form_of(options, answer_tokens="variants")
     judge = client_of(options, options.model, form) if options.server else None
     if judge:
@@ -64,8 +58,17 @@ def build(options: Namespace) -> dict[str, Any]:
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output))
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
+        questions = {item.folder: question.text(theme=item.grid.theme) for item in items}
         _write_lines(output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items))
-        rankings = ranked if ranked is not None else _form_rankings(options, by_folder, judge, counts, question)
+        if rankings is None:
+            formed = [
+                select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed) for i in items
+            ]
+            sets = [one for own in formed for one in own]
+            counts |= {"prompts_without_sets": formed.count([]), "sets": len(sets)}
+            _write_lines(output / "sets.jsonl", (one.model_dump(exclude={"place"}) for one in sets))
+            if not options.sets_only:
+                rankings = answers.rank_by_scores(sets, questions, output, judge, counts)
         if not options.sets_only:
             counts["rankings"] = len(rankings)
             names = ("folder", "ref_image", "comp_images", "rank_images")
@@ -73,7 +76,7 @@ def build(options: Namespace) -> dict[str, Any]:
             _write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row)) for row in rows))
             ranks = options.yes_ranks, options.no_ranks, options.min_gap
             labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
-            pairs = select.pairs_of_rankings(labeled, by_folder, question, options.seed, counts)
+            pairs = select.pairs_of_rankings(labeled, by_folder, questions, options.seed, counts)
             decided = {item.group: item.split for item in items if item.split}
             datasets |= _datasets(options, options.name, pairs, counts, judge, decided, written)
     if edits and not options.sets_only:
@@ -93,22 +96,6 @@ def build(options: Namespace) -> dict[str, Any]:
     return stats
 
 
-def _form_rankings(
-    options: Namespace, items: Mapping[str, PromptItem], judge: JudgeClient | None, counts: Counter, question: Question
-) -> list[Ranking]:
-    """Candidate sets in OUTPUT/sets.jsonl, and the server's rankings of them (none with --sets_only)."""
-    sets = []
-    for item in items.values():
-        own = select.candidate_sets(item, options.candidates, options.sets_per_prompt, options.seed)
-        counts["prompts_without_sets"] += not own
-        sets += own
-    counts["sets"] = len(sets)
-    _write_lines(options.output / "sets.jsonl", map(asdict, sets))
-    if options.sets_only or judge is None:
-        return []
-    return answers.rank_by_scores(sets, items, options.output, judge, counts, question)
-
-
 def _editing_pairs(
     edits: Sequence[EditRow], output: Path, questions: Sequence[Question]
 ) -> tuple[list[LabeledPair], list[LabeledPair]]:
@@ -116,21 +103,21 @@ def _editing_pairs(
 
     Images are copied to OUTPUT/editing_images by content hash.
     """
+
+    def stored(file: str) -> str:
+        content = Path(file).read_bytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        _write(output / (name := f"editing_images/{digest}{Path(file).suffix.lower()}"), content)
+        return name
+
     labeled, others = [], []
     for edit in edits:
-        first, second = (_stored(Path(file), output) for file in (edit.source, edit.edited))
+        first, second = stored(edit.source), stored(edit.edited)
         for label, kind, question in zip((edit.consistency, edit.follows), EDITING, questions, strict=False):
             text = question.text(instruction=edit.instruction.strip())
             pair = LabeledPair(first, second, text, bool(label), kind, first)
             (others if label is None else labeled).append(pair)
     return labeled, others
-
-
-def _stored(file: Path, output: Path) -> str:
-    content = file.read_bytes()
-    name = f"editing_images/{hashlib.blake2b(content, digest_size=8).hexdigest()}{file.suffix.lower()}"
-    _write(output / name, content)
-    return name
 
 
 def _datasets(
@@ -147,8 +134,9 @@ def _datasets(
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
     kept = select.without_duplicates(select.shuffled(labeled, options.seed), leader, counts)
-    if name == EDITING_NAME:
-        kept = select.grouped_by_image(kept, leader)
+    if name == EDITING_NAME:  # pairs that share an image, or near-duplicates of one, stay together
+        groups = inputs.connected([(leader[pair.first], leader[pair.second]) for pair in kept])
+        kept = [replace(pair, group=kept[first].first) for pair, first in zip(kept, groups, strict=True)]
     undecided = {pair.group for pair in kept} - set(decided)
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     testing |= {group for group, part in decided.items() if part == TEST}
@@ -185,24 +173,23 @@ def _claim(output: Path, items: Sequence[PromptItem]) -> None:
 
 def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     """Cut or copy to OUTPUT/images/<idx>/ what is not there yet; the number of all sub-figures."""
+
+    @lru_cache(maxsize=1)  # the panels of an image follow each other
+    def cut(file: Path, rows: int, cols: int) -> list[Image.Image]:
+        return split_image(load_image(file), rows, cols)
+
     for item in items:
-        grid: tuple[Path | None, list] = (None, [])  # the last one that was cut
         for name, (file, panel) in item.sources.items():
             target = output / "images" / item.folder / name
             if target.exists():
                 continue
-            if panel is None:
-                _write(target, file.read_bytes())
-                continue
-            if grid[0] != file:
-                try:
-                    grid = file, split_image(load_image(file), item.rows, item.cols)
-                except ValueError as error:
-                    raise PacoRewardError(f"{item.place}: {file}: {error}") from error
-            content = io.BytesIO()
-            grid[1][panel].save(content, format="PNG", compress_level=3)
-            _write(target, content.getvalue())
-    logger.info("sub-figures of %d prompts: %s", len(items), output / "images")
+            try:
+                content = (
+                    file.read_bytes() if panel is None else encode(cut(file, item.grid.rows, item.grid.cols)[panel])
+                )
+            except ValueError as error:
+                raise PacoRewardError(f"{item.place}: {file}: {error}") from error
+            _write(target, content)
     return sum(len(item.sources) for item in items)
 
 

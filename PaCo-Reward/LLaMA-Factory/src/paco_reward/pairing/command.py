@@ -14,19 +14,12 @@ Near-duplicates are removed, train and test are split by theme, Yes and No are b
 --reasons or --reasons_file also why. The same command resumes a stopped run and keeps every answer it already received.
 """
 
+
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `build-dataset` to the command line."""
-    parser = commands.add_parser(
-        "build-dataset",
-        help="build training pairs from generated images, rankings and edits",
-        description=DESCRIPTION,
-    )
-    add_options(parser)
+    text = "build training pairs from generated images, rankings and edits"
+    parser = commands.add_parser("build-dataset", help=text, description=DESCRIPTION)
     parser.set_defaults(command=run)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``build``."""
     folder, file = {"type": Path, "metavar": "FOLDER"}, {"type": Path, "metavar": "FILE"}
     count = {"type": positive, "metavar": "N"}
     images, ranked, reasons = (parser.add_mutually_exclusive_group() for _ in range(3))
@@ -35,10 +28,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--grids", **folder, help="grid images: named in the metadata, <idx>/*, <idx>.png, <idx>_*.png")
     images.add_argument("--sub_figures", **folder, help="images already cut, <idx>/<generation>/* in row-major order")
     add("--metadata", **file, help="jsonl with prompt and idx; several lines may be generations of one prompt")
-    ranked.add_argument("--rankings", **file, help="jsonl with folder, ref_image, comp_images, rank_images (best first)")
+    ranked.add_argument("--rankings", **file, help="jsonl: folder, ref_image, comp_images, rank_images (best first)")
     ranked.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
     add("--editing", **file, help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No)")
-    reasons.add_argument("--reasons_file", **file, help="jsonl with folder, images (two names), reason (Yes or No first)")
+    reasons.add_argument("--reasons_file", **file, help="jsonl: folder, images (two names), reason (Yes or No first)")
     reasons.add_argument("--reasons", action="store_true", help="the server's model writes a reason for every pair")
 
     add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
@@ -54,10 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--yes_ranks", **count, default=1, help="this many of the best are Yes (default %(default)s)")
     add("--no_ranks", **count, default=1, help="this many of the worst are No (default %(default)s)")
     add("--min_gap", type=float, default=0.1, help="smallest gap of P(Yes) between Yes and No (default %(default)s)")
-    add("--duplicate_bits", type=int, default=4, help="near-duplicates differ in so many of 64 bits (default %(default)s)")
+    add("--duplicate_bits", type=int, default=4, help="of 64, in which near-duplicates differ (default %(default)s)")
     add("--test_share", type=float, default=0.05, help="share of the themes that go to test (default %(default)s)")
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
-    add("--name", default="consistency_reward", help="of the data sets: NAME_train, NAME_cot_train … (default %(default)s)")
+    add("--name", default="consistency_reward", help="of the data sets NAME_train, … (default %(default)s)")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -66,20 +59,20 @@ def check(options: argparse.Namespace) -> None:
     labels = options.rankings or options.server or options.sets_only
     for problem, message in (
         (not images and not options.editing, "nothing to build from: give --grids, --sub_figures or --editing"),
-        (bool(images) != bool(options.metadata), "images (--grids, --sub_figures) and their prompts (--metadata) go together"),
-        (images and not labels, "labels come from --rankings FILE (people) or --server URL (a judge); or use --sets_only"),
+        (bool(images) != bool(options.metadata), "images (--grids, --sub_figures) need --metadata, and it them"),
+        (images and not labels, "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"),
         (options.reasons and not options.server, "--reasons are written by a model: give --server URL"),
-        (options.reasons_file and options.editing, "--reasons_file has no reasons for edits; build them in a separate run"),
+        (options.reasons_file and options.editing, "--reasons_file has none for --editing; build it in another run"),
         (not 0 <= options.test_share < 1, "--test_share lies in [0, 1)"),
-        (not images and (options.rankings or options.sets_only), "--rankings and --sets_only need --grids or --sub_figures"),
-        (not options.rankings and ranks > options.candidates, f"--yes_ranks and --no_ranks exceed {options.candidates} --candidates"),
+        (not images and (options.rankings or options.sets_only), "--rankings, --sets_only: give --grids"),
+        (not options.rankings and ranks > options.candidates, "--yes_ranks and --no_ranks exceed --candidates"),
     ):
         if problem:
             raise PacoRewardError(message)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, then print a summary."""
+    """Build, then print a summary; the exit status is 0 only if every question has an answer."""
     from paco_reward.pairing.build import build
 
     check(args)
@@ -92,4 +85,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"add rank_images (best first) to the lines of {args.output / 'sets.jsonl'}; pass the file to --rankings")
     else:
         print(f"written to {args.output}; stats.json holds these numbers")
-    return 0
+    return int(any(name.endswith("_without_answer") for name in stats["counts"]))

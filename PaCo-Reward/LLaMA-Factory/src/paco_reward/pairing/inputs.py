@@ -10,14 +10,15 @@ import codecs
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import networkx
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from paco_judge.grid import PromptLayoutError, split_prompt
+from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
 from paco_judge.json_io import lines
 from paco_reward.datasets import RESERVED, TAG
@@ -36,10 +37,10 @@ Text = Annotated[str, AfterValidator(_plain)]
 Files = Annotated[list[str], BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files))]
 
 
-class Row(BaseModel):
+class Row(pydantic.BaseModel):
     """A line of an input file. ``place``: ``FILE line N``. Other keys are ignored."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
+    model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
     place: str = ""
 
 
@@ -50,17 +51,25 @@ class PromptRow(Row):
     idx: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     theme: str | None = None
     split: Literal["train", "test", ""] | None = None
-    image: Files = []
-    file: Files = []
-    images: Files = []
+    files: Files = Field([], validation_alias=pydantic.AliasChoices("image", "file", "images"))
+
+    @model_validator(mode="after")
+    def _panels_match_the_layout(self) -> "PromptRow":
+        split_prompt(self.prompt)
+        return self
 
 
-class Ranking(Row):
-    """``rank_images``: the candidates, best first. ``scores``: P(Yes) in the same order, where a judge gave them."""
+class CandidateSet(Row):
+    """A reference and the candidates to be ranked against it; names are relative to the prompt's folder."""
 
     folder: str
     ref_image: str
     comp_images: list[str] | None = None
+
+
+class Ranking(CandidateSet):
+    """``rank_images``: the candidates, best first. ``scores``: P(Yes) in the same order, where a judge gave them."""
+
     rank_images: list[str] = Field(min_length=2)
     scores: list[float] | None = None
 
@@ -99,20 +108,14 @@ class PromptItem:
 
     folder: str  # the metadata's idx
     prompt: str
-    theme: str
-    rows: int
-    cols: int
+    grid: GridPrompt
     place: str  # the line it was read from
-    group: str = ""  # of prompts that share a theme; train and test are split by it
-    split: str = ""  # train or test, where the metadata decides
+    group: str  # of prompts that share a theme; train and test are split by it
+    split: str  # train or test, where the metadata decides
     # By name, the file and the panel of it to be cut out (None: all of it).
-    sources: dict[str, tuple[Path, int | None]] = field(default_factory=dict)
+    sources: dict[str, tuple[Path, int | None]]
     # Names of each one's panels, row-major. Other names are of unknown generation: only a file of rankings pairs them.
-    generations: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def panels(self) -> int:
-        return self.rows * self.cols
+    generations: list[list[str]]
 
 
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
@@ -122,7 +125,7 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
         place = f"{file} line {number}"
         try:
             rows.append(kind.model_validate_json(line.removeprefix(codecs.BOM_UTF8)))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             found = error.errors()[0]
             raise PacoRewardError(f"{place}: {'.'.join(map(str, found['loc']))} {found['msg']}") from error
         rows[-1].place = place
@@ -139,32 +142,35 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
     """
     if not folder.is_dir():
         raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
-    items: dict[str, PromptItem] = {}
-    named: dict[str, list[Path]] = {}
-    themes: dict[str, list[str]] = {}
+    prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
     for row in read_rows(metadata, PromptRow):
-        name = row.idx or next((i.folder for i in items.values() if i.prompt == row.prompt), f"{len(items):04d}")
-        place = f"{row.place} (idx {name})"
-        try:
-            grid = split_prompt(row.prompt)
-        except PromptLayoutError as error:
-            raise PacoRewardError(f"{place}: {error}") from error
-        item = PromptItem(name, row.prompt, grid.theme, grid.rows, grid.cols, place, split=row.split or "")
-        known = items.setdefault(name, item)
-        if (known.prompt, known.split) != (item.prompt, item.split):
-            raise PacoRewardError(f"{place}: idx {name} has another prompt or split ({known.place}); make it unique")
-        texts = (row.prompt, grid.theme, row.theme or row.prompt)
-        themes.setdefault(name, []).extend(" ".join(text.casefold().split()) for text in texts)
-        files = (row.image or row.file or row.images) if grids else ()
-        named.setdefault(name, []).extend(_existing(folder, file, place) for file in files)
-    every, found = list(items.values()), []
-    for item, number in zip(every, connected(list(themes.values())), strict=True):
-        first = every[number]
-        if item.split != first.split:
-            raise PacoRewardError(f"{item.place}: split {item.split!r}, but {first.split!r} for its theme ({first.place})")
-        found_images = _grids(item, named[item.folder], folder) if grids else _sub_figures(item, folder / item.folder)
-        found.append(replace(found_images, group=first.folder))
-    return found
+        row.idx = row.idx or next(
+            (i for i, own in prompts.items() if own[0].prompt == row.prompt), f"{len(prompts):04d}"
+        )
+        row.place += f" (idx {row.idx})"
+        first = prompts.setdefault(row.idx, [row])[0]
+        if (row.prompt, row.split) != (first.prompt, first.split):
+            raise PacoRewardError(
+                f"{row.place}: idx {row.idx} has another prompt or split ({first.place}); make it unique"
+            )
+        if row is not first:
+            prompts[row.idx].append(row)
+    layouts = [split_prompt(own[0].prompt) for own in prompts.values()]
+    themes = [
+        [" ".join(text.casefold().split()) for row in own for text in (row.prompt, grid.theme, row.theme or row.prompt)]
+        for own, grid in zip(prompts.values(), layouts, strict=True)
+    ]
+    items = []
+    for own, grid, number in zip(prompts.values(), layouts, connected(themes), strict=True):
+        row, first = own[0], list(prompts.values())[number][0]
+        if row.split != first.split:
+            raise PacoRewardError(
+                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})"
+            )
+        find = _grids if grids else _sub_figures
+        sources, generations = find(own, folder, len(grid.panels))
+        items.append(PromptItem(row.idx, row.prompt, grid, row.place, first.idx, row.split or "", sources, generations))
+    return items
 
 
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
@@ -177,29 +183,31 @@ def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
     return [first.setdefault(parts[own[0]], index) for index, own in enumerate(keys)]
 
 
-def _grids(item: PromptItem, named: Sequence[Path], folder: Path) -> PromptItem:
-    name = re.escape(item.folder) + r"([_-].*)?"
-    files = named or _images(folder / item.folder) or [f for f in _images(folder) if re.fullmatch(name, f.stem)]
+Found = tuple[dict[str, tuple[Path, int | None]], list[list[str]]]  # ``sources`` and ``generations`` of a prompt
+
+
+def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
+    idx, place = rows[0].idx, rows[0].place
+    files = dict.fromkeys(_existing(folder, file, row.place) for row in rows for file in row.files)
+    name = re.compile(re.escape(idx) + r"([_-].*)?")
+    files = list(files) or _images(folder / idx) or [file for file in _images(folder) if name.fullmatch(file.stem)]
     if not files:
-        raise PacoRewardError(f"{item.place}: no image in {folder} is named in the line, {item.folder}/* or {item.folder}_*")
-    sources = {}
-    for number, file in enumerate(dict.fromkeys(files)):
-        sources |= {f"{number:02d}/{panel}.png": (file, panel) for panel in range(item.panels)}
-    names = list(sources)
-    generations = tuple(tuple(names[i : i + item.panels]) for i in range(0, len(names), item.panels))
-    return replace(item, sources=sources, generations=generations)
+        raise PacoRewardError(f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*")
+    generations = [[f"{number:02d}/{panel}.png" for panel in range(panels)] for number in range(len(files))]
+    cut = zip(files, generations, strict=True)
+    return {name: (file, panel) for file, names in cut for panel, name in enumerate(names)}, generations
 
 
-def _sub_figures(item: PromptItem, own: Path) -> PromptItem:
-    parts = sorted(path for path in own.iterdir() if path.is_dir()) if own.is_dir() else []
-    generations = tuple(tuple(f"{part.name}/{file.name}" for file in _images(part)) for part in parts)
-    for part, names in zip(parts, generations, strict=True):
-        if len(names) != item.panels:
-            raise PacoRewardError(f"{item.place}: {part} has {len(names)} images for {item.rows}x{item.cols} panels")
+def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
+    own, generations = folder / rows[0].idx, []
+    for part in sorted(path for path in own.glob("*") if path.is_dir()):
+        generations.append([f"{part.name}/{file.name}" for file in _images(part)])
+        if len(generations[-1]) != panels:
+            raise PacoRewardError(f"{rows[0].place}: {part} has {len(generations[-1])} images for {panels} panels")
     names = [name for generation in generations for name in generation] + [file.name for file in _images(own)]
     if not names:
-        raise PacoRewardError(f"{item.place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
-    return replace(item, sources={name: (own / name, None) for name in names}, generations=generations)
+        raise PacoRewardError(f"{rows[0].place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
+    return {name: (own / name, None) for name in names}, generations
 
 
 def _existing(folder: Path, name: str, place: str) -> Path:
@@ -210,8 +218,7 @@ def _existing(folder: Path, name: str, place: str) -> Path:
 
 
 def _images(folder: Path) -> list[Path]:
-    files = folder.iterdir() if folder.is_dir() else ()
-    return sorted(file for file in files if file.is_file() and file.suffix.lower() in _SUFFIXES)
+    return sorted(file for file in folder.glob("*") if file.is_file() and file.suffix.lower() in _SUFFIXES)
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
@@ -220,7 +227,7 @@ def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
     for row in rankings:
         if row.folder not in items and row.folder.isdecimal():
             row.folder = row.folder.lstrip("0") or "0"  # the benchmark writes 0007 and 7
-        _check_names(row.place, row.folder, (row.ref_image, *row.rank_images), items)
+        _check_names(row, (row.ref_image, *row.rank_images), items)
     return rankings
 
 
@@ -228,19 +235,21 @@ def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[
     """Reasons by the two images' paths in the data set. Raises PacoRewardError, naming the line."""
     found: dict[frozenset[str], ReasonRow] = {}
     for row in read_rows(file, ReasonRow):
-        _check_names(row.place, row.folder, row.images, items)
+        _check_names(row, row.images, items)
         if found.setdefault(frozenset(f"images/{row.folder}/{name}" for name in row.images), row) is not row:
             raise PacoRewardError(f"{row.place}: the pair {row.images} of {row.folder} already has a reason")
     return found
 
 
-def _check_names(place: str, folder: str, images: Iterable[str], items: Mapping[str, PromptItem]) -> None:
-    if folder not in items:
-        raise PacoRewardError(f"{place}: no prompt in the metadata has idx {folder}")
-    for name in images:
-        if name not in items[folder].sources:
-            known = ", ".join([*items[folder].sources][:5])
-            raise PacoRewardError(f"{place}: image {name!r} is not a sub-figure of prompt {folder}; known: {known} …")
+def _check_names(row: Ranking | ReasonRow, images: Iterable[str], items: Mapping[str, PromptItem]) -> None:
+    if row.folder not in items:
+        raise PacoRewardError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
+    known = items[row.folder].sources
+    if unknown := [name for name in images if name not in known]:
+        shown = ", ".join([*known][:5])
+        raise PacoRewardError(
+            f"{row.place}: {unknown[0]!r} is not a sub-figure of prompt {row.folder}; known: {shown} …"
+        )
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:

@@ -7,7 +7,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -16,20 +16,10 @@ import numpy as np
 from PIL import Image
 
 from paco_judge.images import load_image
-from paco_judge.questions import Question
-from paco_reward.pairing.inputs import PromptItem, Ranking, connected
+from paco_reward.pairing.inputs import CandidateSet, PromptItem, Ranking
 
 THUMBNAIL = 16
 LARGEST_RMS = 6.0
-
-
-@dataclass(frozen=True)
-class CandidateSet:
-    """A reference and the candidates to be ranked against it; names are relative to the prompt's folder."""
-
-    folder: str
-    ref_image: str
-    comp_images: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,25 +55,24 @@ def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> l
     The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. All
     candidates answer one panel text, so they differ in how consistent they are with the reference, not in content.
     """
-    generations = len(item.generations)
-    if generations < 2 or item.panels < 2:
+    generations, panels = len(item.generations), range(len(item.grid.panels))
+    if generations < 2:
         return []
     rng = random.Random(order_key(seed, item.folder, "sets"))
-    places = [p for p in product(range(generations), range(item.panels), range(item.panels)) if p[1] != p[2]]
+    places = [place for place in product(range(generations), panels, panels) if place[1] != place[2]]
     formed = []
     for own, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
         others = [g for g in range(generations) if g != own]
         chosen = [own, *rng.sample(others, min(candidates - 1, len(others)))]
-        names = tuple(item.generations[g][panel] for g in sorted(chosen))
-        formed.append(CandidateSet(item.folder, item.generations[own][reference], names))
+        names = [item.generations[g][panel] for g in sorted(chosen)]
+        formed.append(CandidateSet(folder=item.folder, ref_image=item.generations[own][reference], comp_images=names))
     return formed
 
 
 def labels_of_ranking(ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float) -> list[tuple[str, bool]] | None:
     """(candidate, label): Yes for the best ``yes_ranks`` of a ranking, No for the worst ``no_ranks``.
 
-    Those between are left out: people disagree on them most. None if the ranking is too short, or if its scores for Yes
-    and No differ by less than ``min_gap``.
+    None if the ranking is too short, or if its scores for Yes and No differ by less than ``min_gap``.
     """
     names, scores = ranking.rank_images, ranking.scores
     if len(names) < yes_ranks + no_ranks or scores and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap:
@@ -94,7 +83,7 @@ def labels_of_ranking(ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: 
 def pairs_of_rankings(
     rankings: Iterable[tuple[Ranking, list[tuple[str, bool]] | None]],
     items: Mapping[str, PromptItem],
-    question: Question,
+    questions: Mapping[str, str],
     seed: int,
     counts: Counter,
 ) -> list[LabeledPair]:
@@ -119,8 +108,7 @@ def pairs_of_rankings(
         shown = [f"images/{folder}/{first}", f"images/{folder}/{second}"]
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
-        item = items[folder]
-        pairs.append(LabeledPair(*shown, question.text(theme=item.theme), yes > no, "theme", item.group))
+        pairs.append(LabeledPair(*shown, questions[folder], yes > no, "theme", items[folder].group))
     return pairs
 
 
@@ -172,12 +160,6 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
     return kept
 
 
-def grouped_by_image(pairs: Sequence[LabeledPair], leader: dict[str, str]) -> list[LabeledPair]:
-    """The pairs with new groups: those that share an image, or near-duplicates of one, directly or through others."""
-    groups = connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
-    return [replace(pair, group=pairs[first].first) for pair, first in zip(pairs, groups, strict=True)]
-
-
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
     """``share`` of the groups, rounded; of two or more, one at least is for testing and one for training, unless it is 0."""
     known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
@@ -188,12 +170,12 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
 
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
-    sides: dict[tuple[str, bool], list[LabeledPair]] = {}
-    for pair in shuffled(pairs, seed):
-        sides.setdefault((pair.kind, pair.label), []).append(pair)
+    left = Counter((pair.kind, not pair.label) for pair in pairs)  # so many of each side may be kept
     kept = set()
-    for (kind, label), side in sides.items():
-        kept.update(side[: len(sides.get((kind, not label), []))])
+    for pair in shuffled(pairs, seed):
+        if left[pair.kind, pair.label]:
+            left[pair.kind, pair.label] -= 1
+            kept.add(pair)
     return [pair for pair in pairs if pair in kept]
 
 
