@@ -27,7 +27,6 @@ GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]
 
 STD_FLOOR = 1e-6
-OPTION = "config.train.aggregate_fn"
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
@@ -84,15 +83,18 @@ class log_tame_aggregate_fn:
             raise ValueError(f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0")
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        cv = {name: _coefficient_of_variation(groups) for name, groups in grouped_rewards.items()}
+        everything = {name: _concatenate(groups) for name, groups in grouped_rewards.items()}
+        with np.errstate(divide="ignore"):
+            cv = {name: float(r.std() / abs(r.mean())) if r.std() else 0.0 for name, r in everything.items()}
         average = {"mean": np.mean, "median": np.median}.get(self.threshold)
         limit = float(average(list(cv.values())) if average else self.threshold)
         self.stats = {f"cv/{name}": value for name, value in cv.items()}
         self.stats |= {f"log_tamed/{name}": float(value > limit) for name, value in cv.items()}
-        tamed = {
-            name: {key: _log1p(name, values) for key, values in groups.items()} if cv[name] > limit else groups
-            for name, groups in grouped_rewards.items()
-        }
+        tamed = dict(grouped_rewards)
+        for name in [name for name, value in cv.items() if value > limit]:
+            if (least := everything[name].min()) <= -1:
+                raise ValueError(f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1")
+            tamed[name] = {key: np.log1p(values) for key, values in grouped_rewards[name].items()}
         return weighted_sum(dict.fromkeys(cv, 1.0) if self.reward_weights is None else self.reward_weights, **tamed)
 
 
@@ -123,40 +125,58 @@ class weighted_advantage_sum_aggregate_fn:
         return total
 
 
+MEANS = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)}
 FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
-BUILT_IN = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)} | FACTORIES
 
 
 def get_aggregate_fn(
     spec: Any,
-    reward_weights: Mapping[str, float],
+    reward_weights: Mapping[str, float] | None = None,
     global_std: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> AggregateFn | None:
     """The aggregation of a run.
 
     Args:
-        spec: ``config.train.aggregate_fn``: None, a callable, or a description as ``resolve`` reads it.
+        spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
         reward_weights: Default weights of the built-in functions that take weights.
         global_std: Default of ``weighted_advantage_sum_aggregate_fn``.
         arguments: ``config.train.aggregate_fn_kwargs``, for a built-in function named by ``spec``.
 
     Raises:
-        ValueError: ``spec`` cannot be resolved, or does not take one of ``arguments``.
+        ValueError: There is no such function, or it does not take one of the arguments.
     """
-    factory = FACTORIES.get(spec) if isinstance(spec, str) else None
-    known = inspect.signature(factory).parameters if factory else {}
-    for name in arguments or {}:
-        if name not in known:
-            raise ValueError(f"config.train.aggregate_fn_kwargs has {name!r}, but aggregate_fn={spec!r} takes {[*known]}")
-    if factory is None:
-        return spec if callable(spec) else resolve(spec)
-    run = {"reward_weights": reward_weights, "global_std": global_std}
-    return factory(**{name: run[name] for name in known if name in run} | dict(arguments or {}))
+    name, given = spec, dict(arguments or {})
+    if _is_table(spec):
+        name, given = spec.get("name"), dict(spec.get("arguments", {})) | given
+    factory = FACTORIES.get(name) if isinstance(name, str) else None
+    known = _arguments(factory) if factory else []
+    if unknown := [argument for argument in given if argument not in known]:
+        raise ValueError(f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={name!r} takes {known}")
+    if spec is None or callable(spec):
+        return spec
+    place, _, function = str(name).rpartition(":")
+    try:
+        if factory is not None:
+            run = {"reward_weights": reward_weights, "global_std": global_std}
+            return factory(**{key: value for key, value in run.items() if key in known} | given)
+        if name in MEANS:
+            return MEANS[name]
+        if place.endswith(".py"):
+            return runpy.run_path(place)[function]
+        if place:
+            return getattr(importlib.import_module(place), function)
+    except (TypeError, ValueError, ImportError, AttributeError, KeyError, OSError) as error:
+        raise ValueError(f"config.train.aggregate_fn={name!r} cannot be used: {error}") from error
+    built_in = [*MEANS, *FACTORIES]
+    raise ValueError(
+        f"config.train.aggregate_fn={name!r} is unknown.{did_you_mean(str(name), built_in)} Known: {', '.join(built_in)}, "
+        "'package.module:function' or 'file.py:function'"
+    )
 
 
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
-    """What a saved configuration records of an aggregation, so that ``resolve`` finds it again.
+    """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it again.
 
     Returns:
         None and a description: unchanged. A built-in mean: its name. A built-in factory's result: ``{"name": …,
@@ -168,11 +188,13 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
-    if isinstance(aggregate_fn, tuple(FACTORIES.values())):
-        arguments = {f.name: getattr(aggregate_fn, f.name) for f in dataclasses.fields(aggregate_fn) if f.init}
-        return {"name": type(aggregate_fn).__name__, "arguments": {k: _plain(v) for k, v in arguments.items()}}
+    factory = type(aggregate_fn)
+    if factory in FACTORIES.values():
+        arguments = {argument: getattr(aggregate_fn, argument) for argument in _arguments(factory)}
+        plain = {k: {name: float(w) for name, w in v.items()} if _is_table(v) else v for k, v in arguments.items()}
+        return {"name": factory.__name__, "arguments": plain}
     name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", None) or ""
-    if BUILT_IN.get(name) is aggregate_fn and name not in FACTORIES:
+    if MEANS.get(name) is aggregate_fn:
         return name
     found = getattr(sys.modules.get(module), name, None) is aggregate_fn and not isinstance(aggregate_fn, type)
     if found and PathFinder.find_spec(module.partition(".")[0]):  # unlike a configuration file, loaded by its path
@@ -180,35 +202,8 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
     raise ValueError(
-        f"{OPTION} is {name or aggregate_fn!r}, which a saved run could not find again: give a built-in aggregation, or a "
-        "function at the top level of the configuration file or of an importable module"
-    )
-
-
-def resolve(description: str | Mapping[str, Any] | None) -> AggregateFn | None:
-    """The inverse of ``describe``.
-
-    Raises:
-        ValueError: There is no such function, or a built-in one does not take these arguments.
-    """
-    if description is None:
-        return None
-    name, arguments = description, {}
-    if _is_table(description):
-        name, arguments = description["name"], {k: _plain(v) for k, v in description["arguments"].items()}
-    place, _, function = str(name).rpartition(":")
-    try:
-        if name in BUILT_IN:
-            return BUILT_IN[name](**arguments) if name in FACTORIES else BUILT_IN[name]
-        if place.endswith(".py"):
-            return runpy.run_path(place)[function]
-        if place:
-            return getattr(importlib.import_module(place), function)
-    except (TypeError, ValueError, ImportError, AttributeError, KeyError, OSError) as error:
-        raise ValueError(f"{OPTION} = {name!r} {arguments or ''} cannot be used: {error}") from error
-    raise ValueError(
-        f"{OPTION} = {name!r} is unknown.{did_you_mean(str(name), BUILT_IN)} Known: {', '.join(BUILT_IN)}, "
-        "'package.module:function' or 'file.py:function'"
+        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a built-in "
+        "aggregation, or a function at the top level of the configuration file or of an importable module"
     )
 
 
@@ -216,12 +211,14 @@ def _is_table(value: Any) -> bool:
     return hasattr(value, "items")  # a dict or a ConfigDict
 
 
-def _plain(value: Any) -> Any:
-    return {name: float(weight) for name, weight in value.items()} if _is_table(value) else value
+def _arguments(factory: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(factory) if field.init]
 
 
 def _per_group(
-    function: Callable[[dict[str, np.ndarray]], np.ndarray], grouped: Mapping[str, GroupedRewards], least: float = -np.inf
+    function: Callable[[dict[str, np.ndarray]], np.ndarray],
+    grouped: Mapping[str, GroupedRewards],
+    least: float = -np.inf,
 ) -> dict[str, np.ndarray]:
     """``function`` of each group's ``{reward: (n,) float64}``. Raises ValueError where a reward is below ``least``."""
     for name, groups in grouped.items():
@@ -233,15 +230,3 @@ def _per_group(
 
 def _concatenate(groups: GroupedRewards) -> np.ndarray:
     return np.concatenate([np.asarray(values, np.float64) for values in groups.values()])
-
-
-def _coefficient_of_variation(groups: GroupedRewards) -> float:
-    values = _concatenate(groups)
-    std, mean = values.std(), abs(values.mean())
-    return 0.0 if std == 0 else float(std / mean) if mean > 0 else float("inf")
-
-
-def _log1p(name: str, values: np.ndarray) -> np.ndarray:
-    if np.min(values) <= -1:
-        raise ValueError(f"log_tame_aggregate_fn: reward {name!r} reaches {np.min(values):g}, but log(1 + r) needs r > −1")
-    return np.log1p(values)

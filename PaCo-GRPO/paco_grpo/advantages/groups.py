@@ -62,35 +62,38 @@ def compute_advantages(
     item_ids = np.asarray(item_ids)
     values = {name: np.array(array, np.float64) for name, array in rewards.items()}
     missing = np.isnan(np.stack(list(values.values()))).any(axis=0)
-    groups = _groups(item_ids, missing, per_prompt)
+    groups = _groups(item_ids, prompts, missing, per_prompt)
+    members_of = list(groups.values())
     kept, advantages = np.zeros(len(item_ids), dtype=bool), np.zeros(len(item_ids))
-    kept[np.concatenate([np.array([], int), *groups])] = True
+    kept[np.concatenate([np.array([], int), *members_of])] = True
     stats = {
         "missing_share": float(missing.mean()),
         "dropped_share": float(1 - kept.mean()),
-        "group_size_mean": float(np.mean([len(members) for members in groups])) if groups else 0.0,
+        "group_size_mean": float(np.mean([len(members) for members in members_of])) if groups else 0.0,
         "zero_std_share": 0.0,
         "mean_abs": 0.0,
     }
     if not groups:
         return AdvantageResult(advantages, kept, stats)
-    keys = _keys(groups, item_ids, prompts)
     if rank:  # scaled to [0, 1]
-        for members in groups:
+        for members in members_of:
             for v in values.values():
                 v[members] = (rankdata(v[members]) - 1) / (len(members) - 1)
-    grouped = {name: {key: v[members] for key, members in zip(keys, groups, strict=True)} for name, v in values.items()}
+    grouped = {name: {key: v[members] for key, members in groups.items()} for name, v in values.items()}
     function = aggregate_fn or partial(weighted_sum, reward_weights)
-    totals = _aggregate(function, grouped)
+    totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
+    expected, got = ({key: each.shape for key, each in found.items()} for found in (groups, totals))
+    if got != expected or not all(np.isfinite(total).all() for total in totals.values()):
+        raise ValueError(f"it must return one finite number for every image: arrays of the shapes {expected}, got {got}")
     if entropy_bonus:
-        bonus = perceptual_entropy_bonus(features, groups)
-        totals = {key: totals[key] + entropy_bonus * bonus[members] for key, members in zip(keys, groups, strict=True)}
+        bonus = perceptual_entropy_bonus(features, members_of)
+        totals = {key: totals[key] + entropy_bonus * bonus[members] for key, members in groups.items()}
     is_advantage = getattr(function, "returns_advantages", False)
     std = float(np.concatenate(list(totals.values())).std()) if global_std else None
-    for key, members in zip(keys, groups, strict=True):
+    for key, members in groups.items():
         advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
     if nearest_neighbor:
-        advantages *= np.where(advantages > 0, nearest_neighbor_factors(features, groups), 1.0)
+        advantages *= np.where(advantages > 0, nearest_neighbor_factors(features, members_of), 1.0)
     # np.ptp, because the std of equal numbers can be a rounding error above 0
     stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))
     stats["mean_abs"] = float(np.abs(advantages[kept]).mean())
@@ -98,31 +101,21 @@ def compute_advantages(
     return AdvantageResult(advantages, kept, stats)
 
 
-def _groups(item_ids: np.ndarray, missing: np.ndarray, per_prompt: bool) -> list[np.ndarray]:
-    """Positions of the kept samples of each group of at least two, groups by first appearance."""
+def _groups(item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool) -> dict[str, np.ndarray]:
+    """Key → positions of the kept samples of each group of at least two, groups by first appearance.
+
+    A key is the prompt's text; where two items share it, text plus item id; "all" for one group of everything.
+    """
     items = list(dict.fromkeys(item_ids.tolist()))
     if not per_prompt or len(items) == len(item_ids):
-        groups = [np.flatnonzero(~missing)]
+        found = [np.flatnonzero(~missing)]
     else:
-        groups = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
-    return [members for members in groups if len(members) >= 2]
-
-
-def _keys(groups: list[np.ndarray], item_ids: np.ndarray, prompts: Sequence[str]) -> list[str]:
-    """The prompt text of each group; where two items share it, text plus item id; 'all' for one group of everything."""
-    if len(groups) == 1 and len(set(item_ids[groups[0]].tolist())) > 1:
-        return ["all"]
-    texts = [prompts[members[0]] for members in groups]
-    return [
-        text if texts.count(text) == 1 else f"{text} [item {item_ids[members[0]]}]"
-        for text, members in zip(texts, groups, strict=True)
-    ]
-
-
-def _aggregate(function: AggregateFn, grouped: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    result = {key: np.asarray(values, np.float64) for key, values in function(**grouped).items()}
-    expected = {key: values.shape for key, values in next(iter(grouped.values())).items()}
-    got = {key: values.shape for key, values in result.items()}
-    if got != expected or not all(np.isfinite(values).all() for values in result.values()):
-        raise ValueError(f"it must return one finite number for every image: arrays of the shapes {expected}, got {got}")
-    return result
+        found = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
+    found = [members for members in found if len(members) >= 2]
+    if len(found) == 1 and len(set(item_ids[found[0]].tolist())) > 1:
+        return {"all": found[0]}
+    texts = [prompts[members[0]] for members in found]
+    return {
+        text if texts.count(text) == 1 else f"{text} [item {item_ids[members[0]]}]": members
+        for text, members in zip(texts, found, strict=True)
+    }

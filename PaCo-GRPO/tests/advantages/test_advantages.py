@@ -14,7 +14,6 @@ from paco_grpo.advantages.aggregation import (
     harmonic_mean_aggregate_fn,
     log_tame_aggregate_fn,
     product_aggregate_fn,
-    resolve,
     weighted_advantage_sum_aggregate_fn,
 )
 from paco_grpo.advantages.groups import compute_advantages
@@ -38,8 +37,7 @@ def expected(total, items, global_std, per_prompt=True):
     advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
     single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = [
-        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])]
-        for i in range(len(items))
+        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])] for i in range(len(items))
     ]
     for i, members in enumerate(members_of):
         kept[i] = not np.isnan(total[i]) and len(members) >= 2
@@ -55,9 +53,7 @@ def expected(total, items, global_std, per_prompt=True):
 @given(epochs(), st.booleans(), st.booleans())
 def test_weighted_sum(epoch, global_std, per_prompt):
     rewards, items, prompts = epoch
-    result = compute_advantages(
-        rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt
-    )
+    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt)
     total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
     advantages, kept = expected(total, items, global_std, per_prompt)
     np.testing.assert_array_equal(result.kept, kept)
@@ -112,7 +108,7 @@ def test_what_is_wrong_is_named():
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
-            resolve(description)
+            get_aggregate_fn(description)
     with pytest.raises(ValueError, match="aggregate_fn_kwargs has 'global_std'"):
         get_aggregate_fn("log_tame_aggregate_fn", WEIGHTS, arguments={"global_std": True})
 
@@ -180,7 +176,7 @@ def test_weighted_advantage_sum(global_std):
 def test_an_aggregation_is_saved_and_found_again():
     """Through JSON, as in a saved configuration."""
     for function in (None, harmonic_mean_aggregate_fn, np.mean):
-        assert resolve(json.loads(json.dumps(describe(function)))) is function
+        assert get_aggregate_fn(json.loads(json.dumps(describe(function)))) is function
     rewards = grouped()
     for made in (
         log_tame_aggregate_fn(threshold=0.6, reward_weights=WEIGHTS),
@@ -188,7 +184,7 @@ def test_an_aggregation_is_saved_and_found_again():
         weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std=True),
     ):
         saved = json.loads(json.dumps(describe(made)))
-        again = resolve(saved)
+        again = get_aggregate_fn(saved)
         assert type(again) is type(made) and describe(again) == saved
         for key, values in made(**rewards).items():
             np.testing.assert_array_equal(again(**rewards)[key], values)
