@@ -58,7 +58,9 @@ class product_aggregate_fn:
     reward_weights: Mapping[str, float]  # exponents ≥ 0
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        return _per_group(lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0)
+        return _per_group(
+            lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0
+        )
 
 
 @dataclass(eq=False)
@@ -126,7 +128,9 @@ class weighted_advantage_sum_aggregate_fn:
 
 
 MEANS = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)}
-FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
+FACTORIES = {
+    cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)
+}
 
 
 def get_aggregate_fn(
@@ -152,7 +156,9 @@ def get_aggregate_fn(
     factory = FACTORIES.get(name) if isinstance(name, str) else None
     known = _arguments(factory) if factory else []
     if unknown := [argument for argument in given if argument not in known]:
-        raise ValueError(f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={name!r} takes {known}")
+        raise ValueError(
+            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={name!r} takes {known}"
+        )
     if spec is None or callable(spec):
         return spec
     place, _, function = str(name).rpartition(":")
