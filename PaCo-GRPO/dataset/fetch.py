@@ -19,7 +19,6 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,17 @@ import pyarrow.parquet as pq
 
 from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
 from paco_judge.grid import split_prompt
-from paco_judge.images import UnreadableImage, read_image
+from paco_judge.images import read_image
 
 HERE = Path(__file__).resolve().parent
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _PIECE = 64  # rows of a table in memory
 
 
-# --- from the published form to ours: each reads a folder with a set and writes our files to ``out`` ----------------------
+# Each of these reads a folder with a set as published and writes our files to ``out``.
 
 
-def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool = False, **_) -> None:
+def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool, **_) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
     A set in one file is divided by a hash of each item's theme, so that train and test share no theme. Files named by
@@ -85,47 +84,35 @@ def gedit(source: Path, out: Path, *, language: str, **_) -> None:
     """
     rows = []
     (out / "images").mkdir()
-    for where, row in _parquet_rows(_files(source, "*.parquet")):
-        if row["instruction_language"] != language:
-            continue
-        name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
-        image = row.get("input_image_raw") or row["input_image"]
-        try:
+    for row in _parquet_rows(_files(source, "*.parquet")):
+        if row["instruction_language"] == language:
+            name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
+            image = row.get("input_image_raw") or row["input_image"]
             read_image(image["bytes"]).save(out / name)
-        except UnreadableImage as error:
-            raise DataError(f"{where}: the image {error}") from error
-        rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
+            rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
-def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int | None = None, **_) -> None:
+def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int | None, **_) -> None:
     """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, at most ``limit`` items.
 
-    Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives.
+    Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives. No picture
+    is in both splits.
     """
     schema = pa.schema({"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
-    edits = islice(_edits(source), limit)
-    with (
-        pq.ParquetWriter(out / "train.parquet", schema) as train,
-        pq.ParquetWriter(out / "test.parquet", schema) as test,
-    ):
-        while piece := list(islice(edits, _PIECE)):  # a large set is never in memory
-            rows: dict[pq.ParquetWriter, list[dict]] = {train: [], test: []}
-            for name, prompt, data in piece:
-                writer = test if _share_of(name) < test_share else train  # by image: no picture is in both
-                rows[writer].append({"prompt": prompt, "image": {"bytes": data, "path": None}})
-            for writer in filter(rows.get, rows):
-                writer.write_table(pa.Table.from_pylist(rows[writer], schema=schema))
-
-
-def _edits(source: Path) -> Iterator[tuple[str, str, bytes]]:
-    """(image's name, prompt, encoded image) of the edits of a single image."""
-    file, read = _files(source, "text_and_image_to_image*.json")[0], _image_reader(source)
-    for row in json.loads(file.read_bytes()):
-        names = row["input_image"]
-        names = [names] if isinstance(names, str) else names
+    read = _image_reader(source)
+    edits = []
+    for row in json.loads(_files(source, "text_and_image_to_image*.json")[0].read_bytes()):
+        names = [row["input_image"]] if isinstance(row["input_image"], str) else row["input_image"]
         if len(names) == 1:
-            yield names[0], row["input_prompt"], read(names[0])
+            edits.append((names[0], row["input_prompt"]))
+    for split in ("train", "test"):
+        chosen = [edit for edit in edits[:limit] if (_share_of(edit[0]) < test_share) == (split == "test")]
+        with pq.ParquetWriter(out / f"{split}.parquet", schema) as writer:
+            for start in range(0, len(chosen), _PIECE):  # a large set is never in memory
+                piece = chosen[start : start + _PIECE]
+                rows = [{"prompt": prompt, "image": {"bytes": read(name), "path": None}} for name, prompt in piece]
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
 def _image_reader(folder: Path) -> Callable[[str], bytes]:
@@ -148,7 +135,7 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
     return read
 
 
-def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None:
+def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split.
 
     The lists of the published trainer (``{train,test}.txt``) stay as they are.
@@ -160,7 +147,7 @@ def pickscore(source: Path, out: Path, *, limit: int | None = None, **_) -> None
     seen: set[str] = set()
     for split in ("test", "train"):
         captions: list[str] = []
-        for _, row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
+        for row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
             caption = " ".join(str(row["caption"] or "").split())
             if caption and caption not in seen and (limit is None or len(captions) < limit):
                 seen.add(caption)
@@ -180,12 +167,11 @@ def _share_of(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row, a piece of a file at a time."""
+def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Every row, a piece of a file in memory."""
     for file in files:
-        batches = pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns)
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield f"{file}: row {number}", row
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns):
+            yield from batch.to_pylist()
 
 
 def _write_lines(file: Path, lines: Iterable[str]) -> None:
@@ -199,88 +185,71 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return files
 
 
-# --- the sets ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PublicSet:
     """Where a set is published and how it is converted."""
 
     kind: str  # config.prompt_fn of the result
-    convert: Callable[..., None]  # (source, out, test_share=, language=, limit=)
-    hub: str = ""  # data set on the Hugging Face hub; empty: the files at ``urls``
-    patterns: tuple[str, ...] = ()  # its files that are needed
-    urls: tuple[str, ...] = ()
-    splits: tuple[str, ...] = ("train", "test")
+    convert: Callable[..., None]  # (source, out, and the options of the command line)
+    place: str  # a data set on the Hugging Face hub, or the address of a folder
+    files: tuple[str, ...]  # those that are needed; patterns on the hub
 
 
-_FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/"
-_SHAREGPT = "FreedomIntelligence/ShareGPT-4o-Image"
 SETS = {
     "t2is": PublicSet("geneval", t2is, "ChengyouJia/T2IS-Bench", ("*.jsonl",)),
-    "gedit": PublicSet("geneval_image", gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",), splits=("test",)),
+    "gedit": PublicSet("geneval_image", gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",)),
     "sharegpt-4o-image": PublicSet(
-        "arrow_editing", sharegpt_4o_image, _SHAREGPT, ("text_and_image_to_image*",)
+        "arrow_editing", sharegpt_4o_image, "FreedomIntelligence/ShareGPT-4o-Image", ("text_and_image_to_image*",)
     ),
     "pickscore": PublicSet("general_ocr", pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
-    "ocr": PublicSet("general_ocr", ocr, urls=(f"{_FLOW_GRPO}train.txt", f"{_FLOW_GRPO}test.txt")),
+    "ocr": PublicSet(
+        "general_ocr",
+        ocr,
+        "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr",
+        ("train.txt", "test.txt"),
+    ),
 }
 
 
-class FetchError(RuntimeError):
-    """A set that cannot be downloaded or converted; the message says what to do."""
-
-
 def download(public: PublicSet, name: str) -> Path:
-    """Folder with the set as published.
-
-    Raises:
-        FetchError: It cannot be downloaded; the message says how to download it on another machine.
-    """
+    """Folder with the set as published. Raises DataError, which says how to download it on another machine."""
+    urls = [f"{public.place}/{file}" for file in public.files] if public.place.startswith("https:") else []
     try:
-        if public.hub:
+        if not urls:
             from huggingface_hub import snapshot_download
 
-            return Path(snapshot_download(public.hub, repo_type="dataset", allow_patterns=list(public.patterns)))
+            return Path(snapshot_download(public.place, repo_type="dataset", allow_patterns=list(public.files)))
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        for url in public.urls:
+        for url, file in zip(urls, public.files, strict=True):
             with urllib.request.urlopen(url, timeout=60) as answer:
-                (folder / url.rpartition("/")[2]).write_bytes(answer.read())
+                (folder / file).write_bytes(answer.read())
         return folder
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        command = "; ".join(f"curl -O {url}" for url in public.urls)
-        if public.hub:
-            command = f"hf download {public.hub} --repo-type dataset --local-dir FOLDER"
-        raise FetchError(
-            f"{name} cannot be downloaded from here: {cause}\nOn a machine that can: {command}\n"
+        command = "; ".join(f"curl -O {url}" for url in urls)
+        raise DataError(
+            f"{name} cannot be downloaded from here: {cause}\nOn a machine that can: "
+            f"{command or f'hf download {public.place} --repo-type dataset --local-dir FOLDER'}\n"
             f"then here: python dataset/fetch.py {name} --source FOLDER"
         ) from error
 
 
 def convert(public: PublicSet, source: Path, output: Path, options: argparse.Namespace) -> dict[str, int]:
-    """Write the converted set to ``output``; returns the number of items of each split.
-
-    Raises:
-        FetchError: ``output`` is not empty, or the set is not in the form we know.
-    """
-    if output.exists() and any(output.iterdir()):
-        raise FetchError(f"{output} is not empty; give another folder with --output, or remove it")
+    """Write the converted set to ``output``; returns the number of items of each split. Raises DataError."""
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         chosen = {name: getattr(options, name) for name in ("test_share", "language", "limit", "open_twins")}
         public.convert(source, scratch, **chosen)
-        counts = {split: len(load_prompts(scratch, split, public.kind)) for split in public.splits}
-        if output.exists():
-            output.rmdir()
+        splits = [split for split in ("train", "test") if any(scratch.glob(f"{split}*"))]
+        counts = {split: len(load_prompts(scratch, split, public.kind)) for split in splits}
         scratch.chmod(0o755)
-        scratch.rename(output)
+        scratch.replace(output)  # an empty folder may be there
+        return counts
     except Exception as error:  # damaged files, other columns
-        raise FetchError(f"{source} cannot be converted ({type(error).__name__}: {error})") from error
+        raise DataError(f"{source} cannot be converted ({type(error).__name__}: {error})") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return counts
 
 
 def main(arguments: list[str]) -> int:
@@ -292,15 +261,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
     parser.add_argument("--language", default="en", choices=["en", "cn"], help="of GEdit-Bench's instructions")
     parser.add_argument("--test-share", type=float, default=0.1, help="of sets without a test split")
-    parser.add_argument("--open_twins", action="store_true", help="T2IS: each prompt also without its shared description")
+    parser.add_argument("--open_twins", action="store_true", help="T2IS: prompts also without their shared description")
     options = parser.parse_args(arguments)
     public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"
     try:
         if options.source is not None and not options.source.is_dir():
-            raise FetchError(f"--source {options.source} is not a folder")
-        source = options.source or download(public, options.name)
-        counts = convert(public, source, output, options)
-    except FetchError as error:
+            raise DataError(f"--source {options.source} is not a folder")
+        if output.exists() and any(output.iterdir()):
+            raise DataError(f"{output} is not empty; give another folder with --output, or remove it")
+        counts = convert(public, options.source or download(public, options.name), output, options)
+    except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
