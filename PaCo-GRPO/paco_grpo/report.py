@@ -10,6 +10,7 @@ import base64
 import contextlib
 import html
 import io
+import itertools
 import json
 import math
 import sys
@@ -95,7 +96,8 @@ def _curve(rows: Sequence[Row], key: str, error: str = "", divisor: float = 1.0)
 def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith("_mean"))
     names = [key.removeprefix(prefix).removesuffix("_mean") for key in keys]
-    return {name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor) for name in names}
+    curves = {name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor) for name in names}
+    return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _pictures(folder: Path) -> dict[str, Row]:
@@ -206,44 +208,40 @@ def _facts(run: Run) -> str:
 
 def choose_pairs(pairs: Sequence[tuple[Row, Row]], count: int) -> list[tuple[Row, Row]]:
     """The first images of each category in turn: chosen by their place in the list, never by their scores."""
-    seen: dict[str, int] = {}
-    places = []
-    for number, (before, _) in enumerate(pairs):
-        category = before.get("category") or ""
-        seen[category] = seen.get(category, 0) + 1
-        places.append((seen[category], list(seen).index(category), number))
-    return [pairs[number] for *_, number in sorted(places)[:count]]
+    by_category: dict[str, list[tuple[Row, Row]]] = {}
+    for pair in pairs:
+        by_category.setdefault(pair[0].get("category") or "", []).append(pair)
+    turns = itertools.zip_longest(*by_category.values())
+    return [pair for turn in turns for pair in turn if pair is not None][:count]
 
 
 def _card(before: Row, after: Row, names: Sequence[str]) -> str:
     """Before and after with scores; for edits the reference image first."""
-    images = _figure("reference", before["reference"], {}) if before.get("reference") else ""
-    for caption, row in (("before", before), ("after", after)):
-        images += _figure(caption, row["file"], {label(name): row["rewards"].get(name) for name in names})
+    shown = [("reference", before["reference"], {})] if before.get("reference") else []
+    shown += [(caption, row["file"], row["rewards"]) for caption, row in (("before", before), ("after", after))]
+    images = ""
+    for caption, file, scores in shown:
+        try:
+            image = read_image(file)
+        except UnreadableImage as error:
+            raise ValueError(f"image {file} {error}, or remove it") from error
+        buffer = io.BytesIO()
+        image.thumbnail((SIDE, SIDE))
+        image.save(buffer, "PNG")
+        values = {label(name): scores.get(name) for name in (names if scores else ())}
+        lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in values.items())
+        images += f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
     prompt, category = html.escape(before["prompt"]), html.escape(before.get("category") or "")
     text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
     return f'<article><span class="faint">{category}</span><div class="images">{images}</div>{text}</article>'
-
-
-def _figure(caption: str, file: Path, scores: Mapping[str, float | None]) -> str:
-    try:
-        image = read_image(file)
-    except UnreadableImage as error:
-        raise ValueError(f"image {file} {error}, or remove it") from error
-    buffer = io.BytesIO()
-    image.thumbnail((SIDE, SIDE))
-    image.save(buffer, "PNG")
-    lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in scores.items())
-    return f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
 
 
 def _measures(run: Run) -> str:
     """Every evaluated reward in the first and the last evaluation, with the change."""
     rows = []
     for name, curve in run.test.items():
-        if len(curve):
-            ends = [f"{value:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}") for _, value, error in curve[[0, -1]]]
-            rows.append([label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
+        ends = [f"{value:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for _, value, e in curve[[0, -1]]]
+        rows.append([label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
     return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
 
 

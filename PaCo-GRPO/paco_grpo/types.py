@@ -84,8 +84,8 @@ class Batched:
     """
 
     def __len__(self) -> int:
-        for name, value in self._values().items():
-            if isinstance(value, torch.Tensor) and not self._is_shared(name):
+        for value in self._values().values():
+            if isinstance(value, torch.Tensor):
                 return value.shape[0]
         raise ValueError(f"{type(self).__name__} has no tensor field, so it has no length")
 
@@ -93,8 +93,6 @@ class Batched:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
         changes: dict[str, Any] = {}
         for name, value in self._values().items():
-            if self._is_shared(name):
-                continue
             if isinstance(value, torch.Tensor):
                 rows = index if isinstance(index, slice) else to_device(torch.as_tensor(index), value.device)
                 changes[name] = value[rows]
@@ -107,31 +105,27 @@ class Batched:
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Join along the batch. Raises ValueError where a shared value differs."""
-        first = parts[0]
         if len(parts) == 1:
-            return first
-        joined = {name: first._cat_field(name, [getattr(part, name) for part in parts]) for name in first._values()}
-        return type(first)(**joined)
-
-    def _cat_field(self, name: str, values: list[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, torch.Tensor) and not self._is_shared(name):
-            return torch.cat(values)
-        if isinstance(first, Batched):
-            return type(first).cat(values)
-        if _is_list_of_batched(first) and all(len(value) == len(first) for value in values):
-            return [type(parts[0]).cat(parts) for parts in zip(*values, strict=True)]
-        for value in values[1:]:
-            if not (torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value):
-                raise ValueError(f"cannot join {type(self).__name__}.{name}: {first} and {value} differ")
-        return first
+            return parts[0]
+        joined, batched = {}, parts[0]._values()
+        for name in (f.name for f in dataclasses.fields(parts[0])):
+            first, *others = values = [getattr(part, name) for part in parts]
+            if isinstance(first, torch.Tensor) and name in batched:
+                joined[name] = torch.cat(values)
+            elif isinstance(first, Batched):
+                joined[name] = type(first).cat(values)
+            elif _is_list_of_batched(first) and all(len(other) == len(first) for other in others):
+                joined[name] = [type(steps[0]).cat(steps) for steps in zip(*values, strict=True)]
+            else:
+                for other in others:
+                    if not (torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other):
+                        raise ValueError(f"cannot join {type(parts[0]).__name__}.{name}: {first} and {other} differ")
+                joined[name] = first
+        return type(parts[0])(**joined)
 
     def _values(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    @classmethod
-    def _is_shared(cls, name: str) -> bool:
-        return "shared" in cls.__dataclass_fields__[name].metadata
+        """The fields that are not marked as shared."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "shared" not in f.metadata}
 
 
 def _is_list_of_batched(value: Any) -> bool:

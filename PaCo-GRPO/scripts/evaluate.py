@@ -27,16 +27,9 @@ from paco_grpo.data.prompts import load_prompts
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
-from paco_grpo.evaluation.benchmarks import (
-    begin,
-    compare,
-    markdown,
-    options_for,
-    read_rows,
-    side_by_side,
-    summarize_prompts,
-)
+from paco_grpo.evaluation.benchmarks import begin, markdown, options_for, summarize_prompts
 from paco_grpo.evaluation.evaluate import evaluate
+from paco_grpo.evaluation.pictures import comparison_sheet, read_rows
 from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies.lora import remove_lora
 from paco_grpo.rewards.queue import ScoringError
@@ -177,8 +170,8 @@ def results(folder: Path, adapter: str | None, against: str | None, heading: str
     if against is not None:
         others = read_rows(folder / "b")
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
-        columns |= {against: summarize_prompts(others), "difference": compare(rows, others)}
-        side_by_side(first, folder / "b", rows, folder / "side_by_side.png")
+        columns |= {against: summarize_prompts(others), "difference": summarize_prompts(rows, others)}
+        comparison_sheet(first, folder / "b", folder / "side_by_side.png")
     questions = folder / "questions.json"
     found = {
         "adapter": adapter or BASE,

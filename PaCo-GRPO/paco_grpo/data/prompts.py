@@ -30,11 +30,7 @@ class DataError(ValueError):
 
 
 def text_of(path: Path) -> str:
-    """The text without a byte order mark.
-
-    Raises:
-        DataError: The file does not exist, is not UTF-8, or holds NUL bytes (UTF-16).
-    """
+    """The text without a byte order mark. Raises DataError: no such file, not UTF-8, or NUL bytes (UTF-16)."""
     _require(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -51,11 +47,7 @@ def _require(path: Path) -> None:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(``file:line``, object) of every non-empty line.
-
-    Raises:
-        DataError: No such file, or a line is not a JSON object.
-    """
+    """(``file:line``, object) of every non-empty line. Raises DataError: no such file, or a line is not a JSON object."""
     _require(path)
     for number, line in lines(path):
         try:
@@ -182,9 +174,9 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
             for row, (metadata, count) in enumerate(zip(rows, counts, strict=True)):
                 where = f"{path}: row {len(items)}"
                 prompt, height, width = common_fields(metadata, where)
-                if not count:
-                    raise DataError(f"{where}: field {column!r} has no image")
                 what = f"{where}: field {column!r}"
+                if not count:
+                    raise DataError(f"{what} has no image")
                 own = [partial(_image_of_row, read, column, row, number, what) for number in range(count)]
                 items.append(Item(len(items), prompt, height, width, metadata, own[0], tuple(own[1:])))
     except (pyarrow.ArrowException, OSError) as error:
@@ -198,8 +190,12 @@ def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
     if path.suffix == ".parquet":
         mapped = source.read_buffer()
         file = pyarrow.parquet.ParquetFile(mapped)
-        pieces = [partial(_read_row_group, mapped, file.metadata, number) for number in range(file.num_row_groups)]
-        return file.schema_arrow, pieces
+
+        def read(number: int, columns: list[str]) -> Any:
+            # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
+            return pyarrow.parquet.ParquetFile(mapped, metadata=file.metadata).read_row_group(number, columns)
+
+        return file.schema_arrow, [partial(read, number) for number in range(file.num_row_groups)]
     try:  # ``datasets`` writes the stream format
         table = pyarrow.ipc.open_stream(source).read_all()
     except pyarrow.ArrowInvalid:
@@ -207,16 +203,10 @@ def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
     return table.schema, [batch.select for batch in table.to_batches()]
 
 
-def _read_row_group(mapped: pyarrow.Buffer, metadata: Any, number: int, columns: list[str]) -> Any:
-    # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
-    return pyarrow.parquet.ParquetFile(mapped, metadata=metadata).read_row_group(number, columns)
-
-
 def _image_of_row(read: Callable[[list[str]], Any], column: str, row: int, number: int, what: str) -> Image.Image:
     value = read([column]).column(0)[row].as_py()
     encoded = (value if isinstance(value, list) else [value])[number]
-    if isinstance(encoded, dict):
-        encoded = encoded.get("bytes")
+    encoded = encoded.get("bytes") if isinstance(encoded, dict) else encoded
     if not isinstance(encoded, bytes):
         raise DataError(f"{what} has no bytes; save the set with its images embedded")
     return _open_image(encoded, what)

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from paco_grpo.evaluation.benchmarks import Interval, bootstrap, interval
+from paco_grpo.evaluation.benchmarks import Interval, bootstrap, by_prompt, interval
+from paco_grpo.evaluation.pictures import markdown_table
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import short_name
 
@@ -65,14 +66,15 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
     """
     for names in pairs_of(scores)[:1]:
         rows = [
-            {"item_id": item, "rewards": {name: None if np.isnan(scores[name][i]) else scores[name][i] for name in names}}
+            {"item_id": item, "rewards": {name: scores[name][i] for name in names}}
             for i, item in enumerate(item_ids.tolist())
             if is_open[item]
         ]
-        found = [value for value in _by_prompt(rows, *names).values() if not np.isnan(value).any()]
-        if found:
-            within, between = np.mean(found, axis=0)
-            values = {"within": within, "between": between, "kappa": float(kappa(within, between))}
+        found = _within_between(rows, names)
+        found = found[~np.isnan(found).any(axis=1)]
+        if len(found):
+            within, between = found.mean(axis=0)
+            values = {"within": within, "between": between, "kappa": kappa(within, between)}
             return {f"reward/{name}": float(value) for name, value in values.items()}
     return {}
 
@@ -86,15 +88,12 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
     if images_per_prompt < LEAST_IMAGES:
         raise ConfigError(f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}")
     test = options.test
-    rewards, kwargs = (
-        dict(test.reward_fn or options.train.reward_fn),
-        options.train.reward_fn_kwargs | test.reward_fn_kwargs,
-    )
+    rewards = dict(test.reward_fn or options.train.reward_fn)
+    kwargs = options.train.reward_fn_kwargs | test.reward_fn_kwargs
     if not pairs_of(map(short_name, rewards)):
         if "consistency_score" not in rewards:
-            raise ConfigError(
-                f"--images_per_prompt needs the test reward consistency_score, not only {', '.join(rewards)}"
-            )
+            given = ", ".join(rewards)
+            raise ConfigError(f"--images_per_prompt needs the test reward consistency_score, not only {given}")
         rewards["between_images"] = 1.0
         kwargs["between_images"] = kwargs.get("consistency_score", {})
     return dataclasses.replace(options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs))
@@ -113,30 +112,28 @@ def agreement(
         Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".
         Empty unless the rows have such rewards.
     """
-    pairs = pairs_of(rows[0]["rewards"])
+    pairs, both = pairs_of(rows[0]["rewards"]), [rows] if against is None else [rows, against]
     categories = [*dict.fromkeys(row["category"] for row in rows if row["category"] is not None), "all"]
-    found = {}
-    for names in pairs:
-        for category in categories:
-            sides = [[r for r in side if category in ("all", r["category"])] for side in (rows, against) if side is not None]
-            found[category if len(pairs) == 1 else f"{category}, {names[0]}"] = _summary(sides, *names)
-    return found
+    return {
+        category if len(pairs) == 1 else f"{category}, {names[0]}": _summary(
+            [[row for row in side if category in ("all", row["category"])] for side in both], names
+        )
+        for names in pairs
+        for category in categories
+    }
 
 
-def _by_prompt(rows: Sequence[Mapping[str, Any]], within: str, between: str) -> dict[int, np.ndarray]:
-    """Item → w and b (2,), means over its images that have the score; NaN where none has."""
-    found: dict[int, list[list[float | None]]] = {}
-    for row in rows:
-        found.setdefault(row["item_id"], []).append([row["rewards"][within], row["rewards"][between]])
-    means = {item: np.ma.masked_invalid(np.array(values, float)).mean(axis=0) for item, values in found.items()}
-    return {item: np.ma.filled([0, 1] + [1, -1] * each, np.nan) for item, each in means.items()}
+def _within_between(rows: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> np.ndarray:
+    """w and b of each prompt (prompts, 2), means over its images that have the score; NaN where none has."""
+    means = by_prompt(rows, names, lambda values, axis: np.ma.masked_invalid(values).mean(axis).filled(np.nan))
+    return [0, 1] + [1, -1] * means
 
 
-def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], within: str, between: str) -> Agreement:
+def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], names: tuple[str, str]) -> Agreement:
     """``sides``: rows of one evaluation, or of the two whose difference is wanted."""
-    missing = sum(None in (row["rewards"][within], row["rewards"][between]) for side in sides for row in side)
+    missing = sum(None in (row["rewards"][name] for name in names) for side in sides for row in side)
     is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
-    values = [np.array(list(_by_prompt(side, within, between).values())) for side in sides]  # (prompts, w and b) each
+    values = [_within_between(side, names) for side in sides]
     difference = values[0] - values[1] if len(values) == 2 else values[0]
     usable = is_open & ~np.isnan(np.concatenate(values, axis=1)).any(axis=1)
 
@@ -144,18 +141,16 @@ def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], within: str, between:
         first, *second = (kappa(*each[usable][chosen].mean(axis=1).T) for each in values)
         return first - second[0] if second else first
 
-    return Agreement(
-        interval(difference[:, 0]), interval(difference[is_open, 1]), bootstrap(of_draws, int(usable.sum())), missing
-    )
+    between = interval(difference[is_open, 1])
+    return Agreement(interval(difference[:, 0]), between, bootstrap(of_draws, int(usable.sum())), missing)
 
 
 def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
     """Markdown: for each category and each column (an adapter, or a difference), w, b and κ with 95 % intervals."""
-    lines = ["| prompts | | w (within) | b (between) | κ | open prompts | missing |", "|---" * 7 + "|"]
+    rows = []
     for category in next(iter(columns.values())):
-        for name, found in columns.items():
-            each = found[category]
-            values = [str(v or "–") for v in (each.within, each.between, each.kappa)]
-            count = each.kappa.prompts if each.kappa else 0
-            lines.append(f"| {category} | {name} | {' | '.join(values)} | {count} | {each.missing} |")
-    return "\n".join(lines) + "\n"
+        for name, column in columns.items():
+            found = column[category]
+            values = [each or "–" for each in (found.within, found.between, found.kappa)]
+            rows.append([category, name, *values, found.kappa.prompts if found.kappa else 0, found.missing])
+    return markdown_table(["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"], rows)

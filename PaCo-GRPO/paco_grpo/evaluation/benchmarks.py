@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from paco_grpo.evaluation.pictures import contact_sheet
+from paco_grpo.evaluation.pictures import markdown_table, read_rows
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
-from paco_judge.images import read_image
-
-_SHEET_PAIRS = 24
-
 
 # Name → prompt set as dataset/fetch.py writes it, its kind, and the rewards that measure its images.
 BENCHMARKS = {
@@ -116,11 +112,7 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
     """``statistic`` of ``count`` prompts with its bootstrap interval; None if it is NaN or there is no prompt.
 
     The interval holds the middle 95 % of the statistic over prompts drawn with replacement (Efron's percentile interval),
-    always the same ones.
-
-    Args:
-        statistic: Numbers of prompts (R, n) → its value for each row (R,).
-        count: Prompts.
+    always the same ones. ``statistic`` maps numbers of prompts (R, n) to its value for each row (R,).
     """
     mean = float(statistic(np.arange(count)[None])[0]) if count else math.nan
     if math.isnan(mean):
@@ -138,55 +130,41 @@ def interval(values: np.ndarray) -> Interval | None:
     return bootstrap(lambda chosen: values[chosen].mean(axis=1), len(values))
 
 
-def by_prompt(rows: Sequence[Mapping[str, Any]], reward: str) -> dict[int, float]:
-    """Mean score of each item's images; NaN where one of them has no score."""
-    scores: dict[int, list[float | None]] = {}
+def by_prompt(rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], mean: Callable = np.mean) -> np.ndarray:
+    """Means of each prompt's images (prompts, rewards), prompts in order of first appearance.
+
+    A missing score is NaN: ``np.mean`` leaves its prompt out, ``np.nanmean`` its image.
+    """
+    scores: dict[int, list[list[float | None]]] = {}
     for row in rows:
-        scores.setdefault(row["item_id"], []).append(row["rewards"][reward])
-    return {item: float(np.mean(np.array(values, float))) for item, values in scores.items()}
+        scores.setdefault(row["item_id"], []).append([row["rewards"][name] for name in rewards])
+    return np.array([mean(np.array(values, float), axis=0) for values in scores.values()]).reshape(-1, len(rewards))
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation's ``eval_data.jsonl``."""
-    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()]
+def summarize_prompts(
+    rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Interval | None]:
+    """Each reward's interval over prompts, or of its difference ``rows`` − ``against``, paired by prompt.
 
-
-def summarize_prompts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Interval | None]:
-    """Each reward's interval over prompts; a prompt with a missing score is left out."""
-    return {name: interval(np.array(list(by_prompt(rows, name).values()))) for name in rows[0]["rewards"]}
-
-
-def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> dict[str, Interval | None]:
-    """Each reward's interval of a − b, paired by prompt; a prompt that lacks a score on either side is left out.
+    A prompt that lacks a score, on either side, is left out.
 
     Raises:
         ValueError: The rows are not of the same items with the same seeds.
     """
-    if [(row["item_id"], row["seed"]) for row in a] != [(row["item_id"], row["seed"]) for row in b]:
-        raise ValueError("the two evaluations are not of the same prompts and seeds")
-    found = {}
-    for name in a[0]["rewards"]:
-        left, right = by_prompt(a, name), by_prompt(b, name)
-        found[name] = interval(np.array([left[item] - right[item] for item in left]))
-    return found
-
-
-def side_by_side(a: Path, b: Path, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts.
-
-    A row whose image is missing on either side is left out.
-    """
-    rows = [r for r in rows[:_SHEET_PAIRS] if r["file"] and (a / r["file"]).is_file() and (b / r["file"]).is_file()]
-    if rows:
-        left, right = ([read_image(folder / row["file"]) for row in rows] for folder in (b, a))
-        contact_sheet(right, [row["prompt"] for row in rows], left).save(path)
+    names = list(rows[0]["rewards"])
+    values = by_prompt(rows, names)
+    if against is not None:
+        if [(row["item_id"], row["seed"]) for row in rows] != [(row["item_id"], row["seed"]) for row in against]:
+            raise ValueError("the two evaluations are not of the same prompts and seeds")
+        values = values - by_prompt(against, names)
+    return {name: interval(column) for name, column in zip(names, values.T, strict=True)}
 
 
 def markdown(columns: Mapping[str, Mapping[str, Interval | None]]) -> str:
-    """A row for each reward: mean and 95 % interval in each column, and the prompts that count."""
-    lines = [f"| reward | {' | '.join(columns)} | prompts |", "|---" * (len(columns) + 2) + "|"]
+    """Markdown, a row for each reward: mean and 95 % interval in each column, and the prompts that count."""
+    rows = []
     for name in next(iter(columns.values())):
         found = [column[name] for column in columns.values()]
         counts = ", ".join(sorted({str(each.prompts) if each else "0" for each in found}))
-        lines.append(f"| {name} | {' | '.join(str(each or '–') for each in found)} | {counts} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *(each or "–" for each in found), counts])
+    return markdown_table(["reward", *columns, "prompts"], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.distributed.processes import Replicated, Stopped
-from paco_grpo.evaluation.pictures import REFERENCE_SIDE, contact_sheet, reference_file, thumbnail
+from paco_grpo.evaluation.pictures import contact_sheet, markdown_table, thumbnail
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
@@ -29,6 +30,7 @@ from paco_judge.images import read_image
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
+_REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
@@ -82,39 +84,47 @@ def evaluate(
     Raises:
         ScoringError: On every process, when a reward raised.
     """
-    accelerator = strategy.accelerator
-    seed = options.seed if options.test.seed is None else options.test.seed
-    chosen = evaluation_set(items, options.test.num_images, seed)
+    accelerator, test = strategy.accelerator, options.test
+    chosen = evaluation_set(items, test.num_images, options.seed if test.seed is None else test.seed)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    queue = ScoreQueue(rewards, options.sample.reward_batch_size)
-    try:
-        _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images)
-        scores = queue.gathered(accelerator, len(chosen), should_stop)
-    except Stopped:
-        return None
-    finally:
-        queue.close()
-    missing = int(np.isnan(scores).any(axis=1).sum())
-    if missing:
+    with contextlib.closing(ScoreQueue(rewards, options.sample.reward_batch_size)) as queue:
+        try:
+            _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images)
+            scores = queue.gathered(accelerator, len(chosen), should_stop)
+        except Stopped:
+            return None
+    if missing := int(np.isnan(scores).any(axis=1).sum()):
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
     names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
-    metrics = summarize(scores, names)
-    by_category = {
+    found = {
         str(category): summarize(scores[[other == category for other in categories]], names)
         for category in sorted({*categories} - {None}, key=str)
     }
+    everything = summarize(scores, names)
     if accelerator.is_main_process:
-        rows = [_row(folder, n, *image, dict(zip(names, scores[n].tolist(), strict=True))) for n, image in enumerate(chosen)]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / "eval_data.jsonl").write_text(lines, encoding="utf-8")
-        table = _category_table({**by_category, "all": metrics}, names)
+        with (folder / "eval_data.jsonl").open("w", encoding="utf-8") as file:
+            for number, ((item, seed), row) in enumerate(zip(chosen, scores.tolist(), strict=True)):
+                image, reference = _files(folder, number)
+                line = {
+                    "file": image.name if image.is_file() else None,  # not saved, or not finite
+                    "reference": f"references/{reference.name}" if reference.is_file() else None,
+                    "prompt": item.prompt,
+                    "item_id": item.item_id,
+                    "seed": seed,
+                    "idx": item.metadata.get("idx"),
+                    "category": None if categories[number] is None else str(categories[number]),
+                    "open": bool(item.metadata.get("open", False)),
+                    "rewards": {n: None if math.isnan(score) else score for n, score in zip(names, row, strict=True)},
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        table = _category_table({**found, "all": everything}, names)
         (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
-    for category, values in by_category.items():
-        means = {key.removeprefix("eval/"): value for key, value in values.items() if key.endswith("_mean")}
-        metrics |= {f"category/{category}/{name}": value for name, value in means.items()}
+    metrics = {f"eval/{key}": value for key, value in everything.items()}
+    for category, values in found.items():
+        metrics |= {f"category/{category}/{key}": value for key, value in values.items() if key.endswith("_mean")}
     return metrics
 
 
@@ -133,7 +143,7 @@ def _sample(
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     batches = test_batches(policy, [chosen[i][0] for i in mine], options)
     batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
-    made = [batch for batch in batches if keep_images and all(image_file(folder, i).is_file() for i in batch.numbers)]
+    made = [b for b in batches if keep_images and all(_files(folder, i)[0].is_file() for i in b.numbers)]
     batches = [batch for batch in batches if batch not in made]
     position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
@@ -146,30 +156,30 @@ def _sample(
         return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
 
     def deliver(images: list[Image.Image | None], batch: Batch) -> None:
-        queue.submit(
-            images, [chosen[i][0] for i in batch.numbers], [i // accelerator.num_processes for i in batch.numbers]
-        )
+        rows = [i // accelerator.num_processes for i in batch.numbers]
+        queue.submit(images, [chosen[i][0] for i in batch.numbers], rows)
         for number, image in zip(batch.numbers, images, strict=True):
             if image is None:
                 continue
             item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
             reference = item.image if test.save_eval_images or in_sheet else None
-            if test.save_eval_images and not (keep_images and image_file(folder, number).is_file()):
-                partial = image_file(folder, number).with_suffix(".tmp")
+            image_file, reference_file = _files(folder, number)
+            if test.save_eval_images and not (keep_images and image_file.is_file()):
+                partial = image_file.with_suffix(".tmp")
                 image.save(partial, format="PNG")
-                partial.replace(image_file(folder, number))  # whole, or not there
+                partial.replace(image_file)  # whole, or not there
             if test.save_eval_images and reference is not None:
-                (folder / reference_file(number)).parent.mkdir(exist_ok=True)
-                small = min(1.0, REFERENCE_SIDE / max(reference.size))
-                size = [max(1, round(side * small)) for side in reference.size]
-                reference.resize(size).save(folder / reference_file(number))
+                reference_file.parent.mkdir(exist_ok=True)
+                small = reference.copy()
+                small.thumbnail((_REFERENCE_SIDE, _REFERENCE_SIDE))
+                small.save(reference_file)
             if in_sheet:
                 thumbnails.append((number, thumbnail(image), reference and thumbnail(reference), item.prompt))
 
     if made:
         logger.info("%d of %d batches of images are there already", len(made), len(made) + len(batches))
     for batch in made:
-        deliver([read_image(image_file(folder, i)) for i in batch.numbers], batch)
+        deliver([read_image(_files(folder, i)[0]) for i in batch.numbers], batch)
     (dummy,) = test_batches(policy, [chosen[0][0]], options)
     synced = strategy.synced_batches(batches, dummy, should_stop)
     for _ in sample_images(policy, synced, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)):
@@ -181,9 +191,9 @@ def _sample(
         contact_sheet(images, *edited).save(folder / "sheet.png")
 
 
-def image_file(folder: Path, number: int) -> Path:
-    """Where image ``number`` of an evaluation is kept."""
-    return folder / f"{number:05d}.png"
+def _files(folder: Path, number: int) -> tuple[Path, Path]:
+    """Where image ``number`` of an evaluation is kept, and the copy of its reference image."""
+    return folder / f"{number:05d}.png", folder / "references" / f"{number:05d}.png"
 
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
@@ -205,44 +215,27 @@ def _sized(item: Item, batch: Batch) -> Item:
 
 
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Means and standard errors over images; ``scores`` (n, len(names)), NaN = missing and left out."""
-    metrics: dict[str, float] = {
-        "eval/num_images": len(scores),
-        "eval/missing_share": float(np.isnan(scores).any(axis=1).mean()),
-    }
-    for column, name in enumerate(names):
-        values = scores[:, column]
+    """``NAME_mean`` and ``NAME_stderr`` over images, ``num_images`` and ``missing_share``.
+
+    ``scores`` is (n, len(names)); NaN = missing, left out.
+    """
+    metrics = {"num_images": len(scores), "missing_share": float(np.isnan(scores).any(axis=1).mean())}
+    for name, values in zip(names, scores.T, strict=True):
         values = values[~np.isnan(values)]
         if len(values):
-            metrics[f"eval/{name}_mean"] = float(values.mean())
+            metrics[f"{name}_mean"] = float(values.mean())
         if len(values) > 1:
-            metrics[f"eval/{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+            metrics[f"{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
     return metrics
 
 
 def _category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
-    """Markdown: images, and mean ± standard error of each reward."""
-    lines = [f"| category | images | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    """Images, and mean ± standard error of each reward."""
+    rows = []
     for category, values in summaries.items():
         cells = []
         for name in names:
-            mean, error = values.get(f"eval/{name}_mean"), values.get(f"eval/{name}_stderr")
+            mean, error = values.get(f"{name}_mean"), values.get(f"{name}_stderr")
             cells.append("–" if mean is None else f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-        lines.append(f"| {category} | {values['eval/num_images']:.0f} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _row(folder: Path, number: int, item: Item, seed: int, scores: Mapping[str, float]) -> dict[str, Any]:
-    """Row ``number`` of ``eval_data.jsonl``; no file where images are not saved, and where one is not finite."""
-    image, reference, category = image_file(folder, number), reference_file(number), item.metadata.get("category")
-    return {
-        "file": image.name if image.is_file() else None,
-        "reference": reference if (folder / reference).is_file() else None,
-        "prompt": item.prompt,
-        "item_id": item.item_id,
-        "seed": seed,
-        "idx": item.metadata.get("idx"),
-        "category": None if category is None else str(category),
-        "open": bool(item.metadata.get("open", False)),
-        "rewards": {name: None if math.isnan(score) else score for name, score in scores.items()},
-    }
+        rows.append([category, values["num_images"], *cells])
+    return markdown_table(["category", "images", *names], rows)

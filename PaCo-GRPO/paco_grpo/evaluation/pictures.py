@@ -1,11 +1,12 @@
-"""Pictures of evaluations: contact sheets, and images with captions for a tracker."""
+"""What a person looks at: contact sheets, images with captions for a tracker, and tables."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -13,9 +14,19 @@ from paco_grpo.monitoring.trackers import Tracker
 from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
-REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images that are kept
 _LINE, _GAP = 14, 4
-_TRACKED_IMAGES = 8
+_TRACKED_IMAGES, _SHEET_PAIRS = 8, 24
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of an evaluation's ``eval_data.jsonl``."""
+    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
 
 
 def thumbnail(image: Image.Image, side: int = SHEET_CELL) -> Image.Image:
@@ -50,10 +61,8 @@ def contact_sheet(
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
         left, top = index % columns * width, index // columns * (step + line)
-        shown = [references[index], image] if references else [image]
-        for place, picture in enumerate(shown):
-            small = picture if max(picture.size) == SHEET_CELL else thumbnail(picture)
-            sheet.paste(small, (left + place * step, top))
+        for place, picture in enumerate([references[index], image] if references else [image]):
+            sheet.paste(thumbnail(picture), (left + place * step, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
         if captions:
             # longer text would run into the next cell
@@ -61,9 +70,15 @@ def contact_sheet(
     return sheet
 
 
-def reference_file(number: int) -> str:
-    """Where in an evaluation's folder the reference image of image ``number`` is."""
-    return f"references/{number:05d}.png"
+def comparison_sheet(a: Path, b: Path, path: Path) -> None:
+    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts.
+
+    A pair that lacks an image on either side is left out; without any pair there is no sheet.
+    """
+    rows = [r for r in read_rows(a)[:_SHEET_PAIRS] if r["file"] and all((f / r["file"]).is_file() for f in (a, b))]
+    if rows:
+        left, right = ([read_image(folder / row["file"]) for row in rows] for folder in (b, a))
+        contact_sheet(right, [row["prompt"] for row in rows], left).save(path)
 
 
 def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
@@ -72,15 +87,13 @@ def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
     An edited image has its reference on the left. An image that was not finite is left out.
     """
     shown = []
-    for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
-        row = json.loads(line)
-        if row["file"] is None:
-            continue
-        scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
-        picture = read_image(folder / row["file"])
-        if row.get("reference"):
-            picture = side_by_side(read_image(folder / row["reference"]), picture)
-        shown.append((picture, f"{row['prompt']} ({scores})"))
+    for row in read_rows(folder)[:count]:
+        if row["file"] is not None:
+            scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+            picture = read_image(folder / row["file"])
+            if row["reference"]:
+                picture = side_by_side(read_image(folder / row["reference"]), picture)
+            shown.append((picture, f"{row['prompt']} ({scores})"))
     return shown
 
 

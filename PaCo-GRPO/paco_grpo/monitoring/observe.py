@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
-from paco_grpo.types import Conditioning, Item
+from paco_grpo.types import Item
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 _PROBE_STREAM = 31  # first word of the probe's seeds
@@ -71,17 +71,6 @@ class SampleObserver:
         return {f"health/{name}": value for name, value in values.items()}
 
 
-@dataclass
-class _State:
-    """One state of the base model's own sampling, on the CPU."""
-
-    latents: torch.Tensor  # x_t (1, N, C) float32
-    base: torch.Tensor  # the base model's velocity there (1, N, C) float32
-    sigma: torch.Tensor  # (1,) float32
-    conditioning: Conditioning
-    size: tuple[int, int]
-
-
 class BaseProbe:
     """How far the trained generator is from its base model, on a few test items with fixed noise.
 
@@ -91,37 +80,34 @@ class BaseProbe:
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
         self.policy, self.items, self.options = policy, list(items), options
-        self.step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
-        self._states: list[_State] | None = None
+        # of each item: (x, σ) → velocity; x (1, N, C), σ (1,), and the base model's velocity there, on the CPU
+        self._states: list[tuple[Callable, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Compute the base model's states, unless they are known; otherwise ``measure`` does it."""
-        if self._states is None:
-            with reference(self.policy):
-                self._states = [self._prepare(item, number) for number, item in enumerate(self.items)]
+        if self._states:
+            return
+        options, policy = self.options, self.policy
+        step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
+        with reference(policy):
+            for number, item in enumerate(self.items):
+                sized = at_size(item, options.train.resolution, options.item_size, policy)
+                size = {"height": sized.height, "width": sized.width}
+                velocity = partial(policy.velocity, conditioning=policy.encode([sized]), **size)
+                word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(1, np.uint64)[0]
+                sigmas = policy.sigmas(options.sample.num_steps, **size)
+                noise = policy.initial_latents([int(word >> np.uint64(1))], **size)
+                latents = integrate(velocity, noise, sigmas[: step + 1])
+                sigma = sigmas[step].to(latents.device).expand(1)
+                self._states.append((velocity, latents.cpu(), sigma.cpu(), velocity(latents, sigma).cpu()))
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
         self.prepare()
         changes = []
-        for state in self._states:
-            base, latents, sigma = (x.to(self.policy.device) for x in (state.base, state.latents, state.sigma))
-            velocity = self.policy.velocity(latents, sigma, state.conditioning, *state.size)
-            changes.append(float((velocity - base).norm() / base.norm()))
+        for velocity, *tensors in self._states:
+            latents, sigma, base = (tensor.to(self.policy.device) for tensor in tensors)
+            changes.append(float((velocity(latents, sigma) - base).norm() / base.norm()))
         return {"health/velocity_change": float(np.mean(changes))}
-
-    def _prepare(self, item: Item, number: int) -> _State:
-        sized = at_size(item, self.options.train.resolution, self.options.item_size, self.policy)
-        size = sized.height, sized.width
-        conditioning, sigmas = self.policy.encode([sized]), self.policy.sigmas(self.options.sample.num_steps, *size)
-        word = np.random.SeedSequence([_PROBE_STREAM, self.options.seed, number]).generate_state(1, np.uint64)[0]
-
-        def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-            return self.policy.velocity(x, sigma, conditioning, *size)
-
-        noise = self.policy.initial_latents([int(word >> np.uint64(1))], *size)
-        latents = integrate(velocity, noise, sigmas[: self.step + 1])
-        sigma = sigmas[self.step].to(latents.device).expand(1)
-        return _State(latents.cpu(), velocity(latents, sigma).cpu(), sigma.cpu(), conditioning, size)

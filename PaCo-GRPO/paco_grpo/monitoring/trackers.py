@@ -64,11 +64,13 @@ class Tracker:
             if self.tracker is not None:
                 self.tracker.start()
         except Exception as error:  # each tracker raises different errors
+            cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise TrackingError(
-                f"config.logging_platform={name!r} could not be started ({(str(error).splitlines() or [type(error).__name__])[0]}): pip install {name}, "
-                f"log in with `{name} login`, or log offline with {name.upper()}_MODE=offline"
+                f"config.logging_platform={name!r} could not be started ({cause}): pip install {name}, log in with "
+                f"`{name} login`, or log offline with {name.upper()}_MODE=offline"
             ) from error
-        if name == "wandb":  # its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again
+        if name == "wandb":
+            # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again.
             self.tracker.run.define_metric("epoch")
             self.tracker.run.define_metric("*", step_metric="epoch")
 

@@ -21,7 +21,14 @@ def write(folder, *rows):
 
 
 def test_items_carry_their_row(tmp_path):
-    row = {"prompt": GRID, "height": 64, "width": 128, "layout": "1x2", "idx": "7", "criteria": {"style": {"a": "same"}}}
+    row = {
+        "prompt": GRID,
+        "height": 64,
+        "width": 128,
+        "layout": "1x2",
+        "idx": "7",
+        "criteria": {"style": {"a": "same"}},
+    }
     items = load_prompts(write(tmp_path, row, b"", {"prompt": "one picture"}), "train")
     assert [item.item_id for item in items] == [0, 1]
     assert (items[0].height, items[0].width, items[0].metadata["idx"]) == (64, 128, "7")
@@ -61,7 +68,9 @@ def test_missing_things_are_named(tmp_path):
 @pytest.mark.skipif(not SHARED.is_file(), reason="shared/data absent")
 def test_real_items_are_accepted(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_text(SHARED.read_text())
-    assert len(load_prompts(tmp_path, "train")) == len([line for line in SHARED.read_text().splitlines() if line.strip()])
+    assert len(load_prompts(tmp_path, "train")) == len(
+        [line for line in SHARED.read_text().splitlines() if line.strip()]
+    )
 
 
 def test_sizes():

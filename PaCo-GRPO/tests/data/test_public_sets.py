@@ -40,15 +40,17 @@ def grid_row(number, **more):
     return {"prompt": prompt, "idx": f"{number:04d}", "theme": f"Draw cat {number}.", "layout": "1x2"} | more
 
 
-def lines(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.fixture
 def source(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    return folder
+    return tmp_path / "source"
+
+
+def write(file, content):
+    """Bytes, a text, or rows as JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def run(fetch, name, source, *more):
@@ -58,7 +60,7 @@ def run(fetch, name, source, *more):
 
 def test_t2is_in_one_file_is_divided_by_theme(fetch, source, tmp_path):
     rows = [grid_row(i // 2, idx=str(i), criteria={"Style": {"a": "b", "image": None}}) for i in range(60)]
-    (source / "T2IS-Bench.jsonl").write_text(lines(rows))
+    write(source / "T2IS-Bench.jsonl", rows)
     assert run(fetch, "t2is", source, "--test-share", "0.3") == 0
     items = {split: load_prompts(tmp_path / "out", split) for split in ("train", "test")}
     assert len(items["train"]) + len(items["test"]) == 60 and 5 < len(items["test"]) < 35
@@ -68,9 +70,8 @@ def test_t2is_in_one_file_is_divided_by_theme(fetch, source, tmp_path):
 
 def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsys):
     for name in ("all", "half_leq_4"):  # T2IS/NAME, train and test of the same items
-        (source / name).mkdir()
         for split in ("train", "test"):
-            (source / name / f"{split}_metadata.jsonl").write_text(lines([grid_row(2), grid_row(1)]))
+            write(source / name / f"{split}_metadata.jsonl", [grid_row(2), grid_row(1)])
     assert run(fetch, "t2is", source) == 1 and "all, half_leq_4" in capsys.readouterr().err
     assert run(fetch, "t2is", source / "half_leq_4", "--output", str(tmp_path / "out")) == 0
     for split in ("train", "test"):
@@ -78,73 +79,66 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
 
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
-    (source / "data").mkdir()
     rows = [
         {"task_type": kind, "key": f"k/{i}", "instruction": f"do {i}", "instruction_language": language,
-         "input_image": {"bytes": encoded("red"), "path": None}, "input_image_raw": {"bytes": encoded("blue", "JPEG"), "path": None},
-         "Intersection_exist": True}
+         "input_image": {"bytes": encoded("red"), "path": None}, "input_image_raw": {"bytes": encoded("blue", "JPEG"), "path": None}}
         for i, (kind, language) in enumerate([("color_alter", "en"), ("color_alter", "cn"), ("ps_human", "en")])
     ]  # fmt: skip
+    (source / "data").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), source / "data" / "train-00000-of-00001.parquet")
     assert run(fetch, "gedit", source) == 0
     items = load_prompts(tmp_path / "out", "test", "geneval_image")
-    assert [(item.prompt, item.metadata["category"], item.metadata["idx"]) for item in items] == [
-        ("do 0", "color_alter", "k/0"), ("do 2", "ps_human", "k/2")
-    ]  # fmt: skip
+    found = [(item.prompt, item.metadata["category"], item.metadata["idx"]) for item in items]
+    assert found == [("do 0", "color_alter", "k/0"), ("do 2", "ps_human", "k/2")]
     red, _, blue = items[0].image.getpixel((0, 0))
     assert red < 10 and blue > 245  # the raw image, not the resized one
 
 
 def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
-    (source / "text_and_image_to_image").mkdir(parents=True)
-    rows = []
+    rows = [{"input_prompt": "two", "input_image": ["a.png", "b.png"]}]  # left out
+    source.mkdir()
     with tarfile.open(source / "text_and_image_to_image_part_0.tar", "w") as archive:
         for i in range(40):
             name, data = f"text_and_image_to_image/input_{i}.png", encoded((i, 0, 0))
             if i % 2:
-                (source / name).write_bytes(data)
+                write(source / name, data)
             else:
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
-            rows.append({"input_prompt": f"edit {i}", "input_image": [name], "output_image": "x.png"})
-    rows.insert(3, {"input_prompt": "two", "input_image": ["a.png", "b.png"], "output_image": "y.png"})
+            rows.append({"input_prompt": f"edit {i}", "input_image": [name]})
     (source / "text_and_image_to_image.json").write_text(json.dumps(rows))
     assert run(fetch, "sharegpt-4o-image", source, "--test-share", "0.3", "--limit", "30") == 0
     items = [item for split in ("train", "test") for item in load_prompts(tmp_path / "out", split, "arrow_editing")]
-    assert len(items) == 30
     assert {(item.prompt, item.image.getpixel((0, 0))[0]) for item in items} == {(f"edit {i}", i) for i in range(30)}
 
 
-def test_pickscore_captions_are_unique_and_in_one_split(fetch, source, tmp_path):
-    (source / "data").mkdir()
+def test_lists_of_prompts(fetch, source, tmp_path):
+    """Pick-a-Pic's captions are unique and in one split; OCR prompts have a quoted text."""
+    (source / "data").mkdir(parents=True)
     for name, captions in (("train-0", ["a cat", "a  dog\n", "both"]), ("test_unique-0", ["both", "bird", "bird"])):
         pq.write_table(pa.table({"caption": captions, "label_0": [0.5] * 3}), source / "data" / f"{name}.parquet")
-    assert run(fetch, "pickscore", source) == 0
-    assert (tmp_path / "out" / "train.txt").read_text() == "a cat\na dog\n"
-    assert (tmp_path / "out" / "test.txt").read_text() == "both\nbird\n"
-
-
-def test_ocr_prompts_have_a_quoted_text(fetch, source, tmp_path):
-    (source / "train.txt").write_text('A sign "Open"\nno text\nA sign "Open"\n')
-    (source / "test.txt").write_text("A mug “Tea”\n")
-    assert run(fetch, "ocr", source) == 0
-    assert [item.prompt for item in load_prompts(tmp_path / "out", "train", "general_ocr")] == ['A sign "Open"']
+    write(source / "ocr" / "train.txt", 'A sign "Open"\nno text\nA sign "Open"\n')
+    write(source / "ocr" / "test.txt", "A mug “Tea”\n")
+    for name, folder, expected in (
+        ("pickscore", source, {"train": "a cat\na dog\n", "test": "both\nbird\n"}),
+        ("ocr", source / "ocr", {"train": 'A sign "Open"\n', "test": "A mug “Tea”\n"}),
+    ):
+        assert run(fetch, name, folder, "--output", str(tmp_path / name)) == 0
+        assert {split: (tmp_path / name / f"{split}.txt").read_text() for split in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "files", "named"),
+    ("name", "file", "text", "named"),
     [
-        ("t2is", {"a.jsonl": "{"}, "a.jsonl:1"),
-        ("gedit", {"a.parquet": "no table"}, "cannot be converted"),
-        ("sharegpt-4o-image", {"text_and_image_to_image.json": '[{"input_prompt": "x", "input_image": "a.png"}]'}, "image 'a.png'"),
+        ("t2is", "a.jsonl", "{", "a.jsonl:1"),
+        ("gedit", "a.parquet", "no table", "cannot be converted"),
+        ("sharegpt-4o-image", "text_and_image_to_image.json", '[{"input_prompt": "x", "input_image": "a.png"}]', "image 'a.png'"),
     ],
 )  # fmt: skip
-def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys, name, files, named):
-    for file, text in files.items():
-        (source / file).write_text(text)
-    assert run(fetch, name, source) == 1
-    assert named in capsys.readouterr().err
+def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys, name, file, text, named):
+    write(source / file, text)
+    assert run(fetch, name, source) == 1 and named in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

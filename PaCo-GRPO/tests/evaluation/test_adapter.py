@@ -12,9 +12,8 @@ from PIL import Image
 from tiny_run import load_script, rows_of, tiny_options, train
 
 from paco_grpo.evaluation import evaluate
-from paco_grpo.evaluation.benchmarks import side_by_side
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
-from paco_grpo.evaluation.pictures import captioned
+from paco_grpo.evaluation.pictures import captioned, comparison_sheet
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies import load_policy
 from paco_grpo.types import Item
@@ -47,10 +46,10 @@ def test_evaluation_set_repeats_items_with_new_seeds():
 
 def test_summary_against_numpy():
     summary = summarize(np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]]), ["a", "b"])
-    assert summary["eval/a_mean"] == pytest.approx(4.0)
-    assert summary["eval/a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
-    assert (summary["eval/b_mean"], summary["eval/num_images"]) == (5.5, 3)
-    assert summary["eval/missing_share"] == pytest.approx(1 / 3)
+    assert summary["a_mean"] == pytest.approx(4.0)
+    assert summary["a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
+    assert (summary["b_mean"], summary["num_images"]) == (5.5, 3)
+    assert summary["missing_share"] == pytest.approx(1 / 3)
 
 
 def test_plain_diffusers_generates_the_images_of_the_evaluation(trained):
@@ -100,8 +99,9 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, 
     rows = data(folder)
     assert [row["file"] is None for row in rows] == [False, True, False, False, False]
     assert rows[1]["rewards"] == {"brightness": None} and len(captioned(folder, 3)) == 2
-    side_by_side(folder, folder, rows, tmp_path / "sheet.png")
-    side_by_side(folder, folder, rows[1:2], tmp_path / "empty.png")
+    comparison_sheet(folder, folder, tmp_path / "sheet.png")
+    (folder / "eval_data.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    comparison_sheet(folder, folder, tmp_path / "empty.png")
     assert (tmp_path / "sheet.png").is_file() and not (tmp_path / "empty.png").exists()
 
 

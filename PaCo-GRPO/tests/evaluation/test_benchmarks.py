@@ -10,7 +10,8 @@ from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import load_script, write_edits, write_prompts
 
 from paco_grpo.evaluation import benchmarks
-from paco_grpo.evaluation.benchmarks import compare, interval, markdown, summarize_prompts
+from paco_grpo.evaluation.benchmarks import interval, markdown, summarize_prompts
+from paco_grpo.evaluation.pictures import read_rows
 
 
 def rows(scores: dict[int, list[float | None]]) -> list[dict]:
@@ -34,11 +35,11 @@ def test_interval_agrees_with_the_normal_one_where_that_holds():
 def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
     a, b = rows({0: [1.0, 0.0], 1: [0.5, None], 2: [0.25, 0.75]}), rows({0: [0.0, 0.0], 1: [0.0, 0.0], 2: [None, 0.0]})
     assert summarize_prompts(a)["r"].mean == pytest.approx(0.5) and summarize_prompts(a)["r"].prompts == 2
-    difference = compare(a, b)["r"]
+    difference = summarize_prompts(a, b)["r"]
     assert (difference.mean, difference.prompts) == (0.5, 1)
     assert "| r | 0.5000" in markdown({"a": summarize_prompts(a)})
     with pytest.raises(ValueError, match="not of the same prompts"):
-        compare(a, rows({0: [1.0]}))
+        summarize_prompts(a, rows({0: [1.0]}))
 
 
 def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
@@ -81,7 +82,7 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         assert "another test: choose another --output" in capsys.readouterr().err
     found = json.loads((tmp_path / "out" / "t2is" / "results.json").read_text())
     assert set(found["results"]) == {str(checkpoint), "base", "difference"}
-    a, b = (benchmarks.read_rows(tmp_path / "out" / "t2is" / name) for name in "ab")
+    a, b = (read_rows(tmp_path / "out" / "t2is" / name) for name in "ab")
     for name in ("consistency_score", "subfig_clipT", "pickscore"):
         differences = [one["rewards"][name] - two["rewards"][name] for one, two in zip(a, b, strict=True)]
         assert found["results"]["difference"][name]["mean"] == pytest.approx(np.mean(differences))

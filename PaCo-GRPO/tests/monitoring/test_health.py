@@ -89,14 +89,12 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
     measured = run.probe.measure()
-    state, policy = run.probe._states[1], run.state.policy
+    policy, alone = run.state.policy, BaseProbe(run.state.policy, run.test_items[1:2], run.options)
+    velocity, x, sigma, base = run.probe._states[1]
     with reference(policy):
-        base = policy.velocity(state.latents, state.sigma, state.conditioning, *state.size)
-    assert torch.equal(base, state.base)
-    velocity = policy.velocity(state.latents, state.sigma, state.conditioning, *state.size)
-    alone = BaseProbe(policy, run.test_items[1:2], run.options)
-    alone._states = [state]
-    expected = float((velocity - base).detach().norm() / base.norm())
+        assert torch.equal(velocity(x, sigma), base)
+    alone._states = [run.probe._states[1]]
+    expected = float((velocity(x, sigma) - base).detach().norm() / base.norm())
     assert alone.measure()["health/velocity_change"] == pytest.approx(expected)
     assert BaseProbe(policy, run.test_items[:2], run.options).measure() == measured  # as a resumed run makes it
 

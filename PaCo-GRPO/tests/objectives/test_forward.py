@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toy_policy import ToyPolicy, joint_dgpo, sample
 
 from paco_grpo.objectives import Step, get_objective
-from paco_grpo.objectives.awm import matching_weight, slow_decay
+from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.dgpo import group_weights
 from paco_grpo.objectives.forward import Noised, sample_sigmas
 from paco_grpo.options import TrainOptions
@@ -48,11 +48,6 @@ def test_sampled_sigmas(data):
     assert all(low <= step < high for low, step, high in zip(bounds, steps, bounds[1:], strict=False))
 
 
-def test_published_parts_of_the_schedule():
-    seen = [{*column} for column in zip(*(sample_sigmas(14, 6, 0.9, False, np.random.default_rng(i)) for i in range(99)), strict=True)]
-    assert seen == [{1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
-
-
 def test_noise_of_samples_and_of_groups():
     policy = ToyPolicy()
     step = step_of(policy, (1.0, 0.0, -1.0))  # items 0, 1, 0
@@ -82,13 +77,6 @@ def test_names_of_snapshots():
 # --- identities -----------------------------------------------------------------------------------------------------------
 
 
-def test_derivative_of_awms_weighting():
-    error, sigma = torch.tensor([0.37], requires_grad=True), torch.tensor([0.6])
-    matching_weight(error, sigma).sum().backward()
-    assert error.grad.item() == pytest.approx(1.264736, rel=1e-6)
-    assert matching_weight(torch.zeros(1), sigma).item() == 0
-
-
 def dgpo_loss(step, policy, train):
     objective = get_objective("dgpo")
     with torch.no_grad():
@@ -106,17 +94,6 @@ def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
     found = gradient(policy, dgpo_loss(step, policy, train).loss.sum())
     expected = gradient(policy, joint_dgpo(step, policy, train))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_dgpo_of_a_pair_is_dpo():
-    """K = 2, A = ±1: −log sigmoid(−β/2·((e_w − e_w(ref)) − (e_l − e_l(ref)))), up to the factor K/β."""
-    policy, beta = ToyPolicy(dtype=f64), 40.0
-    step = step_of(policy, (1.0, 0.0, -1.0), moved=True)  # items 0, 1, 0
-    found = gradient(policy, dgpo_loss(step, policy, TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)).loss.sum())
-    noised = Noised(step, policy, shared=True)
-    change = noised.error(noised.velocity()) - noised.error(noised.reference)
-    dpo = -torch.nn.functional.logsigmoid(-beta / 2 * (change[0] - change[2]))
-    torch.testing.assert_close(found, gradient(policy, 2 / beta * dpo), rtol=1e-10, atol=1e-12)
 
 
 def test_dgpo_masks_what_moved_far_enough():

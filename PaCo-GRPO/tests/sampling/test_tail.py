@@ -56,7 +56,7 @@ def test_only_what_follows_the_last_noise_step_changes(tail):
     torch.testing.assert_close(plain.clean_latents, changed.clean_latents, atol=0.3, rtol=0.3)
 
 
-def test_without_noise_there_is_no_tail():
+def test_without_noise_there_is_no_tail_and_nothing_is_recorded():
     _, plain = toy(noise_steps=())
-    calls, same = toy(noise_steps=(), tail_steps=2, tail_order=2)
-    assert len(calls) == 10 and torch.equal(plain.clean_latents, same.clean_latents)
+    calls, same = toy(noise_level=0.0, tail_steps=2, tail_order=2)
+    assert len(calls) == 10 and same.noise_steps == [] and torch.equal(plain.clean_latents, same.clean_latents)
