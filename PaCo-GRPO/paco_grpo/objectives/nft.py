@@ -41,44 +41,29 @@ def old_decay(step: int, train: TrainOptions) -> float:
     check=partial(check_forward_steps, default=None),
 )
 def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
-    """NFT loss + KL weight · mean((v − v_ref)²) at one σ. The reference forward happens only if the KL weight is not 0.
+    """adv_clip_max/β · (r·e⁺/w⁺ + (1 − r)·e⁻/w⁻) + KL weight · mean((v − v_ref)²) at one σ.
+
+        v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±;  e± = mean((x̂0± − x_0)²)
+        w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
+
+    The reference forward happens only if the KL weight is not 0.
 
     Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and, with a KL weight, kl.
     """
     preference = (step.advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)
     noised = Noised(step, policy)
     old, velocity = noised.velocity("old"), noised.velocity()
-    clean = step.rollout.clean_latents
-    loss = nft_terms(clean, noised.latents, step.sigma, velocity, old, preference, train.nft_beta) * train.adv_clip_max
+    time, beta = step.sigma.view(-1, 1, 1), train.nft_beta
+
+    def normalized_error(mixed: torch.Tensor) -> torch.Tensor:
+        error = noised.latents - time * mixed - step.rollout.clean_latents
+        return mean_square(error) / error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+
+    positive = normalized_error(beta * velocity + (1 - beta) * old)
+    negative = normalized_error((1 + beta) * old - beta * velocity)
+    loss = (preference * positive + (1 - preference) * negative) / beta * train.adv_clip_max
     metrics = {"policy_loss": loss, "preference_mean": preference, "old_distance": mean_square(velocity - old)}
     if train.beta != 0:
         metrics["kl"] = mean_square(velocity - noised.reference)
         loss = loss + train.beta * metrics["kl"]
     return LossOutput(loss, metrics)
-
-
-def nft_terms(
-    clean: torch.Tensor,
-    noisy: torch.Tensor,
-    t: torch.Tensor,
-    velocity: torch.Tensor,
-    old: torch.Tensor,
-    preference: torch.Tensor,
-    nft_beta: float,
-) -> torch.Tensor:
-    """(r·mean((x̂0⁺ − x_0)²)/w⁺ + (1 − r)·mean((x̂0⁻ − x_0)²)/w⁻)/β, per sample (B,).
-
-        v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±
-        w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
-
-    x_0, x_t, v and v_old are (B, N, C) float32; t and r are (B,).
-    """
-    time = t.view(-1, 1, 1)
-    positive = noisy - time * (nft_beta * velocity + (1 - nft_beta) * old) - clean
-    negative = noisy - time * ((1 + nft_beta) * old - nft_beta * velocity) - clean
-    return (preference * _normalized(positive) + (1 - preference) * _normalized(negative)) / nft_beta
-
-
-def _normalized(error: torch.Tensor) -> torch.Tensor:
-    scale = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
-    return mean_square(error) / scale

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 from tiny_run import tiny_edit_options, train
 
@@ -12,19 +11,14 @@ from paco_grpo.evaluation.pictures import captioned, side_by_side
 from paco_grpo.report import write_report
 
 
-@pytest.fixture(scope="module")
-def run_dir(tiny_folder, tmp_path_factory):
-    model, folder = tiny_folder("flux_kontext"), tmp_path_factory.mktemp("editing")
-    options = tiny_edit_options("toy_kontext", model, folder, num_epochs="1", test__at_start="True")
-    train(options)
-    return Path(options.save_dir) / options.run_name
-
-
 def pixels(image):
     return np.asarray(image.convert("RGB"), dtype=np.int16)
 
 
-def test_references_are_kept_with_the_images(run_dir):
+def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
+    options = tiny_edit_options("toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs="1", test__at_start="True")
+    train(options)
+    run_dir = Path(options.save_dir) / options.run_name
     folder = run_dir / "eval" / "epoch_0001"
     rows = [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
     assert [row["reference"] for row in rows] == [f"references/{i:05d}.png" for i in range(5)]
@@ -32,10 +26,6 @@ def test_references_are_kept_with_the_images(run_dir):
         given = run_dir.parents[1] / "prompts" / f"test{row['item_id']}.png"
         with Image.open(folder / row["reference"]) as kept, Image.open(given) as original:
             assert (pixels(kept) == pixels(original)).all()  # small ones are kept as they are
-
-
-def test_sheet_and_tracked_pictures_show_reference_and_instruction(run_dir):
-    folder = run_dir / "eval" / "epoch_0001"
     with Image.open(folder / "sheet.png") as sheet:  # 5 pairs in 2 columns
         assert sheet.size == (2 * (2 * 164 + 8), 3 * (164 + 14))
     shown = captioned(folder, 2)
@@ -43,8 +33,5 @@ def test_sheet_and_tracked_pictures_show_reference_and_instruction(run_dir):
         assert (pixels(shown[0][0]) == pixels(side_by_side(reference, image))).all()
         assert shown[0][0].size == (32 + 4 + 32, 32)
     assert shown[1][1].startswith("1test make it red (brightness ")
-
-
-def test_report_shows_reference_before_and_after(run_dir, tmp_path):
     page = write_report(run_dir, tmp_path / "report.html")[0].read_text()
     assert page.count("<article>") == 5 and page.count("<figure>") == 15 and page.count("<b>reference</b>") == 5

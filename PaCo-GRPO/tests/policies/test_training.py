@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
 from paco_grpo.objectives.forward import FRESH
-from paco_grpo.objectives.nft import nft_terms
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import unwrap
@@ -111,7 +110,10 @@ def test_nft_trains_the_conditional_velocity(policy, name):
         velocity = policy.velocity(*arguments, guided=False)
         with lora.snapshot(policy, "old"):
             old = policy.velocity(*arguments, guided=False)
-    expected = 5.0 * nft_terms(clean, noisy, t, velocity, old, advantages / 10 + 0.5, 0.7)
+    expected = 0.0
+    for share, mixed in ((advantages / 10 + 0.5, 0.7 * velocity + 0.3 * old), (0.5 - advantages / 10, 1.7 * old - 0.7 * velocity)):
+        error = (noisy - t[0] * mixed - clean).flatten(1)
+        expected = expected + 5.0 / 0.7 * share * error.square().mean(1) / error.abs().mean(1)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
 
 

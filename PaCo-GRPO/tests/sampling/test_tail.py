@@ -27,15 +27,6 @@ def test_order_two_against_numpy():
     np.testing.assert_allclose(found.item(), first + middle * -0.5, rtol=1e-12)
 
 
-@pytest.mark.parametrize("steps", [None, 1, 2, 3, 7, 8, 20])
-def test_fewer_steps_keep_the_ends(steps):
-    sigmas = torch.linspace(0.9, 0, 9)
-    chosen = Sampling(10, tail_steps=steps).tail(sigmas)
-    assert len(chosen) == (9 if steps is None else min(9, steps + 1))
-    assert chosen[0] == sigmas[0] and chosen[-1] == 0
-    assert (chosen.diff() < 0).all() and np.isin(chosen, sigmas).all()
-
-
 def toy(**options):
     policy = ToyPolicy()
     conditioning = policy.encode([Item(i, str(i)) for i in (0, 1)])
