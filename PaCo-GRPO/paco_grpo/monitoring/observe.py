@@ -93,12 +93,11 @@ class BaseProbe:
         with reference(policy):
             for number, item in enumerate(self.items):
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
-                size = {"height": sized.height, "width": sized.width}
-                velocity = partial(policy.velocity, conditioning=policy.encode([sized]), **size)
+                size = sized.height, sized.width
+                velocity = partial(self._velocity, (policy.encode([sized]), *size))
                 word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(1, np.uint64)[0]
-                sigmas = policy.sigmas(options.sample.num_steps, **size)
-                noise = policy.initial_latents([int(word >> np.uint64(1))], **size)
-                latents = integrate(velocity, noise, sigmas[: step + 1])
+                sigmas = policy.sigmas(options.sample.num_steps, *size)
+                latents = integrate(velocity, policy.initial_latents([int(word >> np.uint64(1))], *size), sigmas[: step + 1])
                 sigma = sigmas[step].to(latents.device).expand(1)
                 self._states.append((velocity, latents.cpu(), sigma.cpu(), velocity(latents, sigma).cpu()))
 
@@ -111,3 +110,6 @@ class BaseProbe:
             latents, sigma, base = (tensor.to(self.policy.device) for tensor in tensors)
             changes.append(float((velocity(latents, sigma) - base).norm() / base.norm()))
         return {"health/velocity_change": float(np.mean(changes))}
+
+    def _velocity(self, others: tuple, latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return self.policy.velocity(latents, sigma, *others)
