@@ -114,10 +114,10 @@ def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
         place(module, device, "cpu" if type(module).__name__ == "CLIPTextModel" else on)
 
     def without_copy(self, items):  # diffusers sends the ids to where the weights are
-        from paco_grpo.policies.flux import FluxConditioning
+        from paco_grpo.policies.diffusers_policy import TextConditioning
 
-        rows = [self._encode_text(item.prompt) for item in items]
-        return FluxConditioning(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+        embeds, pooled = zip(*(self._encode_text(item.prompt) for item in items), strict=True)
+        return TextConditioning(prompt_embeds=torch.stack(embeds), prompt_pooled=torch.stack(pooled))
 
     monkeypatch.setattr(estimate, "place", forgetful)
     monkeypatch.setattr(FluxPolicy, "encode", without_copy)

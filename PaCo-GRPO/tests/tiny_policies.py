@@ -21,7 +21,6 @@ from PIL import Image
 from tiny_pipelines import build_tiny_flux, build_tiny_flux2, build_tiny_qwen_edit, build_tiny_sd3, build_tiny_z_image
 
 from paco_grpo.policies import Policy, load_policy
-from paco_grpo.policies.lora import trainable_parameters
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Item
 
@@ -157,6 +156,10 @@ def items(name: str, *prompts: str, size: tuple[int, int] = (32, 32), reference:
         first, *more = [picture(i + 100 * k, *(reference or size)) for k in range(count)] or [None]
         made.append(Item(i, prompt, *size, image=first, more_images=tuple(more)))
     return made
+
+
+def trainable_parameters(policy: Policy) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in policy.transformer.parameters() if parameter.requires_grad]
 
 
 def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:

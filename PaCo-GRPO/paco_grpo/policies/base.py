@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -25,18 +24,6 @@ class PolicyLoadError(RuntimeError):
     """A model could not be loaded; the message names it and says what to do."""
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """What one forward of the transformer gets: the arguments of ``Policy.velocity``."""
-
-    latents: torch.Tensor
-    sigma: torch.Tensor
-    conditioning: Any
-    height: int
-    width: int
-    negative: bool = False  # with the features of the negative prompt instead of the prompt's
-
-
 class Policy(ABC):
     """A flow-matching generator with a trainable transformer: encode, sigmas, initial_latents, velocity, decode.
 
@@ -53,7 +40,6 @@ class Policy(ABC):
     has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
     samples_guided: bool = True  # with true CFG, whether images are sampled with it (config.train.dgpo_reference)
     text_sees_image: ClassVar[bool] = False  # its text encoder reads the reference (config.pretrained.image_positions)
-    masks_text: ClassVar[bool] = False  # texts of different length are padded and masked; otherwise padding counts as text
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import diffusers
 import numpy as np
@@ -18,12 +19,13 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_tim
 from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import ForwardInputs, Policy, PolicyLoadError
+from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.policies.performance.offload import Offloaded
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
-from paco_grpo.types import Conditioning, to_device
+from paco_grpo.types import Conditioning, Item, to_device
 from paco_judge.weights import from_pretrained_strict
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
@@ -39,6 +41,41 @@ def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.pro
     return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in layers)
 
 
+@dataclass(kw_only=True)
+class TextConditioning(Conditioning):
+    """Features of the prompt and, for true CFG, of the negative prompt.
+
+    Texts are padded to the longest of their call to ``encode``, with a mask if they differ. Selecting rows changes neither,
+    so rollout and training compute the same numbers.
+    """
+
+    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
+    prompt_mask: torch.Tensor | None = None  # (B, L) bool on the CPU, True = token; None = all have L tokens
+    prompt_pooled: torch.Tensor | None = None  # (B, P), CLIP's vectors in models that use them
+    negative_embeds: torch.Tensor | None = None  # (B, L', D)
+    negative_mask: torch.Tensor | None = None  # (B, L')
+    negative_pooled: torch.Tensor | None = None  # (B, P)
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What one forward of the transformer gets: the arguments of ``Policy.velocity``."""
+
+    latents: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: TextConditioning
+    height: int
+    width: int
+    negative: bool = False  # with the features of the negative prompt instead of the prompt's
+
+    @property
+    def text(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Features, mask and pooled features of the text."""
+        name = "negative" if self.negative else "prompt"
+        parts = (getattr(self.conditioning, f"{name}_{part}") for part in ("embeds", "mask", "pooled"))
+        return tuple(part if part is None else part.contiguous() for part in parts)
+
+
 @dataclass(frozen=True)
 class EncoderImages:
     """The images that the text encoder sees with a text."""
@@ -50,9 +87,10 @@ class EncoderImages:
 class DiffusersPolicy(Policy):
     """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
 
-    A subclass names its ``pipeline_class`` and its text encoders, and computes conditioning and velocity. Where its
+    A subclass names its ``pipeline_class`` and its text encoders, and defines ``_encode_text`` and ``_forward``. Where its
     pipeline differs from FLUX.1's, it overrides ``_noise_shape``, ``_pack`` and ``_unpack`` (see ``FlatLatents``), ``_mu``
     or ``_pixels``.
+
     Encoded inputs are cached on the CPU (1 GiB, least recently used dropped first), so each input is encoded once and the
     encoders can leave the device.
     """
@@ -60,6 +98,7 @@ class DiffusersPolicy(Policy):
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
     linear_sigmas: ClassVar[bool] = True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
+    guided: bool = False  # with true CFG: ``encode`` needs features of ``negative_prompt``
 
     def __init__(
         self,
@@ -94,8 +133,8 @@ class DiffusersPolicy(Policy):
         self._transformer_config = pipeline.transformer.config
         # A private scheduler: set_timesteps changes its state.
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
-        self._sigmas: dict[tuple[int, int, int], torch.Tensor] = {}
         self._texts = TensorCache(CACHE_BYTES)
+        self._ids: dict[tuple, Any] = {}  # positions of tokens; made on the CPU, so kept on the device
         self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
@@ -127,24 +166,43 @@ class DiffusersPolicy(Policy):
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
 
-    @torch.no_grad()
-    def _features(
-        self, texts: Sequence[str], images: Sequence[EncoderImages] | None = None
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """Of each text: ``_encode_text`` on the CPU. Each (text, images) goes through the encoders once, alone: to the last
-        bit, its features then do not depend on the other texts of a call, nor on what is cached."""
+    def encode(self, items: Sequence[Item]) -> TextConditioning:
+        """As in ``Policy``."""
+        return TextConditioning(**self._encode_texts(items, [EncoderImages()] * len(items)))
 
+    @torch.no_grad()
+    def _encode_texts(self, items: Sequence[Item], seen: Sequence[EncoderImages]) -> dict[str, torch.Tensor | None]:
+        """The fields of ``TextConditioning``, where the encoder of each item's text sees the images of ``seen``.
+
+        Each (text, images) goes through the encoders once, alone: to the last bit, its features then do not depend on the
+        other texts of a call, nor on what is cached.
+        """
+        fields: dict[str, torch.Tensor | None] = {}
         with ExitStack() as copied:  # one transfer of the encoders for all texts that are not cached
 
-            def compute(text: str, seen: EncoderImages) -> tuple[torch.Tensor, ...]:
+            def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
                 copied.enter_context(self._offloaded_text.on_device())
-                return tuple(features.to(self.dtype) for features in self._encode_text(text, *seen.images))
+                return tuple(features.to(self.dtype) for features in self._encode_text(text, *images))
 
-            pairs = zip(texts, images or [EncoderImages()] * len(texts), strict=True)
-            return [self._texts.get((t, seen.key), lambda t=t, seen=seen: compute(t, seen)) for t, seen in pairs]
+            for name in ("prompt", "negative") if self.guided else ("prompt",):
+                texts = [item.prompt if name == "prompt" else self.negative_prompt for item in items]
+                pairs = zip(texts, seen, strict=True)
+                rows = [self._texts.get((t, see.key), partial(compute, t, see.images)) for t, see in pairs]
+                embeds, *pooled = zip(*rows, strict=True)
+                mask = torch.arange(max(map(len, embeds))) < torch.tensor([len(row) for row in embeds])[:, None]
+                fields[f"{name}_embeds"] = self._padded(embeds)
+                fields[f"{name}_mask"] = None if mask.all() else mask
+                fields[f"{name}_pooled"] = self._padded(*pooled) if pooled else None
+        return fields
+
+    def _padded(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``rows`` on the device, padded to the longest; if all are one tensor (a negative prompt's), in its memory."""
+        if all(row is rows[0] for row in rows):
+            return rows[0].to(self.device).expand(len(rows), *rows[0].shape)
+        return pad_sequence(rows, batch_first=True).to(self.device)
 
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
-        """Features of one text by the pipeline, without a batch dimension."""
+        """Features (L, D) of one text by the pipeline and, where the model uses them, pooled ones (P,)."""
         raise NotImplementedError
 
     @property
@@ -176,6 +234,10 @@ class DiffusersPolicy(Policy):
         """The velocity (B, N', C) in any precision, whose first N tokens are the generated ones."""
         raise NotImplementedError
 
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Image tokens (B, M, C), the generated ones first; rows and columns of the generated image and each reference."""
+        return inputs.latents, [self._grid(inputs.height, inputs.width)]
+
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
         vae = self.pipeline.vae
@@ -184,14 +246,11 @@ class DiffusersPolicy(Policy):
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
         """linspace(1, 1/N, N) or the scheduler's own, shifted by the scheduler, if it is a dynamic one by ``_mu``."""
         rows, columns = self._grid(height, width)
-        key = (num_steps, rows, columns)
-        if key not in self._sigmas:
-            if self._scheduler.config.get("shift_terminal") and num_steps < 2:
-                raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
-            given = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.linear_sigmas else {}
-            retrieve_timesteps(self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given)
-            self._sigmas[key] = self._scheduler.sigmas.to("cpu", torch.float32)
-        return self._sigmas[key]
+        if self._scheduler.config.get("shift_terminal") and num_steps < 2:
+            raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
+        given = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.linear_sigmas else {}
+        retrieve_timesteps(self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given)
+        return self._scheduler.sigmas.to("cpu", torch.float32)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
         """Shift of a dynamic schedule, which FLUX.1 makes linear in the number of generated tokens."""
@@ -278,9 +337,17 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     Raises:
         ValueError: The weights do not fit the model; the message names tensors and folder.
     """
-    models: dict[str, nn.Module] = {}
-    for name, (library, class_name) in _parts(path).items():
-        _check_format(Path(path) / name)
+    config, models = DiffusionPipeline.load_config(path), {}
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
+        library, class_name = config.get(name, (None, None))
+        if library is None:
+            continue
+        folder = Path(path) / name
+        if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+            # Reading a pickle runs its code.
+            raise ValueError(
+                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them"
+            )
         if library == "transformers":
             models[name] = from_pretrained_strict(getattr(transformers, class_name), path, subfolder=name, dtype=dtype)
             continue
@@ -296,19 +363,6 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     if broken := [key for key, tensor in models["vae"].named_parameters() if not tensor.isfinite().all()]:
         raise ValueError(f"the weights in {path}/vae are not finite in {', '.join(broken[:5])}")
     return models
-
-
-def _parts(path: str | Path) -> dict[str, tuple[str, str]]:
-    """Library and class of the pipeline's models by name."""
-    config = DiffusionPipeline.load_config(path)
-    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae")
-    return {name: tuple(config[name]) for name in names if name in config and config[name][0]}
-
-
-def _check_format(folder: Path) -> None:
-    """Refuse a local folder whose weights are pickles only: reading those runs their code."""
-    if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them")
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

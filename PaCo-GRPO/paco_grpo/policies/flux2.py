@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,9 +14,9 @@ from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
 from torch import nn
 
-from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
-from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
-from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy, image_digest
+from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
+from paco_grpo.policies.reference_image import ReferenceImagePolicy
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Item
 
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this area
-
-
-@dataclass
-class Flux2Conditioning(ReferenceConditioning):
-    """Features of the prompt; the text encoder does not see the references, and padding counts as text."""
-
-    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype, three layers of the text encoder side by side
-    # (1, L, D), the negative prompt is one for all; None without true CFG
-    negative_embeds: torch.Tensor | None = field(default=None, metadata={"shared": True})
 
 
 class Flux2Policy(FlatLatents, ReferenceImagePolicy):
@@ -52,10 +42,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         "attn.to_qkv_mlp_proj", "attn.to_out",
     )  # fmt: skip
 
-    def __init__(self, pipeline: Flux2Pipeline, **options) -> None:
-        super().__init__(pipeline, **options)
-        self._ids: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-
     @classmethod
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """As in ``Policy``; with the pipeline's system message."""
@@ -66,13 +52,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         """Mistral, or Qwen3 (Klein)."""
         return (self.pipeline.text_encoder,)
 
-    @torch.no_grad()
-    def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
-        """Texts and reference images apart; each goes through its encoder once, alone."""
-        references = self._encode_references([self._read(item) for item in items])
-        texts = [row for (row,) in self._features([item.prompt for item in items])]
-        return Flux2Conditioning(prompt_embeds=torch.stack(texts).to(self.device), **references)
-
     def _encode_text(self, text: str) -> tuple[torch.Tensor]:
         embeds, _ = self.pipeline.encode_prompt(
             text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
@@ -80,15 +59,14 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return (embeds[0],)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        features, sigma = inputs.conditioning, inputs.sigma
-        tokens, grids = features.with_references(inputs.latents)
-        text = features.negative_embeds.expand(len(tokens), -1, -1) if inputs.negative else features.prompt_embeds
-        text_ids, image_ids = self._ids_for(text.shape[1], self._grid(inputs.height, inputs.width), *grids)
+        tokens, grids = self._tokens(inputs)
+        (embeds, _, _), sigma = inputs.text, inputs.sigma  # padding counts as text
+        text_ids, image_ids = self._ids_for(embeds.shape[1], *grids)
         return self.transformer(
             hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
             timestep=sigma,
             guidance=torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None,
-            encoder_hidden_states=text,
+            encoder_hidden_states=embeds,
             txt_ids=text_ids,
             img_ids=image_ids,
             return_dict=False,
@@ -97,7 +75,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     def _ids_for(self, length: int, *grids: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (image, row, column, text token) of the text (L, 4), and of the generated image and its references."""
         key = (length, *grids)
-        if key not in self._ids:  # made on the CPU, so kept on the device
+        if key not in self._ids:
             text = self.pipeline._prepare_text_ids(torch.empty(1, length, 1))[0]
             own, *references = (torch.empty(1, 1, *grid) for grid in grids)
             images = [self.pipeline._prepare_latent_ids(own)[0]]
@@ -125,19 +103,15 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         scale = min(1.0, math.sqrt(area / (image.width * image.height)))
         return int(image.width * scale), int(image.height * scale)
 
-    def _resized(self, image: Image.Image, item: Item) -> Reference:
-        size, scaled = self.reference_size(image, item), self._scaled(image, item)
+    def _resize(self, image: Image.Image, item: Item) -> Image.Image:
+        (height, width), scaled = self.reference_size(image, item), self._scaled(image, item)
         if min(scaled) < self.size_multiple:
             raise ValueError(
                 f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides, of an image "
                 f"scaled down to the generated area, must be at least {self.size_multiple} (config.train.resolution)"
             )
-        self._log_resize(
-            "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
-        )
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
-        cut = self.pipeline.image_processor._resize_and_crop(small, width=size[1], height=size[0])
-        return Reference(cut, image, (image_digest(cut), size))
+        return self.pipeline.image_processor._resize_and_crop(small, width=width, height=height)
 
     # --- latents ------------------------------------------------------------------------------------------------------
 
@@ -182,12 +156,3 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         return tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
-
-    @torch.no_grad()
-    def encode(self, items: Sequence[Item]) -> Flux2Conditioning:
-        """As for FLUX.2-dev, and the negative prompt."""
-        conditioning = super().encode(items)
-        if self.guided:
-            ((negative,),) = self._features([self.negative_prompt])
-            conditioning.negative_embeds = negative[None].to(self.device)
-        return conditioning

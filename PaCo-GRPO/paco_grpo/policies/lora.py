@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -151,14 +151,7 @@ def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
 
 def lora_parameters(policy: Policy) -> list[nn.Parameter]:
     """The parameters of all adapters of the transformer, trainable or not; none if it has no adapter."""
-    transformer = unwrap(policy.transformer)
-    names = getattr(transformer, "peft_config", {})
-    return [parameter for name in names for parameter in _adapter_parameters(transformer, name)]
-
-
-def trainable_parameters(policy: Policy) -> list[nn.Parameter]:
-    """The parameters of the transformer that require a gradient, in a fixed order."""
-    return [parameter for parameter in policy.transformer.parameters() if parameter.requires_grad]
+    return [p for name, p in policy.transformer.named_parameters() if ".lora_A." in name or ".lora_B." in name]
 
 
 def _adapter_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
@@ -175,26 +168,31 @@ def _set_trainable(transformer: nn.Module, name: str, trainable: bool) -> None:
         parameter.requires_grad_(trainable)
 
 
-@contextmanager
-def reference(policy: Policy) -> Iterator[None]:
+def reference(policy: Policy) -> AbstractContextManager[None]:
     """The reference policy inside the block, for forwards without gradient: the base model with every adapter switched
     off, or the adapter ``START`` where there is one (``train.reference='start'``)."""
-    with _restored(policy) as layers:
-        for layer in layers:
-            if START in getattr(unwrap(policy.transformer), "peft_config", {}):
-                layer.set_adapter(START)
-            else:
-                layer.enable_adapters(False)
-        yield
+    return snapshot(policy, START if START in getattr(unwrap(policy.transformer), "peft_config", {}) else None)
 
 
 @contextmanager
-def snapshot(policy: Policy, name: str) -> Iterator[None]:
-    """The adapter ``name`` instead of the trained one inside the block, for forwards without gradient."""
-    with _restored(policy) as layers:
+def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
+    """The adapter ``name``, or none, instead of the trained one inside the block, for forwards without gradient."""
+    layers = _layers(policy)
+    active = [list(layer.active_adapters) for layer in layers]
+    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    try:
         for layer in layers:
-            layer.set_adapter(name)
+            if name is None:
+                layer.enable_adapters(False)
+            else:
+                layer.set_adapter(name)
         yield
+    finally:  # peft's switches change both
+        for layer, names in zip(layers, active, strict=True):
+            layer.enable_adapters(True)
+            layer.set_adapter(names)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 @contextmanager
@@ -226,22 +224,6 @@ def _layers(policy: Policy) -> list[BaseTunerLayer]:
             "use config.use_lora = True, or set the KL weight config.train.beta to 0"
         )
     return layers
-
-
-@contextmanager
-def _restored(policy: Policy) -> Iterator[list[BaseTunerLayer]]:
-    """The LoRA layers; at the end, their active adapters and requires_grad are as before (peft's switches change both)."""
-    layers = _layers(policy)
-    active = [list(layer.active_adapters) for layer in layers]
-    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
-    try:
-        yield layers
-    finally:
-        for layer, names in zip(layers, active, strict=True):
-            layer.enable_adapters(True)
-            layer.set_adapter(names)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
 def save_peft(policy: Policy, directory: str | Path) -> None:

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import DiffusionPipeline, QwenImagePipeline
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import ForwardInputs, PolicyLoadError
-from paco_grpo.policies.diffusers_policy import EncoderImages, lora_targets_with
+from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.diffusers_policy import ForwardInputs, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
-from paco_grpo.types import Conditioning, Item
+from paco_grpo.types import to_device
 
 if TYPE_CHECKING:
     from PIL import Image
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class QwenConditioning(Conditioning):
-    """Features of the prompt and, for true CFG, of the negative prompt.
-
-    Texts are padded to the longest of their call to ``encode``, with a mask if they differ. Selecting rows changes neither,
-    so rollout and training compute the same numbers.
-    """
-
-    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
-    prompt_mask: torch.Tensor | None  # (B, L) bool, True = token; None = all have L tokens
-    negative_embeds: torch.Tensor | None = None  # (B, L', D)
-    negative_mask: torch.Tensor | None = None  # (B, L') bool
 
 
 class QwenImagePolicy(TrueCfgPolicy):
@@ -44,7 +28,6 @@ class QwenImagePolicy(TrueCfgPolicy):
 
     pipeline_class = QwenImagePipeline
     family = "Qwen-Image"
-    masks_text = True
     text_limit = 1024
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
@@ -70,47 +53,22 @@ class QwenImagePolicy(TrueCfgPolicy):
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
 
-    def encode(self, items: Sequence[Item]) -> QwenConditioning:
-        """As in ``Policy``."""
-        return QwenConditioning(**self._encode_texts(items))
-
-    def _encode_texts(
-        self, items: Sequence[Item], seen: Sequence[EncoderImages] | None = None
-    ) -> dict[str, torch.Tensor | None]:
-        """The fields of ``QwenConditioning``."""
-        fields: dict[str, torch.Tensor | None] = {}
-        for name, features in self._features_by_name(items, seen):
-            rows = [row for (row,) in features]
-            mask = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
-            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
-            fields[f"{name}_mask"] = None if mask.all() else mask.to(self.device)
-        return fields
-
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:
         embeds, _ = self.pipeline.encode_prompt(
             text, device=self._encoder_device, max_sequence_length=self.max_sequence_length,
-            **self._images_argument(images),
+            **({"image": list(images)} if images else {}),
         )  # fmt: skip
         return (embeds[0],)
 
-    def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
-        """How the pipeline's ``encode_prompt`` takes the images."""
-        return {}
-
-    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Image tokens (B, M, C), the generated ones first, and the rows and columns of each reference image."""
-        return inputs.latents, []
-
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
-        shapes = [(1, *grid) for grid in (self._grid(inputs.height, inputs.width), *grids)]
-        text = inputs.conditioning
+        embeds, mask, _ = inputs.text
         return self.transformer(
             hidden_states=tokens.to(self.dtype),
             timestep=inputs.sigma,  # the transformer multiplies by 1000
-            encoder_hidden_states=text.negative_embeds if inputs.negative else text.prompt_embeds,
-            encoder_hidden_states_mask=text.negative_mask if inputs.negative else text.prompt_mask,
-            img_shapes=[shapes] * len(tokens),
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=None if mask is None else to_device(mask, self.device),
+            img_shapes=[[(1, *grid) for grid in grids]] * len(tokens),
             return_dict=False,
         )[0]
 

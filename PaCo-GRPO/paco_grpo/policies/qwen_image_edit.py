@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import DiffusionPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-from paco_grpo.policies.base import ForwardInputs
 from paco_grpo.policies.diffusers_policy import EncoderImages
-from paco_grpo.policies.qwen_image import QwenConditioning, QwenImagePolicy
-from paco_grpo.policies.reference_image import Reference, ReferenceConditioning, ReferenceImagePolicy
-from paco_grpo.types import Item
-
-if TYPE_CHECKING:
-    from PIL import Image
+from paco_grpo.policies.qwen_image import QwenImagePolicy
+from paco_grpo.policies.reference_image import Reference, ReferenceImagePolicy
 
 _ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
-
-
-@dataclass
-class QwenEditConditioning(QwenConditioning, ReferenceConditioning):
-    """Features of (reference images, instruction) and, for true CFG, of (reference images, negative prompt)."""
 
 
 def mark_image_tokens(encoder, args, kwargs):
@@ -59,21 +46,9 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
-    def encode(self, items: Sequence[Item]) -> QwenEditConditioning:
-        """Texts with the images that their encoder sees, and the references' latents."""
-        references = [self._read(item) for item in items]
-        texts = self._encode_texts(items, [self._seen(row) for row in references])
-        return QwenEditConditioning(**texts, **self._encode_references(references))
-
     def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
-        """The images for the text encoder; here the VAE's."""
+        """The VAE's images."""
         return EncoderImages(tuple(r.image for r in references), tuple(r.key for r in references))
-
-    def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
-        return {"image": images[0]}
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
-
-    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        return inputs.conditioning.with_references(inputs.latents)

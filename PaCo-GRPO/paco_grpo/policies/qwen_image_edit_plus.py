@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
 from paco_grpo.policies.diffusers_policy import EncoderImages
 from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy
 from paco_grpo.policies.reference_image import Reference, image_digest
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 
 class QwenImageEditPlusPolicy(QwenImageEditPolicy):
@@ -36,6 +31,3 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
             for reference in references
         )
         return EncoderImages(images, tuple((image_digest(image), image.size) for image in images))
-
-    def _images_argument(self, images: tuple[Image.Image, ...]) -> dict[str, Any]:
-        return {"image": list(images)}

@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.diffusers_policy import CACHE_BYTES, DiffusersPolicy
+from paco_grpo.policies.diffusers_policy import (
+    CACHE_BYTES,
+    DiffusersPolicy,
+    EncoderImages,
+    ForwardInputs,
+    TextConditioning,
+)
 from paco_grpo.policies.performance.cache import TensorCache
-from paco_grpo.types import Conditioning, Item
+from paco_grpo.types import Item
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,9 +45,9 @@ class Reference:
         return self.image.height, self.image.width
 
 
-@dataclass
-class ReferenceConditioning(Conditioning):
-    """Packed latents of each sample's reference images, one after the other, padded to the longest row."""
+@dataclass(kw_only=True)
+class ReferenceConditioning(TextConditioning):
+    """Also packed latents of each sample's reference images, one after the other, padded to the longest row."""
 
     reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
     # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading does not synchronize
@@ -109,6 +115,21 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """The size of the generated image and the sizes of the references, in order."""
         return item.height, item.width, *(self.reference_size(image, item) for image in item.images)
 
+    @torch.no_grad()
+    def encode(self, items: Sequence[Item]) -> ReferenceConditioning:
+        """As in ``Policy``; each text and each reference image goes through its encoder once, alone."""
+        references = [self._read(item) for item in items]
+        texts = self._encode_texts(items, [self._seen(row) for row in references])
+        return ReferenceConditioning(**texts, **self._encode_references(references))
+
+    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
+        """The images that the text encoder sees."""
+        return EncoderImages()
+
+    def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        tokens, grids = inputs.conditioning.with_references(inputs.latents)
+        return tokens, [self._grid(inputs.height, inputs.width), *grids]
+
     def _read(self, item: Item) -> tuple[Reference, ...]:
         images = item.images
         if self.needs_image and not images:
@@ -122,8 +143,12 @@ class ReferenceImagePolicy(DiffusersPolicy):
         self._log_resize(
             "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
         )
-        resized = self.pipeline.image_processor.resize(image, *size)
+        resized = self._resize(image, item)
         return Reference(resized, image, (image_digest(resized), size))
+
+    def _resize(self, image: Image.Image, item: Item) -> Image.Image:
+        """``image`` at its ``reference_size``."""
+        return self.pipeline.image_processor.resize(image, *self.reference_size(image, item))
 
     def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""

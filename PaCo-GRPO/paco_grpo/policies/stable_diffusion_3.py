@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
-from paco_grpo.policies.base import ForwardInputs
-from paco_grpo.policies.diffusers_policy import FlatLatents, lora_targets_with
+from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
-from paco_grpo.types import Conditioning, Item
-
-
-@dataclass
-class SD3Conditioning(Conditioning):
-    """Features of the prompt and, for true CFG, of the negative prompt: CLIP's 77 tokens before T5's, and CLIP's pooled
-    vectors."""
-
-    prompt_embeds: torch.Tensor  # (B, 77 + L, D) in the policy's dtype
-    prompt_pooled: torch.Tensor  # (B, P)
-    negative_embeds: torch.Tensor | None = None  # (B, 77 + L, D)
-    negative_pooled: torch.Tensor | None = None  # (B, P)
 
 
 class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
@@ -53,14 +39,8 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         """Both CLIPs and T5."""
         return self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3
 
-    def encode(self, items: Sequence[Item]) -> SD3Conditioning:
-        """As in ``Policy``."""
-        fields = []
-        for _, features in self._features_by_name(items):
-            fields += [torch.stack(column).to(self.device) for column in zip(*features, strict=True)]
-        return SD3Conditioning(*fields)
-
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """CLIP's 77 tokens before T5's, and both CLIPs' pooled vectors."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             text, None, None, device=self._encoder_device, do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
@@ -68,12 +48,12 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         return embeds[0], pooled[0]
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        text = inputs.conditioning
+        embeds, _, pooled = inputs.text
         velocity = self.transformer(
             hidden_states=self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype),
             timestep=1000 * inputs.sigma,
-            encoder_hidden_states=text.negative_embeds if inputs.negative else text.prompt_embeds,
-            pooled_projections=text.negative_pooled if inputs.negative else text.prompt_pooled,
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
             return_dict=False,
         )[0]
         return self._pack(velocity)

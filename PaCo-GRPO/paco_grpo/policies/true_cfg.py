@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 from typing import ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
 
-from paco_grpo.policies.base import ForwardInputs
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy, EncoderImages
-from paco_grpo.types import Item
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy, ForwardInputs
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +20,6 @@ class TrueCfgPolicy(DiffusersPolicy):
     has_true_cfg = True
     default_negative: ClassVar[str | None] = None  # where no negative prompt is given; None = then there is no guidance
     least_scale: ClassVar[float] = 1.0  # the pipeline guides if the scale is greater than this
-    guided: bool  # ``encode`` needs features of ``negative_prompt``
 
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         super().__init__(pipeline, **options)
@@ -43,16 +38,6 @@ class TrueCfgPolicy(DiffusersPolicy):
     def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
         """As in ``Policy``."""
         return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
-
-    def _features_by_name(
-        self, items: Sequence[Item], seen: Sequence[EncoderImages] | None = None
-    ) -> Iterator[tuple[str, list[tuple[torch.Tensor, ...]]]]:
-        """("prompt", features of each item's) and, if ``guided``, ("negative", those of the negative prompt for each)."""
-        texts = {"prompt": [item.prompt for item in items]}
-        if self.guided:
-            texts["negative"] = [self.negative_prompt] * len(items)
-        rows = iter(self._features([*chain(*texts.values())], seen and [*seen] * len(texts)))
-        return ((name, [*islice(rows, len(items))]) for name in texts)
 
     def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
         conditional = self._predict(inputs)

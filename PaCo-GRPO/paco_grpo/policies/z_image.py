@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from diffusers import ZImagePipeline
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import ForwardInputs
-from paco_grpo.policies.diffusers_policy import FlatLatents
+from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
-from paco_grpo.types import Conditioning, Item
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class ZImageConditioning(Conditioning):
-    """Features of the prompt and, for true CFG, of the negative prompt, padded to the longest of their ``encode``."""
-
-    prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
-    prompt_length: torch.Tensor  # (B,) int64 on the CPU: tokens of each
-    negative_embeds: torch.Tensor | None = None  # (B, L', D)
-    negative_length: torch.Tensor | None = None  # (B,) int64 on the CPU
 
 
 class ZImagePolicy(FlatLatents, TrueCfgPolicy):
@@ -39,7 +25,6 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
 
     pipeline_class = ZImagePipeline
     family = "Z-Image"
-    masks_text = True  # where the padded captions of a batch differ in length
     default_negative = ""
     least_scale = 0.0
     lora_targets = (
@@ -58,15 +43,6 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
         """Qwen3."""
         return (self.pipeline.text_encoder,)
 
-    def encode(self, items: Sequence[Item]) -> ZImageConditioning:
-        """As in ``Policy``."""
-        fields = {}
-        for name, features in self._features_by_name(items):
-            rows = [row for (row,) in features]
-            fields[f"{name}_embeds"] = pad_sequence(rows, batch_first=True).to(self.device)
-            fields[f"{name}_length"] = torch.tensor([len(row) for row in rows])
-        return ZImageConditioning(**fields)
-
     def _encode_text(self, text: str) -> tuple[torch.Tensor]:
         """Without padding; the pipeline writes into the list that it gets."""
         (embeds,), _ = self.pipeline.encode_prompt(
@@ -76,14 +52,13 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
         return (embeds,)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        text = inputs.conditioning
-        embeds = text.negative_embeds if inputs.negative else text.prompt_embeds
-        lengths = text.negative_length if inputs.negative else text.prompt_length
+        embeds, mask, _ = inputs.text
+        lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
         latents = self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype)
         clean = self.transformer(
             list(latents.unsqueeze(2).unbind()),  # videos of one frame
             1 - inputs.sigma,  # the transformer's time ends at the image, and it multiplies by 1000
-            [row[:length] for row, length in zip(embeds, lengths.tolist(), strict=True)],
+            [row[:length] for row, length in zip(embeds, lengths, strict=True)],
             return_dict=False,
         )[0]
         return -self._pack(torch.stack(clean)[:, :, 0])  # it predicts x_0 − noise

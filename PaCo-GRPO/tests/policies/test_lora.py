@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny_pipelines import build_tiny_flux
-from tiny_policies import NAMES, disturb, items, load
+from tiny_policies import NAMES, disturb, items, load, trainable_parameters
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError
@@ -23,7 +23,6 @@ from paco_grpo.policies.lora import (
     save_diffusers,
     save_peft,
     snapshot,
-    trainable_parameters,
 )
 from paco_grpo.sampling.denoise import Sampling, rollout
 

@@ -3,10 +3,10 @@
 import diffusers
 import pytest
 import torch
-from tiny_policies import NAMES, disturb, items, load
+from tiny_policies import NAMES, disturb, items, load, trainable_parameters
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.policies.lora import add_lora, save_diffusers, trainable_parameters
+from paco_grpo.policies.lora import add_lora, save_diffusers
 from paco_grpo.policies.performance import quantize
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
-from tiny_policies import NAMES, disturb, items, load
+from tiny_policies import NAMES, disturb, items, load, trainable_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
@@ -44,7 +44,7 @@ def sample(policy, name, **options):
 
 def gradient_of(loss, policy):
     # Qwen-Image's last block computes text features that nothing reads: their weights have no gradient
-    found = torch.autograd.grad(loss, lora.trainable_parameters(policy), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(loss, trainable_parameters(policy), allow_unused=True, materialize_grads=True)
     return torch.cat([g.flatten() for g in found])
 
 
@@ -157,7 +157,7 @@ class Casts(TorchDispatchMode):
 @BY_NAME
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_a_rollout_casts_an_adapter_once(policy, name):
-    weights = {p.data_ptr() for p in lora.trainable_parameters(policy)}
+    weights = {p.data_ptr() for p in trainable_parameters(policy)}
     with Casts() as casts:
         ours = sample(policy, name, num_steps=4, noise_steps=(1,))
     cast = [address for address in casts.addresses if address in weights]
