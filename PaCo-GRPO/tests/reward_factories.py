@@ -70,7 +70,7 @@ def read_size(image):
 
 
 def unlike_others(calls=None, unscored=""):
-    """Distance of an image's brightness from the mean of the others of its item; missing where the prompt is "gap"."""
+    """Distance of an image's brightness from the mean of the others of its item."""
 
     def score(images, items):
         if calls is not None:
@@ -80,7 +80,7 @@ def unlike_others(calls=None, unscored=""):
         gray, ids = np.array([np.asarray(image.convert("L")).mean() for image in images]), [i.item_id for i in items]
         same = np.equal.outer(ids, ids) & ~np.eye(len(ids), dtype=bool)
         others = (same @ gray) / np.maximum(same.sum(axis=1), 1)
-        return np.where([item.prompt == "gap" for item in items], np.nan, np.where(same.any(axis=1), abs(gray - others), 0))
+        return np.where(same.any(axis=1), abs(gray - others), 0)
 
     score.compares_images = True
     return score

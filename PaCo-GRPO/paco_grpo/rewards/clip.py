@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -82,18 +82,28 @@ class Clip:
             return torch.stack([self._texts[text] for text in texts])
 
 
-class ClipTextImage(Clip):
+class ClipScore(Clip):
     """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
 
-    ``model`` and ``processor`` are hub names or folders. ``scale`` is about the largest score in practice, so that rewards
-    are of order 1.
+    Args:
+        model: Hub name or folder.
+        processor: Likewise; None = the model's.
+        scale: About the largest score in practice, so that rewards are of order 1; 30 as in Flow-GRPO's released code.
+        device, batch_size: Where it computes, and how many images at once.
+        dtype: Of the weights; float16 takes half the memory and rounds scores by about 1e-3.
     """
 
     def __init__(
-        self, model: str, processor: str, scale: float, device: torch.device | str, batch_size: int, dtype: str
+        self,
+        model: str = CLIPSCORE,
+        processor: str | None = None,
+        scale: float = 30.0,
+        device: torch.device | str = "cpu",
+        batch_size: int = 8,
+        dtype: str = "float32",
     ) -> None:
         super().__init__(device, dtype)
-        self.what, self.processor_name, self.scale, self.batch_size = model, processor, scale, batch_size
+        self.what, self.processor_name, self.scale, self.batch_size = model, processor or model, scale, batch_size
         self.command = "python paco_grpo/rewards/pickscore_scores.py" if model == PICKSCORE else f"hf download {model}"
         self.check = self.load
 
@@ -119,37 +129,18 @@ class ClipTextImage(Clip):
         return (self._model.logit_scale.float().exp() * cosines).double().cpu().numpy() / self.scale
 
 
-def pickscore(
-    model: str = PICKSCORE,
-    processor: str = PICKSCORE_PROCESSOR,
-    device: torch.device | str = "cpu",
-    batch_size: int = 8,
-    dtype: str = "float32",
-) -> ClipTextImage:
-    """Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569): logit_scale · cos / 26.
-
-    ``dtype``: of the weights; float16 takes half the memory and rounds scores by about 1e-3.
-    """
-    return ClipTextImage(model, processor, 26.0, device, batch_size, dtype)
-
-
-def clipscore(
-    model: str = CLIPSCORE,
-    processor: str | None = None,
-    device: torch.device | str = "cpu",
-    batch_size: int = 8,
-    dtype: str = "float32",
-) -> ClipTextImage:
-    """logit_scale · cos(image, prompt) / 30, as in Flow-GRPO's released code. ``processor``: None = the model's."""
-    return ClipTextImage(model, processor or model, 30.0, device, batch_size, dtype)
+# Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569): logit_scale · cos / 26.
+PickScore = partial(ClipScore, model=PICKSCORE, processor=PICKSCORE_PROCESSOR, scale=26.0)
 
 
 class OpenClip(Clip):
-    """See ``subfig_clipT``."""
+    """Raises ImportError before anything is loaded."""
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
 
     def __init__(self, model: str, pretrained: str | None, device: torch.device, dtype: str) -> None:
+        import open_clip  # noqa: F401
+
         super().__init__(device, dtype)
         self.name, self.pretrained, self.what = model, pretrained, f"{model} ({pretrained})"
 
@@ -172,20 +163,30 @@ class OpenClip(Clip):
 _shared = cache(OpenClip)
 
 
-def open_clip_model(
-    model: str, pretrained: str | None, device: torch.device | str, dtype: str = "float32"
-) -> OpenClip:
-    """The process's one model of these weights on this device. Raises ImportError before anything is loaded."""
-    import open_clip  # noqa: F401
-
+def open_clip_model(model: str, pretrained: str | None, device: torch.device | str, dtype: str = "float32") -> OpenClip:
+    """The process's one model of these weights on this device."""
     return _shared(model, pretrained, torch.device(device), dtype)
 
 
 class SubfigClipT:
-    """Mean cosine similarity of each sub-figure with its own panel text."""
+    """Mean cosine similarity of each sub-figure with its own panel text (arXiv 2512.04784, §5).
 
-    def __init__(self, clip: OpenClip, batch_size: int) -> None:
-        self.clip, self.batch_size, self.check = clip, batch_size, clip.load
+    Args:
+        model, pretrained: OpenCLIP architecture, and the tag or a local file of its weights.
+        device, batch_size: Where it computes, and how many sub-figures (texts) at once.
+        dtype: Of its weights; float16 takes half the memory and rounds scores by about 1e-3.
+    """
+
+    def __init__(
+        self,
+        model: str = OPEN_CLIP,
+        pretrained: str | None = OPEN_CLIP_WEIGHTS,
+        device: torch.device | str = "cpu",
+        batch_size: int = 32,
+        dtype: str = "float32",
+    ) -> None:
+        self.clip, self.batch_size = open_clip_model(model, pretrained, device, dtype), batch_size
+        self.check = self.clip.load
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [−1, 1]."""
@@ -198,23 +199,6 @@ class SubfigClipT:
         return np.array([part.mean() for part in by_image])
 
 
-def subfig_clipT(
-    model: str = OPEN_CLIP,
-    pretrained: str | None = OPEN_CLIP_WEIGHTS,
-    device: torch.device | str = "cpu",
-    batch_size: int = 32,
-    dtype: str = "float32",
-) -> SubfigClipT:
-    """Does each sub-figure show its own panel text? (arXiv 2512.04784, §5)
-
-    Args:
-        model, pretrained: OpenCLIP architecture, and the tag or a local file of its weights.
-        device, batch_size: Where it computes, and how many sub-figures (texts) at once.
-        dtype: Of its weights; float16 takes half the memory and rounds scores by about 1e-3.
-    """
-    return SubfigClipT(open_clip_model(model, pretrained, device, dtype), batch_size)
-
-
 def subfig_clipI(
     model: str = OPEN_CLIP,
     pretrained: str | None = OPEN_CLIP_WEIGHTS,
@@ -222,7 +206,7 @@ def subfig_clipI(
     batch_size: int = 32,
     dtype: str = "float32",
 ) -> SubfigurePairs:
-    """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
+    """How similar are the sub-figures to each other? Arguments and model as in ``SubfigClipT``."""
     clip = open_clip_model(model, pretrained, device, dtype)
     return SubfigurePairs("subfig_clipI", lambda images: clip.images(images, batch_size), clip.load)
 

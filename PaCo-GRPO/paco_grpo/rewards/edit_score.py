@@ -6,11 +6,8 @@ be read, but a missing score must stay missing.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paco_grpo.rewards.judge import ServerReward, references_of
-from paco_judge import transport
-from paco_judge.images import data_url
-from paco_judge.json_io import parse
-from paco_judge.questions import RequestForm, build_messages
+from paco_judge.client import Pair
+from paco_judge.questions import RequestForm
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,21 +53,17 @@ class EditScore(ServerReward):
 
         super().__post_init__()
         self._parse = parse_vlm_output_to_dict
-        self._headers = transport.json_headers(self.api_key)
         context, rules = vie_prompts._context_no_delimit_reasoning_first, vie_prompts._prompts_0shot_two_image_edit_rule
         scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(self.score_range))
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(self.score_range))
         self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
 
-    @property
-    def parallel_calls(self) -> int:
-        """Calls of one image each, which sends two requests a pass, so that ``max_concurrency`` holds."""
-        return max(1, self.max_concurrency // (2 * self.num_pass))
+    def form(self) -> RequestForm:
+        return RequestForm("<img{n}>: ")  # the labels of EditScore's training
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing. Raises ValueError: An item has no reference image, or several."""
-        model = self.client.check()
-        requests = []
+        pairs = []
         for image, item in zip(images, items, strict=True):
             reference, *more = references_of(item, "edit_score")
             if more:
@@ -80,34 +71,25 @@ class EditScore(ServerReward):
                     f"edit_score compares with one reference image, but item {item.item_id} has {1 + len(more)}: use "
                     "consistency_for_editing"
                 )
-            edited, text = data_url(image), self._edit_prompt.replace("<instruction>", item.prompt)
-            for number in range(self.num_pass):
-                requests.append(self._request(model, [data_url(reference), edited], text, number))
-                requests.append(self._request(model, [edited], self._quality_prompt, number))
-        edit_and_quality = np.array(transport.run(self._ask_all(requests))).reshape(len(images), self.num_pass, 2)
-        return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=1)
+            pairs.append(Pair(reference, image, self._edit_prompt.replace("<instruction>", item.prompt)))
+            pairs.append(Pair(image, None, self._quality_prompt))
+        scores = []
+        for number in range(self.num_pass):
+            sampling = {"temperature": self.temperature, "seed": self.seed + number}
+            answers = self.client.write_blocking(pairs, _TOKENS, **sampling)
+            scores.append([self._lowest(*answer) for answer in answers])
+        edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
+        return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)
 
-    def _request(self, model: str, urls: list[str], text: str, number: int) -> bytes:
-        messages = build_messages(urls, text, RequestForm("<img{n}>: "))  # the labels of EditScore's training
-        request = {"model": model, "messages": messages, "max_tokens": _TOKENS}
-        return json.dumps(request | {"temperature": self.temperature, "seed": self.seed + number}).encode()
-
-    async def _ask_all(self, requests: list[bytes]) -> list[float]:
-        slots, deadline = asyncio.Semaphore(self.max_concurrency), time.monotonic() + self.deadline_s
-        url = f"{self.client.base_url}/v1/chat/completions"
-
-        async def lowest(request: bytes) -> float:
-            """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
-            answer = b""
-            try:
-                async with slots:
-                    answer = await transport.post(url, self._headers, request, deadline)
-                first, second = map(float, self._parse(parse(answer)["choices"][0]["message"]["content"])["score"])
-                if all(0 <= score <= self.score_range for score in (first, second)):  # not true of NaN
-                    return min(first, second) / self.score_range
-                raise ValueError(f"a score is not in 0 to {self.score_range}")
-            except (transport.NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
-                logger.warning("edit_score: no scores from %s: %s: %.500r", url, error, answer)
-                return math.nan
-
-        return await asyncio.gather(*map(lowest, requests))
+    def _lowest(self, answer: str | None, problem: str | None) -> float:
+        """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
+        try:
+            if answer is None:
+                raise ValueError(problem)
+            first, second = map(float, self._parse(answer)["score"])
+            if all(0 <= score <= self.score_range for score in (first, second)):  # not true of NaN
+                return min(first, second) / self.score_range
+            raise ValueError(f"a score is not in 0 to {self.score_range}")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning("edit_score: no scores: %s: %.500r", error, answer)
+            return math.nan

@@ -12,16 +12,8 @@ import numpy as np
 
 from paco_grpo.rewards.subfigures import check_panels
 from paco_judge.client import JudgeClient, Pair
-from paco_judge.grid import pairs, parse_layout, split_image, split_prompt
-from paco_judge.questions import (
-    BETTER,
-    EDITING,
-    Question,
-    RequestForm,
-    load_editing_questions,
-    load_question,
-    record,
-)
+from paco_judge.grid import pairs, split_image, split_prompt
+from paco_judge.questions import BETTER, EDITING, Question, RequestForm, load_question, record
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SUB_FIGURES, _LAYOUT = ("theme", "criterion"), ("rows", "cols")  # what questions can be about
 _FOLLOWED = "editing_instruction"
 
 
@@ -86,7 +77,7 @@ class ServerReward:
 
 @dataclass(eq=False)
 class JudgeReward(ServerReward):
-    """Base of the rewards whose score is made of P(Yes). Subclasses define ``load`` and ``ask``.
+    """Base of the rewards whose score is made of P(Yes). Subclasses define ``fields`` and ``ask``.
 
     Args:
         base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
@@ -99,15 +90,20 @@ class JudgeReward(ServerReward):
     image_format: str = "png"
     answer_tokens: str = "exact"
     compares_images: ClassVar[bool] = False  # True: ``ask`` gets all images of an item, else one at a time
+    fields: ClassVar[tuple[str, ...]]  # which a question may have
+    most_questions: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.asked = self.load(self.question)
 
-    @staticmethod
-    def load(question: str | Sequence[str]) -> tuple[Question, ...]:
+    @classmethod
+    def load(cls, question: str | Sequence[str]) -> tuple[Question, ...]:
         """The templates that ``question`` names. Raises ValueError."""
-        raise NotImplementedError
+        named = (question,) if isinstance(question, str) else tuple(question)
+        if not 1 <= len(named) <= cls.most_questions:
+            raise ValueError(f"question={question!r} names {len(named)} questions, but takes 1 to {cls.most_questions}")
+        return tuple(load_question(name, cls.fields) for name in named)
 
     def form(self) -> RequestForm:
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
@@ -147,16 +143,13 @@ class ConsistencyScore(JudgeReward):
     """
 
     question: str = "theme"
+    fields = ("theme", "criterion")
 
-    @staticmethod
-    def load(question: str) -> tuple[Question, ...]:
-        return (load_question(question, _SUB_FIGURES),)
-
-    @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    @classmethod
+    def check_item(cls, item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The prompt has a single panel, or there are no criteria to ask about."""
         check_panels(item, "consistency_score")
-        _texts(load_question(kwargs.get("question", "theme"), _SUB_FIGURES), item)
+        _texts(*cls.load(kwargs.get("question", cls.question)), item)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """Each pair of sub-figures with the item's question or questions."""
@@ -231,18 +224,12 @@ class WinRate(JudgeReward):
     question: str | Sequence[str] = BETTER
     opponents: int | None = None
     compares_images: ClassVar[bool] = True
+    fields, most_questions = ("prompt",), 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.opponents is not None and (self.opponents < 2 or self.opponents % 2):
             raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
-
-    @staticmethod
-    def load(question: str | Sequence[str]) -> tuple[Question, ...]:
-        named = (question,) if isinstance(question, str) else tuple(question)
-        if len(named) not in (1, 2):
-            raise ValueError(f"win_rate takes one or two questions, not {len(named)}: {', '.join(named)}")
-        return tuple(load_question(name, ("prompt",)) for name in named)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """Each two images in both orders."""
@@ -302,10 +289,7 @@ class ConsistencyForEditing(JudgeReward):
     """
 
     question: str | Sequence[str] = EDITING
-
-    @staticmethod
-    def load(question: str | Sequence[str]) -> tuple[Question, ...]:
-        return load_editing_questions(question)
+    fields, most_questions = ("instruction",), 2
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """One or two questions on the reference and the edited image; with several references, on each or on all."""
@@ -340,22 +324,16 @@ class GridLayout(JudgeReward):
     question: str = "grid_layout"
     binary: bool = False
     default_model = "Qwen2.5-VL-7B-Instruct"
+    fields = ("rows", "cols")
 
     @staticmethod
-    def load(question: str) -> tuple[Question, ...]:
-        return (load_question(question, _LAYOUT),)
-
-    @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any] | None = None) -> tuple[int, int]:
-        """Rows and columns of the grid. Raises ValueError: The prompt states none."""
-        rows, cols = parse_layout(item.prompt)
-        if rows * cols < 2:
-            raise ValueError(f"grid_layout needs a prompt with a layout, item {item.item_id} has none: {item.prompt!r}")
-        return rows, cols
+    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+        """Raises ValueError: The prompt states no grid."""
+        check_panels(item, "grid_layout")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """One question on one image."""
-        rows, cols = self.check_item(item)
+        rows, cols = check_panels(item, "grid_layout")
         questions = [Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images]
         return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes
 

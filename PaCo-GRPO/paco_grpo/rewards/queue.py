@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -43,7 +42,9 @@ class ScoreQueue:
         threads = {name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()}
         self._sizes = {name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()}
         self._pools = {name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}") for name, n in threads.items()}
-        self._clocks = {name: _BusyClock() for name in self.rewards}
+        self._spans: dict[str, list[tuple[float, float]]] = {
+            name: [] for name in self.rewards
+        }  # start and end of calls
         self._comparing = [name for name, reward in self.rewards.items() if getattr(reward, "compares_images", False)]
         # (row, image, item) that are in no call yet: of each reward, and of those that compare images
         self._waiting = {name: [] for name in self.rewards if name not in self._comparing}
@@ -67,15 +68,17 @@ class ScoreQueue:
         self._calls[future] = name, np.array(rows, dtype=np.int64)
 
     def _score(self, name: str, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        with self._clocks[name]:
-            # Copies: a reward that paints on its images does not change what others see.
+        started = time.perf_counter()
+        try:  # copies: a reward that paints on its images does not change what others see
             return self.rewards[name]([image.copy() for image in images], list(items))
+        finally:
+            self._spans[name].append((started, time.perf_counter()))
 
     @property
     def overlap_fraction(self) -> float:
         """Share of the slowest reward's time during which the caller did not wait for it, in [0, 1]; NaN where rewards
         took no time. Call it after ``results``."""
-        busy = max((clock.seconds for clock in self._clocks.values()), default=0.0)
+        busy = max(map(_covered, self._spans.values()), default=0.0)
         return max(0.0, 1.0 - self.wait_seconds / busy) if busy > 0 else math.nan
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
@@ -171,19 +174,10 @@ class ScoreQueue:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _BusyClock:
-    """Seconds during which at least one thread is inside the context."""
-
-    def __init__(self) -> None:
-        self.seconds, self._inside, self._since, self._lock = 0.0, 0, 0.0, threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._since = self._since if self._inside else time.perf_counter()
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self.seconds += time.perf_counter() - self._since
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of ``spans``."""
+    seconds, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        seconds += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return seconds

@@ -39,7 +39,7 @@ Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
 
 REWARDS: dict[str, str] = {
     "between_images": "paco_grpo.rewards.judge:BetweenImages",
-    "clipscore": "paco_grpo.rewards.clip:clipscore",
+    "clipscore": "paco_grpo.rewards.clip:ClipScore",
     "consistency_for_editing": "paco_grpo.rewards.judge:ConsistencyForEditing",
     "consistency_score": "paco_grpo.rewards.judge:ConsistencyScore",
     "edit_score": "paco_grpo.rewards.edit_score:EditScore",
@@ -48,9 +48,9 @@ REWARDS: dict[str, str] = {
     "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
     "ocr": "paco_grpo.rewards.ocr:ocr",
-    "pickscore": "paco_grpo.rewards.clip:pickscore",
+    "pickscore": "paco_grpo.rewards.clip:PickScore",
     "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
-    "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
+    "subfig_clipT": "paco_grpo.rewards.clip:SubfigClipT",
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }

@@ -20,7 +20,7 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
     """Rows and columns of the grid that ``item`` asks for. Raises ValueError: It is a single panel."""
     rows, cols = parse_layout(item.prompt)
     if rows * cols < 2:
-        raise ValueError(f"{reward} compares sub-figures, but item {item.item_id} has one: {item.prompt!r}")
+        raise ValueError(f"{reward} needs a grid of sub-figures, but item {item.item_id} states none: {item.prompt!r}")
     return rows, cols
 
 

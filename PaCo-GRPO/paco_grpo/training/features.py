@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.options.schema import TrainOptions
-from paco_grpo.rewards.clip import clipscore
+from paco_grpo.rewards.clip import ClipScore
 
 
 class GroupFeatures:
@@ -25,7 +25,7 @@ class GroupFeatures:
         self._rows: dict[int, np.ndarray] = {}
         self.clip = None
         if options.diversity_features != "latents":
-            self.clip = clipscore(options.diversity_features, device=device)
+            self.clip = ClipScore(options.diversity_features, device=device)
             self.clip.load()
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:

@@ -82,9 +82,3 @@ def test_failure_on_one_process_is_reported_by_all():
     first, second = scores_with(2, unscored="item 3")
     assert all("c: ValueError: item 3" in answer for answer in (first[1], second[1]))
     assert sum("another process" in answer for answer in (first[1], second[1])) == 1
-
-
-def test_missing_stays_missing_and_an_image_alone_is_scored():
-    reward = build_rewards({REWARD: 1.0})["unlike_others"]
-    scores = reward([gray(10), gray(20), gray(90)], [Item(0, "a"), Item(1, "gap"), Item(1, "gap")])
-    assert np.isnan(scores).tolist() == [False, True, True]

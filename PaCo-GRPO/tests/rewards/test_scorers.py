@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import save_clip, save_open_clip
 
-from paco_grpo.rewards.clip import clipscore, open_clip_model, pickscore, subfig_clipI, subfig_clipT
+from paco_grpo.rewards.clip import ClipScore, PickScore, SubfigClipT, open_clip_model, subfig_clipI
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from paco_grpo.rewards.registry import build_rewards
@@ -32,11 +32,11 @@ def clip_folder(tmp_path_factory):
     return save_clip(tmp_path_factory.mktemp("clip"))
 
 
-@pytest.mark.parametrize(("factory", "scale"), [(pickscore, 26), (clipscore, 30)])
+@pytest.mark.parametrize(("factory", "scale"), [(PickScore, 26), (ClipScore, 30)])
 def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(clip_folder, factory, scale, monkeypatch):
     from transformers import CLIPModel, CLIPProcessor
 
-    reward = factory(clip_folder, clip_folder, batch_size=2)
+    reward = factory(model=clip_folder, processor=clip_folder, batch_size=2)
     assert reward._model is None  # nothing is loaded early
     scores = reward(IMAGES, ITEMS)
     monkeypatch.setattr(reward._model.text_model, "forward", None)  # not needed any more
@@ -74,7 +74,7 @@ def features(tiny_open_clip):
 
 
 def test_subfig_clipT_is_the_mean_over_panels(tiny_open_clip, features):
-    scores = subfig_clipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
+    scores = SubfigClipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
     for image, score in zip(IMAGES, scores, strict=True):
         cells = zip(split_image(image, 1, 2), ("asleep.", "awake."), strict=True)
         assert score == pytest.approx(np.mean([features(cell) @ features(text) for cell, text in cells]), abs=1e-6)
@@ -90,7 +90,7 @@ def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
 
 
 def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip):
-    for make in (lambda **k: pickscore(clip_folder, clip_folder, **k), lambda **k: subfig_clipT(*tiny_open_clip, **k)):
+    for make in (lambda **k: ClipScore(clip_folder, **k), lambda **k: SubfigClipT(*tiny_open_clip, **k)):
         full, half = make(), make(dtype="bfloat16")
         assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
         models = [getattr(reward, "clip", reward)._model for reward in (full, half)]
@@ -100,7 +100,7 @@ def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_o
 
 def test_open_clip_is_loaded_once_for_all_rewards_and_texts_are_kept(tiny_open_clip, monkeypatch):
     shared = open_clip_model(*tiny_open_clip, "cpu")
-    assert subfig_clipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))
+    assert SubfigClipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))
     shared.load()
     shared.texts(["asleep.", "awake."], 8)
     monkeypatch.setattr(shared._model, "encode_text", None)  # not needed any more

@@ -12,7 +12,7 @@ from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.options import ConfigError
-from paco_grpo.rewards.clip import clipscore
+from paco_grpo.rewards.clip import ClipScore
 from paco_grpo.training import trainer as trainer_module
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
@@ -36,7 +36,7 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
     run.state.policy.decode = remember
     Trainer(run).epoch()
     latents, pictures = zip(*images, strict=True)
-    expected = torch.stack(latents).flatten(1) if kind == "latents" else clipscore(clip).images(pictures, 8)
+    expected = torch.stack(latents).flatten(1) if kind == "latents" else ClipScore(clip).images(pictures, 8)
     np.testing.assert_allclose(seen[0]["features"], expected.numpy(), rtol=1e-4, atol=1e-5)
     assert seen[0]["entropy_bonus"] == 0.5 and seen[0]["nearest_neighbor"]
 

@@ -82,12 +82,15 @@ class JudgeClient:
         """
         return transport.run(self._each(pairs, self.check(), self._ask))
 
-    def write_blocking(self, pairs: Sequence[Pair], max_tokens: int) -> list[tuple[str | None, str | None]]:
+    def write_blocking(
+        self, pairs: Sequence[Pair], max_tokens: int, *, temperature: float = 0, **sampling: float
+    ) -> list[tuple[str | None, str | None]]:
         """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError.
 
-        Answers take long: ``deadline_s`` is for each of them, from when it is sent.
+        Answers take long: ``deadline_s`` is for each of them, from when it is sent. ``sampling``: such as ``seed``.
         """
-        return transport.run(self._each(pairs, self.check(), partial(self._write, max_tokens)))
+        settings = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
+        return transport.run(self._each(pairs, self.check(), partial(self._write, settings)))
 
     def check(self) -> str:
         """Ask the server for its models once and return the served name of ours.
@@ -149,12 +152,12 @@ class JudgeClient:
         return verdict
 
     async def _write(
-        self, max_tokens: int, model: str, question: str, urls: Sequence[str | BaseException], _: float
+        self, settings: dict, model: str, question: str, urls: Sequence[str | BaseException], _: float
     ) -> tuple[str | None, str | None]:
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return None, str(unreadable)
-        request = {"model": model, "messages": build_messages(urls, question, self.form), "max_tokens": max_tokens}
-        body = json.dumps(request | {"temperature": 0}).encode()
+        request = {"model": model, "messages": build_messages(urls, question, self.form)}
+        body = json.dumps(request | settings).encode()
         try:
             async with self._slots:
                 deadline = _in(self.deadline_s)
