@@ -125,7 +125,9 @@ def _qwen_image(pipeline: str, edits: bool, **transformer: Any) -> Architecture:
     )  # fmt: skip
 
 
-def _flux2(pipeline: str, transformer: dict[str, Any], text: tuple[str, dict[str, Any]], tokens: Tokens) -> Architecture:
+def _flux2(
+    pipeline: str, transformer: dict[str, Any], text: tuple[str, dict[str, Any]], tokens: Tokens
+) -> Architecture:
     """FLUX.2; its pipelines compute the shift from tokens and steps."""
     return Architecture(
         pipeline,
@@ -185,7 +187,34 @@ _Z_IMAGE = Architecture(
     {"tokenizer": _QWEN_CHAT},
 )  # fmt: skip
 
-# Hub name -> architecture.
+
+def _qwen3_vl(
+    hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list[int]
+) -> Any:
+    """Qwen3-VL. ``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack`` reach the text."""
+    return "Qwen3VLForConditionalGeneration", {
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": depth, "hidden_size": width, "intermediate_size": mlp, "out_hidden_size": hidden,
+            "deepstack_visual_indexes": deepstack,
+        },
+    }  # fmt: skip
+
+
+# Judges: hub name -> class, and values of its configuration.
+JUDGES = {
+    "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN2_5_VL_7B,
+    "Qwen/Qwen3-VL-4B-Instruct": _qwen3_vl(2560, 9728, True, 24, 1024, 4096, [5, 11, 17]),
+    "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(4096, 12288, False, 27, 1152, 4304, [8, 16, 24]),
+}
+# Generators: hub name -> architecture.
 KNOWN = {
     "black-forest-labs/FLUX.1-dev": _flux1("FluxPipeline"),
     "black-forest-labs/FLUX.1-Kontext-dev": _flux1("FluxKontextPipeline"),
@@ -239,6 +268,22 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
             loaded = kind.load_config if hasattr(kind, "load_config") else kind.config_class.from_pretrained
             parts[part] = _module(entry[1], loaded(folder / part), dtype, device)
     return getattr(diffusers, index["_class_name"])(**parts)
+
+
+def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
+    """The judge's base model on ``meta``: a hub name of ``JUDGES``, or a folder with its ``config.json``.
+
+    Raises:
+        UnknownModelError: Neither.
+    """
+    if model in JUDGES:
+        return _module(*JUDGES[model], dtype, "meta")
+    if not (Path(model) / "config.json").is_file():
+        raise UnknownModelError(
+            f"the sizes of {model!r} are not known here: give its folder, or one of {', '.join(JUDGES)}"
+        )
+    config = transformers.AutoConfig.from_pretrained(model)
+    return _module(config.architectures[0], config, dtype, "meta")
 
 
 def _module(class_name: str, config: Any, dtype: torch.dtype, device: torch.device | str) -> nn.Module:

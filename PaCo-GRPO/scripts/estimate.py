@@ -3,6 +3,7 @@
     python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
     python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
     python scripts/estimate.py --config config/grpo.py:t2is --gpus 8      # how many of the 8 should serve the judge?
+    python scripts/estimate.py --judge --processes 2                      # judge training, or with YAML and key=value
 
 The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device, which has no
 values (PyTorch's FakeTensorMode). Tensors on two devices, wrong shapes and data types are errors here as on a GPU. The
@@ -26,7 +27,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from paco_grpo.architectures import UnknownModelError, pipeline_of
+from paco_grpo.architectures import UnknownModelError, judge_of, pipeline_of
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import ConfigError, RunOptions, read_options
@@ -71,7 +72,9 @@ REWARD_PARAMETERS = {
 }
 # Tokens of a pair's prompt; parameters of Qwen2.5-VL-7B.
 JUDGE_TOKENS, JUDGE_PARAMETERS = 300, 8.3e9
-DATASET = Path(__file__).resolve().parents[1] / "dataset" / "T2IS"
+TEXT_TOKENS, ANSWER_TOKENS = 150, 100  # of a pair in judge training, besides its two images
+ROOT = Path(__file__).resolve().parents[2]
+DATASET = ROOT / "PaCo-GRPO" / "dataset" / "T2IS"
 PROMPT = "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. " * 4
 
 
@@ -170,18 +173,22 @@ class FakeDevice(TorchDispatchMode):
             return self.mode.from_tensor(tensor.detach())
 
     def _rows(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        known = getattr(index, "known", None)
+        known = _known(index)
         if known is None or known.dtype != torch.bool:
             return [index]
         with unset_fake_temporarily():
             counts = [len(rows) for rows in known.nonzero().unbind(1)]
         with self.mode:
-            return [torch.empty(n, dtype=torch.long, device=index.fake_device) for n in counts]
+            return [torch.empty(n, dtype=torch.long, device=index.device) for n in counts]
+
+
+def _known(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return getattr(tensor, "known", None) if isinstance(tensor, FakeTensor) else tensor
 
 
 def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
     """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide what a model computes."""
-    known = {id(t): t if not isinstance(t, FakeTensor) else getattr(t, "known", None) for t in tensors}
+    known = {id(t): _known(t) for t in tensors}
     if not all(v is not None and not v.is_floating_point() and v.numel() <= _SMALL for v in known.values()):
         if func._schema.is_mutable and tensors:
             tensors[0].known = None
@@ -225,12 +232,20 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 def fake_cuda(device: FakeDevice) -> Iterator[None]:
     """Inside the block CUDA exists and computes nothing; its autocast is active."""
     nothing = lambda *args, **kwargs: None
+    make = torch.tensor
+
+    def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
+        return make(
+            [x.item() if isinstance(x, torch.Tensor) else x for x in data] if isinstance(data, list) else data, **kwargs
+        )
+
     patches = {
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # autocast would switch itself off
         "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.empty_cache": nothing,
+        "torch.tensor": of_numbers,
         "torch.Tensor.pin_memory": lambda tensor, *args: tensor,
         "torch.nn.functional.scaled_dot_product_attention": _attention,
     }
@@ -269,20 +284,18 @@ def fake_cpu(device: FakeDevice) -> Iterator[None]:
 
 
 def place(module: nn.Module, device: FakeDevice, on: str) -> None:
-    """Replace the parameters and buffers on ``meta`` by fake tensors on ``on``, uncounted; outside ``device``'s block."""
+    """Replace the tensors on ``meta`` by fake ones, uncounted: parameters and buffers on ``on``; outside ``device``'s block."""
     made: dict[int, Any] = {}
-    with device.mode:
-        for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
+    for part in module.modules():
+        for tensors, where in ((part._parameters, on), (part._buffers, on), (vars(part), "cpu")):
+            for name, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                     if id(tensor) not in made:
-                        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=on)
+                        with device.mode:
+                            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
                         device.storages[new.untyped_storage()] = 0
-                        made[id(tensor)] = (
-                            nn.Parameter(new, tensor.requires_grad) if tensors is part._parameters else new
-                        )
+                        trains = tensor.requires_grad
+                        made[id(tensor)] = nn.Parameter(new, trains) if isinstance(tensor, nn.Parameter) else new
                     tensors[name] = made[id(tensor)]
 
 
@@ -294,7 +307,7 @@ class Work:
     """One kind of work of a GPU."""
 
     name: str
-    pieces: float  # an epoch
+    pieces: float  # an epoch, an evaluation or 10,000 pairs
     flops: float  # of a piece
 
 
@@ -302,18 +315,12 @@ class Work:
 class Estimate:
     """What one GPU of a configuration does and holds."""
 
-    name: str
-    plan: Plan
-    work: list[Work]
-    evaluation: list[Work]
+    title: str
+    work: dict[str, list[Work]]  # by what it makes: "an epoch"
     resident: dict[str, int]  # bytes that stay on the device, by part
     adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def flops(self) -> float:
-        """Of an epoch."""
-        return sum(work.pieces * work.flops for work in self.work)
+    notes: list[str]
+    plan: Plan | None = None  # of an epoch
 
     @property
     def totals(self) -> dict[str, int]:
@@ -340,14 +347,15 @@ def build_policy(options: RunOptions) -> Policy:
     )  # fmt: skip
     policy.samples_guided = samples_guided(options)
     train = options.train
-    if options.use_lora:
-        add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
-    else:
-        policy.transformer.float().requires_grad_(True)
+    with torch.device("meta"):
+        if options.use_lora:
+            add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
+        else:
+            policy.transformer.float().requires_grad_(True)
+        for snapshot in _snapshots(options):
+            add_snapshot(policy, snapshot)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
-    for snapshot in _snapshots(options):
-        add_snapshot(policy, snapshot)
     return policy
 
 
@@ -425,9 +433,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     moved(policy, device, "cpu")
     step = _step(_on_cpu(trained, device), objective, few)
     with fake_cpu(device):
-        for parameter in policy.transformer.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        _add_gradients(policy.transformer)
         first, _ = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
         update, _ = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
 
@@ -473,11 +479,16 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         "sample": {"records": records, "denoising": denoise.peak + layer, "decoding meanwhile": decode.peak + vae},
         "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
         "update": {"records": records, "gradients": gradients},
-        "evaluate": {"denoising": show.peak + layer, "decoding meanwhile": decode_test.peak + vae},
+        "evaluate": {"denoising": show.peak + layer},
+        "show": {"decoding": decode_test.peak + vae},
     }
     if processes > 1:
         adds["update"]["gradients in one message"] = gradients
-    return Estimate(name, plan, work, evaluation, resident, adds, notes)
+    title = (
+        f"{name} on {processes} GPU(s): {plan.samples} images an epoch ({plan.prompts} prompts x {plan.images_per_prompt}), "
+        f"sampled {batch} and trained {plan.train_batch_size} at a time"
+    )
+    return Estimate(title, {"an epoch": work, "an evaluation": evaluation}, resident, adds, notes, plan)
 
 
 def _step(sampled: Any, objective: Any, train: Any) -> Step:
@@ -485,6 +496,12 @@ def _step(sampled: Any, objective: Any, train: Any) -> Step:
     (index,) = objective.steps(train, sampled, np.random.default_rng(0))
     ones = torch.ones(len(sampled), device=sampled.clean_latents.device)
     return Step(sampled, index, ones, group_weights=ones if objective.group_weights else None)
+
+
+def _add_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _on_cpu(value: Any, device: FakeDevice) -> Any:
@@ -520,6 +537,12 @@ def _quantized(policy: Policy, options: RunOptions) -> list[nn.Linear]:
     return [layer for name, layer in layers if "lora_" not in name] if options.pretrained.quantize else []
 
 
+def _saved(layers: list[nn.Linear], bits: int = 4) -> int:
+    """Bytes that bitsandbytes saves. nf4 has an 8-bit scale for 64 weights, and a float32 for 256 of those scales."""
+    stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096
+    return sum(int(layer.weight.nbytes - layer.weight.numel() * stored) for layer in layers)
+
+
 def _largest_decoded(policy: Policy, options: RunOptions) -> int:
     return max((layer.weight.nbytes for layer in _quantized(policy, options)), default=0)
 
@@ -532,9 +555,7 @@ def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[
     old = [p for name, p in named if any(part in name for part in snapshots)]
     gradients = _bytes(trained)
     base = _bytes(policy.transformer) - gradients - _bytes(old)
-    for layer in _quantized(policy, options):
-        n = layer.weight.numel()  # nf4: an 8-bit scale for 64 weights, and a float32 for 256 of those scales
-        base -= int(layer.weight.nbytes - (n / 2 + n / 64 + n / 4096))
+    base -= _saved(_quantized(policy, options))
     resident = {
         "transformer": base,
         "adapter" if options.use_lora else "trained weights": gradients,
@@ -575,6 +596,96 @@ def _tested_images(options: RunOptions, notes: list[str]) -> int:
         return options.test.batch_size
 
 
+# --- judge training ---------------------------------------------------------------------------------------------------
+
+
+def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``."""
+    os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
+    from llamafactory.hparams import FinetuningArguments, ModelArguments
+    from llamafactory.model.adapter import init_adapter
+    from llamafactory.model.model_utils.checkpointing import prepare_model_for_training
+    from transformers import HfArgumentParser
+
+    kinds = HfArgumentParser((ModelArguments, FinetuningArguments))
+    arguments, finetuning = kinds.parse_dict(config, allow_extra_keys=True)
+    half = config.get("bf16") or config.get("fp16")
+    model = judge_of(arguments.model_name_or_path, torch.bfloat16 if half else torch.float32)
+    prepare_model_for_training(model, arguments)
+    return init_adapter(model.config, model, arguments, finetuning, is_trainable=True), arguments
+
+
+def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
+    """Judge training on pairs of the largest images. The language model runs on fake tensors, the vision tower is computed.
+
+    Args:
+        config: Of the training's YAML file.
+    """
+    from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
+
+    model, arguments = build_judge(config)
+    rows = config.get("per_device_train_batch_size", 8)
+    # an image's patches, and the tokens that each square of them becomes
+    vision, width = model.config.vision_config, model.config.text_config.hidden_size
+    square = vision.spatial_merge_size**2
+    image_tokens = arguments.image_max_pixels // (square * vision.patch_size**2)
+    patches = image_tokens * square
+    tokens = min(2 * image_tokens + TEXT_TOKENS + ANSWER_TOKENS, config.get("cutoff_len", 2048))
+    # the vision tower; a merger sees tokens, every other layer sees patches
+    tower = next(module for part, module in model.named_modules() if part.endswith("visual"))
+    weights = sum(p.numel() / (square if "merger" in part else 1) for part, p in tower.named_parameters())
+    whole = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # blocks that attend to the whole image
+    seeing = 2 * weights * patches + 4 * whole * vision.hidden_size * patches**2
+    features = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # of a token
+    images = (
+        rows
+        * 2
+        * (patches * 3 * vision.temporal_patch_size * vision.patch_size**2 * 4 + image_tokens * features * width * 2)
+    )
+    notes = ["pairs of the largest images; smaller ones take less"]
+    if any(p.requires_grad for p in tower.parameters()):
+        notes.append("the vision tower is trained: its activations and its backward pass are not counted")
+    if config.get("deepspeed"):
+        notes.append("deepspeed is not estimated: every GPU holds everything")
+
+    labels = torch.full((rows, tokens), -100)
+    labels[:, -ANSWER_TOKENS:] = 0
+    weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme", "sequence")
+    positions = torch.arange(tokens).expand(3, rows, tokens)
+    device = FakeDevice("cpu")
+    place(model, device, "cpu")
+
+    def learn() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            given = {"inputs_embeds": model.get_input_embeddings()(torch.zeros_like(labels)), "position_ids": positions}
+            if weight is None:
+                loss = model(**given, labels=labels).loss
+            else:
+                with answer_positions_only(model.get_output_embeddings(), find_answers(labels).mask):
+                    loss = first_token_loss(model(**given).logits.float(), labels, weight, scheme)
+        loss.backward()
+
+    with fake_cpu(device):
+        _add_gradients(model)
+        micro_batch, _ = measured(device, learn)
+
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    bits = arguments.quantization_bit
+    linear = {part: layer for part, layer in model.named_modules() if isinstance(layer, nn.Linear) and bits}
+    base = [layer for part, layer in linear.items() if "lora_" not in part and "lm_head" not in part]
+    resident = {
+        "weights": _bytes(model) - trained - _saved(base, bits),
+        "trained weights": trained,
+        "optimizer": trained // 2 if "8bit" in config.get("optim", "") else 2 * trained,
+    }
+    decoded = max((layer.weight.nbytes for layer in base), default=0)
+    adds = {"micro-batch": {"images": images, "gradients": trained, "activations": micro_batch.peak + decoded}}
+    pairs = 10_000 / processes
+    work = [Work("see", 2 * pairs, seeing), Work("learn", pairs / rows, micro_batch.flops)]
+    title = f"{name} on {processes} GPU(s): pairs of {tokens} tokens, {rows} at a time on each"
+    return Estimate(title, {"10,000 pairs": work}, resident, adds, notes)
+
+
 # --- the judge's share of the GPUs ------------------------------------------------------------------------------------
 
 
@@ -604,7 +715,9 @@ def split(found: Estimate, flops: float, pairs: float, rate: float, generating: 
         serving: GPUs of the judge.
     """
     plan, size = found.plan, found.plan.sample_batch_size
-    per_image = {work.name: work.pieces * work.flops / flops / plan.samples_per_process for work in found.work}
+    per_image = {
+        work.name: work.pieces * work.flops / flops / plan.samples_per_process for work in found.work["an epoch"]
+    }
     share = math.ceil(plan.samples / generating)
     train = share * per_image["train"]
     first = min(size, share) * (sum(per_image.values()) - per_image["train"])
@@ -620,13 +733,8 @@ def split(found: Estimate, flops: float, pairs: float, rate: float, generating: 
 
 def text(found: Estimate, memory: float, flops: float, card: str) -> str:
     """Work, memory and verdict."""
-    plan = found.plan
-    lines = [
-        (f"{found.name} on {plan.num_processes} x {card}: {plan.samples} images an epoch ({plan.prompts} prompts x "
-        f"{plan.images_per_prompt}), sampled {plan.sample_batch_size} and trained {plan.train_batch_size} at a time"),
-        "", f"{'on each GPU':<12} {'pieces':>7} {'TFLOP each':>11} {'seconds':>9}",
-    ]  # fmt: skip
-    for name, works in (("an epoch", found.work), ("an evaluation", found.evaluation)):
+    lines = [found.title, "", f"{'on each GPU':<12} {'pieces':>7} {'TFLOP each':>11} {'seconds':>9}"]
+    for name, works in found.work.items():
         lines += [
             f"{w.name:<12} {w.pieces:>7.0f} {w.flops / 1e12:>11.2f} {w.pieces * w.flops / flops:>9.1f}" for w in works
         ]
@@ -685,19 +793,32 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", help="a known card (default H100 80GB; an unknown one lists them)")
     parser.add_argument("--memory_gb", type=float, help="or its memory alone, as sold")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
+    parser.add_argument(
+        "--judge", nargs="?", type=Path, const=ROOT / "PaCo-Reward" / "config" / "paco_reward_lora.yaml", metavar="YAML",
+        help="judge training with this file (default: the published one) and key=value instead of RL",
+    )  # fmt: skip
     parser.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
     parser.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU (benchmarks/judge_load.py)")
     arguments, rest = parser.parse_known_args(given)
+    wrong: tuple[type[Exception], ...] = ConfigError, UnknownModelError, PolicyLoadError
+    pairs = 0.0
     try:
         card, memory, flops = card_of(arguments)
-        options, name = read_options(rest)
-        pairs = pairs_of(options)
-        each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))  # GPUs of one judge
-        if arguments.gpus and arguments.gpus <= (each if pairs else 0):
-            raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
-        processes = arguments.gpus - (each if pairs else 0) if arguments.gpus else arguments.processes
-        found = estimate(options, name, processes)
-    except (ConfigError, UnknownModelError, PolicyLoadError) as error:
+        if arguments.judge:
+            from paco_reward.config import load_config
+            from paco_reward.errors import PacoRewardError
+
+            wrong, name = (*wrong, PacoRewardError, OSError), arguments.judge.stem
+            found = estimate_judge(load_config(arguments.judge, rest), name, arguments.processes)
+        else:
+            options, name = read_options(rest)
+            pairs = pairs_of(options)
+            each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))  # GPUs of one judge
+            if arguments.gpus and arguments.gpus <= (each if pairs else 0):
+                raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
+            processes = arguments.gpus - (each if pairs else 0) if arguments.gpus else arguments.processes
+            found = estimate(options, name, processes)
+    except wrong as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 - whatever the code raises on a GPU is the finding

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from named import load
 from tiny_run import ROOT, load_script
 from torch import nn
 
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.policies.flux import FluxPolicy
+from paco_reward.config import load_config
 
 estimate = load_script("estimate")
 
@@ -84,7 +86,7 @@ def found(tiny_flux_dir):
 
 
 def test_an_epoch_of_a_tiny_flux(found):
-    work = {w.name: w for w in found.work}
+    work = {w.name: w for w in found.work["an epoch"]}
     assert list(work) == ["encode", "denoise", "decode", "train", "probe"]
     assert work["denoise"].pieces == 84 * 10 and work["decode"].pieces == work["train"].pieces == 84
     # weights are frozen: the backward pass computes the inputs' gradients alone, and those of the adapter
@@ -92,6 +94,19 @@ def test_an_epoch_of_a_tiny_flux(found):
     assert found.resident["optimizer"] == 2 * found.resident["adapter"] == 2 * found.adds["train"]["gradients"]
     assert found.adds["update"]["gradients in one message"] == found.resident["adapter"]
     assert found.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
+    assert list(found.adds["evaluate"]) == ["denoising"] and list(found.adds["show"]) == [
+        "decoding"
+    ]  # one after the other
+
+
+def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
+    """nft keeps an old adapter, and the text encoder of Qwen-Image-Edit computes positions of image tokens on the device."""
+    changes = {
+        "pretrained.model": str(tiny_folder("qwen_image_edit")), "train.lora_rank": "4", "train.resolution": "64",
+        "test.resolution": "64",
+    }  # fmt: skip
+    resident = estimate.estimate(load("qwen_editing_nft", *changes.items()), "qwen").resident
+    assert resident["old adapter"] == resident["adapter"]
 
 
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
@@ -127,7 +142,9 @@ def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
 
 def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
     encode = FluxPolicy._encode_text
-    monkeypatch.setattr(FluxPolicy, "_encode_text", lambda self, text: (encode(self, text)[0][:, :-1], encode(self, text)[1]))
+    monkeypatch.setattr(
+        FluxPolicy, "_encode_text", lambda self, text: (encode(self, text)[0][:, :-1], encode(self, text)[1])
+    )
     with pytest.raises(RuntimeError, match="reduction dim|shape"):
         estimate.estimate(tiny(tiny_flux_dir), "planted")
 
@@ -136,7 +153,7 @@ def test_the_judges_share_by_hand(found):
     """96 images of 6 pairs; a GPU samples one in 2 s and trains on one in 1 s; a judge answers 12 pairs a second."""
     plan = dataclasses.replace(found.plan, samples=96, samples_per_process=12, sample_batch_size=4)
     work = [estimate.Work("denoise", 12, 2.0), estimate.Work("train", 12, 1.0)]
-    made = dataclasses.replace(found, plan=plan, work=work)
+    made = dataclasses.replace(found, plan=plan, work={"an epoch": work})
     # 6 batches of 8 s; 576 pairs / 48 = 12 s of judging, 2 s of it for the last batch, which is waited for
     assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {"sample": 48, "judge": 12, "wait": 2, "train": 24, "epoch": 74}
     # 3 batches; 48 s begin after 8 s: done at 56, sampled at 24
@@ -158,3 +175,49 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     monkeypatch.undo()
     assert estimate.main(["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
+
+
+JUDGE = ROOT.parent / "PaCo-Reward" / "config"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "width", "mlp", "attention", "layers"),
+    [
+        ("paco_reward_lora", 8_292_166_656, 3584, 18944, (3584, 512), 28),
+        ("paco_reward_qwen3_vl_4b", 4_437_815_808, 2560, 9728, (4096, 1024), 36),
+        ("paco_reward_qwen3_vl_8b", 8_767_123_696, 4096, 12288, (4096, 1024), 36),
+    ],
+)
+def test_parameters_of_a_judge(name, parameters, width, mlp, attention, layers):
+    """Rank 32 on seven layers of a block; ``attention``: widths of the queries, and of keys and values."""
+    model, _ = estimate.build_judge(load_config(JUDGE / f"{name}.yaml"))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == layers * 32 * (3 * (width + mlp) + 2 * (width + attention[0]) + 2 * (width + attention[1]))
+    assert sum(p.numel() for p in model.parameters()) - trained == parameters
+
+
+def test_the_command_for_judge_training(tmp_path, capsys):
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    common = [
+        "--judge",
+        str(JUDGE / "paco_reward_lora.yaml"),
+        "image_max_pixels=50176",
+        f"model_name_or_path={tmp_path}",
+    ]
+    assert estimate.main(common) == 0
+    assert "pairs of 378 tokens" in capsys.readouterr().out
+    assert estimate.main([*common, "first_token_weight=null", "--memory_gb", "1"]) == 1  # less than CUDA itself takes
+    assert estimate.main([*common, "model_name_or_path=nobody/nothing"]) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
+    assert estimate.main(["--judge", str(tmp_path / "missing.yaml")]) == 2
