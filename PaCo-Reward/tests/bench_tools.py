@@ -26,6 +26,10 @@ from paco_eval import runner
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
 
 
+def brightness(image):
+    return ImageStat.Stat(image.convert("L")).mean[0] / 255
+
+
 class BrightnessJudge:
     """An engine that scores how similar two images' brightness is (its square for the instruction question)."""
 
@@ -40,7 +44,7 @@ class BrightnessJudge:
         return [Verdict(self.score(pair)) for pair in pairs]
 
     def score(self, pair):
-        a, b = (ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in pair.images)
+        a, b = map(brightness, pair.images)
         return (1 - abs(a - b)) ** (2 if "follow the instruction" in pair.question else 1)
 
 
@@ -97,31 +101,10 @@ def examples(tiny):
     rows = []
     for index in range(20):
         seed = 10 * (index // 3)
-        rows.append(
-            {
-                "key": [f"edit{seed}a", f"edit{seed}b"],
-                "instruction": f'make the "left" shape {["red", "blue", "green"][seed // 10 % 3]}',
-                "input_image": tiny.picture(seed),
-                "output_images": [tiny.picture(seed + 1), tiny.picture(seed + 2)],
-                "task_type": TASKS[index % 13],
-                "dimension": EDIT_DIMENSIONS[index % 3],
-            }
-        )
+        rows.append({"key": [f"edit{seed}a", f"edit{seed}b"], "instruction": f'make the "left" shape {seed} px larger'})
+        rows[-1] |= {"input_image": tiny.picture(seed), "output_images": [tiny.picture(seed + i) for i in (1, 2)]}
+        rows[-1] |= {"task_type": TASKS[index % 13], "dimension": EDIT_DIMENSIONS[index % 3]}
     return rows
-
-
-def save_jsonl(rows, folder: Path) -> Path:
-    """The rows as JSON lines, with their images as files in the same folder."""
-    (folder / "images").mkdir(parents=True)
-    lines = []
-    for index, row in enumerate(rows):
-        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
-        for file, image in zip(files, [row["input_image"], *row["output_images"]]):
-            image.save(folder / file)
-        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}, ensure_ascii=False))
-    file = folder / "bench.jsonl"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
 
 
 def edit_lines(file, changes):
@@ -134,8 +117,15 @@ def edit_lines(file, changes):
 
 @pytest.fixture
 def edits(examples, tmp_path):
-    """``evaluation.py`` on ``examples`` as JSON lines."""
-    data = save_jsonl(examples, tmp_path / "data")
+    """``evaluation.py`` on ``examples`` as JSON lines, with their images as files in the same folder."""
+    data, lines = tmp_path / "data" / "bench.jsonl", []
+    (data.parent / "images").mkdir(parents=True)
+    for index, row in enumerate(examples):
+        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
+        for file, image in zip(files, [row["input_image"], *row["output_images"]]):
+            image.save(data.parent / file)
+        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}))
+    data.write_text("\n".join(lines) + "\n")
     arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
     return BenchCommand(evaluation, data, tmp_path, arguments, "judge")
 

@@ -26,11 +26,10 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--batch_size", "0")])
-def test_counts_are_positive(arguments, option, value, capsys):
+def test_counts_are_positive(arguments, capsys):
     with pytest.raises(SystemExit):
-        main([*arguments, option, value])
-    assert option in capsys.readouterr().err
+        main([*arguments, "--batch_size", "0"])
+    assert "--batch_size" in capsys.readouterr().err
 
 
 def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(arguments, data_dir, tmp_path, capsys, monkeypatch):

@@ -73,35 +73,26 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
 
 
 def test_reasons_are_determined_by_the_seed(world, tmp_path):
-    made = []
     with fake_judge.FakeJudge(colour_model) as server:
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
             stats = build(world, tmp_path / name, seed=seed, server=server.url, reasons=True)
-            made.append(all_bytes(tmp_path / name))
-    assert made[0] == made[1] != made[2]
+    a, b, c = (all_bytes(tmp_path / name) for name in "abc")
+    assert a == b != c
     for example in accepted(tmp_path / "a", "consistency_reward_cot_train"):
         assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
     assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
 
-def test_sets_for_people_then_their_rankings(world, tmp_path, capsys):
-    common = ["--grids", str(world / "grids"), "--metadata", str(world / "metadata.jsonl"), "--output", str(tmp_path)]
-    assert main(["build-dataset", *common, "--sets_only"]) == 0
-    assert str(tmp_path / "sets.jsonl") in capsys.readouterr().out
-    assert not (tmp_path / "dataset_info.json").exists()
-    ranked = rank_like_people(tmp_path)
-    assert main(["build-dataset", *common, "--rankings", str(ranked), "--test_share", "0.25"]) == 0
-    assert "consistency_reward_train" in capsys.readouterr().out
-    for row in rows(tmp_path, "consistency_reward_train"):
+def test_sets_for_people_then_their_rankings(world, tmp_path):
+    """Also of images that are already cut."""
+    build(world, tmp_path / "first", sets_only=True)
+    assert not (tmp_path / "first" / "dataset_info.json").exists()
+    ranked = rank_like_people(tmp_path / "first")
+    build(world, tmp_path / "second", rankings=ranked)
+    for row in rows(tmp_path / "second", "consistency_reward_train"):
         generations = {Path(image).parts[2] for image in row["images"]}
         assert (len(generations) == 1) == (row["messages"][1]["content"] == "Yes")
-
-
-def test_sub_figures_that_are_already_cut(world, tmp_path):
-    build(world, tmp_path / "first", sets_only=True)
-    ranked = rank_like_people(tmp_path / "first")
     cut = {"sub_figures": tmp_path / "first" / "images", "metadata": tmp_path / "first" / "prompt_data.jsonl"}
-    build(world, tmp_path / "second", rankings=ranked)
     build(None, tmp_path / "third", rankings=ranked, **cut)
     assert all_bytes(tmp_path / "third") == all_bytes(tmp_path / "second")
 
@@ -129,9 +120,8 @@ def edits(tmp_path_factory) -> Path:
             views = [VIEWS[(number + k) % len(VIEWS)] for k in range(4)]
             character = of_colour(7 * number % len(CHARACTERS), list(COLOURS)[seed])
             grid([character] * 4, views, 10 * number + seed).save(folder / f"{name}{number}.png")
-        lines.append(
-            {"source": f"source{number}.png", "edited": f"edited{number}.png", "instruction": f"make it {number}"}
-        )
+        lines.append({"source": f"source{number}.png", "edited": f"edited{number}.png"})
+        lines[-1] |= {"instruction": f"make it {number}"}
     write_lines(folder / "bare.jsonl", lines)
     labels = [{"consistency": "Yes" if n % 2 else "No", "follows": n % 2 == 0} for n in range(12)]
     write_lines(folder / "edits.jsonl", [line | label for line, label in zip(lines, labels, strict=True)])
@@ -171,19 +161,16 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
 def test_a_stopped_run_resumes_without_loss_or_repetition(world, tmp_path):
     setting = {"reasons": True, "test_share": 0.25}
     with fake_judge.FakeJudge(colour_model) as server:
-        build(world, tmp_path / "whole", server=server.url, **setting)
-        needed = len(server.requests)
-        build(world, tmp_path / "stopped", server=server.url, **setting)
+        build(world, tmp_path, server=server.url, **setting)
+        needed, whole = len(server.requests), all_bytes(tmp_path)
         for name in ("scores", "reasons"):
-            journal = tmp_path / "stopped" / "work" / f"{name}.jsonl"
+            journal = tmp_path / "work" / f"{name}.jsonl"
             journal.write_bytes(journal.read_bytes()[: journal.stat().st_size // 2])  # cut off in a line
-        (tmp_path / "stopped" / "stats.json").unlink()
-        again = len(server.requests)
-        build(world, tmp_path / "stopped", server=server.url, **setting)
-        assert 0 < len(server.requests) - again < needed
-        assert all_bytes(tmp_path / "stopped") == all_bytes(tmp_path / "whole")
+        (tmp_path / "stats.json").unlink()
+        build(world, tmp_path, server=server.url, **setting)
         done = len(server.requests)
-        build(world, tmp_path / "stopped", server=server.url, **setting)
+        assert needed < done < 2 * needed and all_bytes(tmp_path) == whole
+        build(world, tmp_path, server=server.url, **setting)
         assert len(server.requests) == done
 
 

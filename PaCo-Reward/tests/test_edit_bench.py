@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import calculate_statistics
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
 from bench_tools import TASKS, BrightnessJudge, edit_lines
-from calculate_statistics import GROUP_OF, GROUPS, KINDS, group_table, parse_row, task_table
+from calculate_statistics import GROUPS, KINDS, group_table, parse_row, task_table
 from evaluation import command_line, load_bench
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,19 +21,10 @@ from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_qu
 
 QUESTIONS = load_editing_questions()
 
-
 scores = st.sampled_from([0.0, 0.2, 0.5, 0.500001, 1.0])
-rows_of_results = st.lists(
-    st.fixed_dictionaries(
-        {
-            "task_type": st.sampled_from([*TASKS, "own_task"]),
-            "dimension": st.sampled_from(EDIT_DIMENSIONS),
-            "scores": st.tuples(scores, scores),
-        }
-    ),
-    min_size=1,
-    max_size=60,
-)
+a_row = {"task_type": st.sampled_from([*TASKS, "own_task"]), "dimension": st.sampled_from(EDIT_DIMENSIONS)}
+a_row |= {"scores": st.tuples(scores, scores)}
+rows_of_results = st.lists(st.fixed_dictionaries(a_row), min_size=1, max_size=60)
 
 
 def share(rows, kind):
@@ -65,37 +57,24 @@ def test_tables_of_random_results(rows):
                 assert line[f"{dimension}: {kind}"] == pytest.approx(share(of_task, kind), nan_ok=True)
 
 
-def test_groups_are_the_published_ones():
-    assert len(TASKS) == len(set(TASKS)) == 13
-    assert [GROUP_OF[task] for task in ("subject-add", "tone_transfer", "extract", "compose")] == [*GROUPS]
-
-
 def test_table_files(edits, tmp_path, capsys):
     assert edits(BrightnessJudge()) == 0
-    printed = capsys.readouterr().out
-    assert (tmp_path / "summary.txt").read_text() in printed
+    assert (tmp_path / "summary.txt").read_text() in capsys.readouterr().out
     second = edits.file.with_name("second_judge.jsonl")
     second.write_text("".join(json.dumps(row) + "\n" for row in edits.rows if row["dimension"] != "overall"))
-    output = tmp_path / "tables" / "v1.5"
-    output.parent.mkdir()
+    output = tmp_path / "v1.5"
     command = ["--result_dir", str(second.parent), "--output", str(output)]
     assert calculate_statistics.main(command) == 0
     text = Path(f"{output}.txt").read_text()
     assert capsys.readouterr().out == text
-    lines = [line.split() for line in text.splitlines()]
-    shown = [line[1:3] for line in lines if line[:1] == ["second_judge"]][:4]
+    shown = [line.split()[1:3] for line in text.splitlines() if line.split()[:1] == ["second_judge"]][:4]
     assert shown == [[dimension, kind] for dimension in ("consistency", "prompt_following") for kind in KINDS]
-    latex = Path(f"{output}.tex").read_text()
-    assert latex.count(r"\begin{tabular}{lllr") == latex.count(r"\bottomrule") == 2
-    assert r"second\_judge & prompt\_following & lenient" in latex
+    assert r"second\_judge & prompt\_following & lenient" in Path(f"{output}.tex").read_text()
     assert calculate_statistics.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
     assert "judge  " not in Path(f"{output}.txt").read_text().replace("second_judge", "")
     second.write_text('{"scores": [0.5, null], "dimension": "overall", "task_type": "extract"}\n')
     assert calculate_statistics.main(command) == 2
     assert "second_judge.jsonl line 1" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- scores
 
 
 def test_scores_are_the_judges_answers(edits, examples):
@@ -151,13 +130,8 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     assert edits(BrightnessJudge()) == 1 and [row["index"] for row in edits.rows] == [*good, 6]
 
 
-# ---------------------------------------------------------------- forms of the data set
-
-
 def hugging_face(rows):
     """The rows as a Hugging Face data set with image columns."""
-    import datasets
-
     text, image = datasets.Value("string"), datasets.Image()
     columns = {"key": datasets.Sequence(text), "instruction": text, "input_image": image}
     columns |= {"output_images": datasets.Sequence(image), "task_type": text, "dimension": text}
@@ -170,37 +144,32 @@ def contents(bench):
     return [(pair.question, *(np.array(image).tobytes() for image in pair.images)) for pair in pairs]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """The cache of parquet files goes to the test's folder."""
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["saved", "splits", "parquet"])
-def test_every_format_holds_the_same(kind, examples, edits, tmp_path, own_cache):
-    import datasets
-
-    place, expected = tmp_path / "copy", load_bench(str(edits.data), QUESTIONS)
+def test_every_format_holds_the_same(kind, examples, edits, tmp_path):
+    place, expected, whole = tmp_path / "copy", load_bench(str(edits.data), QUESTIONS), hugging_face(examples)
     if kind == "saved":
-        hugging_face(examples).save_to_disk(place)
+        whole.save_to_disk(place)
     elif kind == "splits":
-        datasets.DatasetDict({"train": hugging_face(examples), "other": hugging_face(examples[:2])}).save_to_disk(place)
+        datasets.DatasetDict({"train": whole, "other": whole.select(range(2))}).save_to_disk(place)
         assert len(load_bench(str(place), QUESTIONS, "other")) == 2
         with pytest.raises(BenchError, match="--split"):
             load_bench(str(place), QUESTIONS, "test")
     else:
         (place / "data").mkdir(parents=True)
         for part in range(2):
-            rows = hugging_face(examples[10 * part : 10 * part + 10])
-            rows.to_parquet(place / "data" / f"train-0000{part}-of-00002.parquet")
+            whole.shard(2, part).to_parquet(place / "data" / f"train-0000{part}-of-00002.parquet")
     bench = load_bench(str(place), QUESTIONS)
     assert [item.fields["key"] for item in bench] == [item.fields["key"] for item in expected]
     assert contents(bench) == contents(expected)
 
 
-def test_unusable_data_sets(edits, tmp_path, capsys, own_cache):
+def test_unusable_data_sets(edits, tmp_path, capsys):
     edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
     (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "bad.parquet").write_bytes(b"PAR0")

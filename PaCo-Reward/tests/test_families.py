@@ -1,4 +1,4 @@
-"""Judges of the newer families, Qwen3-VL and Qwen3.5: from training to the servers' scores, on random weights."""
+"""Judges of each family, the newer ones from training to the servers' scores, on random weights."""
 
 import json
 import shutil
@@ -27,6 +27,12 @@ def judge(request, tiny, tmp_path_factory):
     return tiny.save_new_judge(tmp_path_factory.mktemp("judges") / request.param, request.param)
 
 
+@pytest.fixture(params=("qwen2_5_vl", *FAMILIES))
+def any_judge(request, tiny, judge_dir, tmp_path):
+    """As ``judge``, and a Qwen2.5-VL."""
+    return judge_dir if request.param == "qwen2_5_vl" else tiny.save_new_judge(tmp_path / "judge", request.param)
+
+
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
     """Pairs of images that are larger than ``LIMIT``."""
@@ -42,24 +48,25 @@ def config_of(judge, data, output, **changes):
     return config | {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.05} | changes
 
 
-def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(judge, data, tmp_path):
+def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data, tmp_path):
     """LLaMA-Factory's data pipeline against the processor of an export: prompts, first labels, pixels."""
     overlay.install()
     from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset
     from llamafactory.hparams import get_train_args
     from llamafactory.train.sft import workflow
 
-    model_args, data_args, training_args, *_ = get_train_args(with_template(config_of(judge, data, tmp_path)))
+    model_args, data_args, training_args, *_ = get_train_args(with_template(config_of(any_judge, data, tmp_path)))
     loaded = workflow.load_tokenizer(model_args)
     template = workflow.get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
     rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)["train_dataset"]
     loaded["processor"].save_pretrained(tmp_path / "adapter")
-    served = shutil.copytree(judge, tmp_path / "served")
+    served = shutil.copytree(any_judge, tmp_path / "served")
     write_limits(served, trained_limits(tmp_path / "adapter"))
     scorer = JudgeScorer.from_pretrained(served)
     pairs, labels = labeled_pairs(data, "pairs")
     inputs = scorer.inputs([scorer.chat(pair) for pair in pairs])
-    assert int(inputs["image_grid_thw"].prod(-1).max()) * 16 * 16 <= LIMIT
+    patch = scorer.processor.image_processor.patch_size
+    assert int(inputs["image_grid_thw"].prod(-1).max()) * patch**2 <= LIMIT
     for index, row in enumerate(rows):
         first = next(position for position, label in enumerate(row["labels"]) if label != -100)
         assert row["labels"][first] == (scorer.yes_id if labels[index] else scorer.no_id)
@@ -100,8 +107,7 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch, capsys):
     assert reports[0] == pytest.approx(reports[1], abs=1e-4) and reports[0]["n"] == 4
     pairs, _ = labeled_pairs(data, "held_out")
     for model in ((judge, trained), (merged,)):
-        scorer = JudgeScorer.from_pretrained(*model)
-        scores = [verdict.p_yes for verdict in scorer.score(pairs)]
+        scores = [verdict.p_yes for verdict in JudgeScorer.from_pretrained(*model).score(pairs)]
         assert training == pytest.approx(scores, abs=1e-3)
     assert np.ptp(training) > 1e-2  # otherwise any numbers would agree
     images = [str(data / "images" / f"held_out_1_{side}.png") for side in "ab"]

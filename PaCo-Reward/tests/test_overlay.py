@@ -9,8 +9,6 @@ import torch
 from training_tools import adapter, losses, run_processes, train_config
 from transformers import Qwen2_5_VLConfig
 
-from paco_judge.client import Pair
-from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward import launch, overlay
 from paco_reward.datasets import labeled_pairs
@@ -45,36 +43,10 @@ def test_arguments(installed):
     from llamafactory.hparams import parser
 
     overlay.install()  # idempotent
-    arguments = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
+    (arguments,) = (cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
     assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
     assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
     assert arguments(first_token_accuracy=True).compute_accuracy and not arguments().compute_accuracy
-
-
-def test_training_and_serving_prompts_are_equal(installed, judge_dir, data_dir, tiny, tmp_path):
-    """LLaMA-Factory's template qwen2_vl against the processor's chat template."""
-    from llamafactory.data import get_template_and_fix_tokenizer
-    from llamafactory.hparams import get_train_args
-    from llamafactory.model import load_tokenizer
-
-    config = train_config(judge_dir, data_dir, tmp_path)
-    model_args, data_args, *_ = get_train_args(config)
-    module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(module["tokenizer"], data_args)
-    images = [tiny.picture(1), tiny.picture(2, size=48)]
-    question = theme_question(tiny.THEMES[0])
-    messages = [
-        {"role": "user", "content": "<image><image>" + question},
-        {"role": "assistant", "content": "Yes. " + tiny.REASONS[0]},
-    ]
-    messages = template.mm_plugin.process_messages(messages, images, [], [], module["processor"])
-    prompt_ids, answer_ids = template.encode_oneturn(module["tokenizer"], messages)
-    scorer = JudgeScorer.from_pretrained(judge_dir)
-    served = scorer.inputs([scorer.chat(Pair(*images, question))])
-    assert prompt_ids == served["input_ids"][0].tolist()
-    assert answer_ids[0] == scorer.yes_id
-    pixels = template.mm_plugin.get_mm_inputs(images, [], [], [2], [], [], [prompt_ids], module["processor"])
-    torch.testing.assert_close(pixels["pixel_values"], served["pixel_values"])
 
 
 def test_a_damaged_training_image_is_named(installed, tiny, tmp_path):

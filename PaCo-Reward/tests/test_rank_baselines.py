@@ -3,7 +3,6 @@
 import importlib.util
 
 import numpy as np
-import print_eval_table
 import pytest
 import tiny_pipelines  # registered by conftest.py
 import torch
@@ -34,11 +33,9 @@ def evaluate(rank):
     command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
 
     def run(scorer, *arguments):
-        before = set(rank.out.glob("results/*.jsonl"))
-        status = command.main("--scorer", scorer, *arguments)
-        if status:
+        if status := command.main("--scorer", scorer, *arguments):
             return status
-        (command.file,) = set(rank.out.glob("results/*.jsonl")) - before
+        (command.file,) = rank.out.glob(f"results/{scorer}*.jsonl")
         return command.rows
 
     return run
@@ -48,7 +45,8 @@ def pictures_of(bench, row):
     return [Image.open(bench / "images" / row["folder"] / name) for name in (row["ref_image"], *row["comp_images"])]
 
 
-def test_histogram_values():
+def test_histogram_values(evaluate):
+    assert len(evaluate("histogram")) == 5
     red, mixed = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
     assert make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(0.75)
@@ -96,29 +94,17 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path):
     assert len(rows) == 5 and len({score for row in rows for score in row["scores"]}) == 15
 
 
-def test_baselines_and_judges_share_one_table(evaluate, rank, tmp_path, capsys):
-    assert rank(BrightnessJudge()) == 0
-    assert len(evaluate("histogram")) == 5
-    capsys.readouterr()
-    table = ["--results_dir", str(tmp_path / "results"), "--output_file", str(tmp_path / "t.txt")]
-    assert print_eval_table.main(table) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["histogram", "judge-v3"]
-
-
 def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
     command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
-    judge, other = BrightnessJudge(), BrightnessJudge()
-    monkeypatch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
-    assert command.main("--scorer", "some/judge", "--prompt_template", "2") == 0
-    file = rank.file.with_name("judge-v2.jsonl")
-    ours = file.read_text()
-    file.unlink()
-    assert command.main("--model", "some/judge", "--prompt_template", "2") == 0  # published: --model and --port
-    assert file.read_text() == ours
-    file.unlink()
+    judge, other, file = BrightnessJudge(), BrightnessJudge(), rank.file.with_name("judge-v2.jsonl")
     assert rank(other, "--prompt_template", "2", "--batch_size", "8") == 0
-    assert file.read_text() == ours and judge.questions == 2 * other.questions
+    expected = file.read_text()
+    monkeypatch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
+    for option in ("--scorer", "--model"):  # published: --model and --port
+        file.unlink()
+        assert command.main(option, "some/judge", "--prompt_template", "2") == 0
+        assert file.read_text() == expected
+    assert judge.questions == 2 * other.questions
 
 
 @pytest.mark.parametrize(

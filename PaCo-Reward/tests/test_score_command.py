@@ -1,10 +1,8 @@
 """paco-reward score: images, edits, reasons; in this process and over a server."""
 
-import functools
-import http.server
 import io
 import math
-import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,30 +25,20 @@ def paths(tiny, tmp_path):
     return names
 
 
-@pytest.fixture
-def web(paths, tmp_path):
-    """The folder of the images over HTTP."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
 def numbers(line: str, count: int) -> list[float]:
     return [float(cell) for cell in line.split()[-count:]]
 
 
-def test_images_by_url_score_as_files(paths, web, answering_judge, capsys, monkeypatch):
-    assert main(["score", *paths[:2], "--model", str(answering_judge)]) == 0
-    by_path = capsys.readouterr().out.splitlines()
-    assert main(["score", f"{web}/0.png", f"{web}/1.png", "--model", str(answering_judge)]) == 0
-    by_url = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in by_path] == [line.split()[-1] for line in by_url]
+def test_images_by_url(paths, capsys, monkeypatch):
+    """Files take the place of the web."""
+    monkeypatch.setattr(images.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(Path(paths[int(url[-5])]).read_bytes()))
+    with fake_judge.FakeJudge(answers) as server:
+        assert main(["score", "http://a.b/0.png", "https://a.b/1.png", "--server", server.url]) == 0
+        assert main(["score", *paths[:2], "--server", server.url]) == 0  # a repeated request is not sent again
+        assert len(server.requests) == 1
     monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)
     with pytest.raises(UnreadableImage, match="larger than"):
-        load_image(f"{web}/0.png")
+        load_image("http://a.b/0.png")
 
 
 def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, tiny, capsys):

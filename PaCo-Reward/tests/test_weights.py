@@ -53,8 +53,18 @@ def old_names(weights: dict) -> dict:
     }
 
 
-def one_of(weights: dict, part: str) -> str:
-    return next(name for name in weights if part in name)
+def put(part: str, value: torch.Tensor, new_part: str | None = None) -> Callable[[dict], None]:
+    """A change of the first tensor whose name holds ``part``; with ``new_part``, under a new name."""
+
+    def change(weights: dict) -> None:
+        name = next(name for name in weights if part in name)
+        weights[name.replace(part, new_part or part)] = value
+
+    return change
+
+
+def without(part: str) -> Callable[[dict], object]:
+    return lambda weights: weights.pop(next(name for name in weights if part in name))
 
 
 def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter, tmp_path, capfd):
@@ -69,12 +79,10 @@ def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter, tmp_path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda weights: weights.pop(one_of(weights, "k_proj.weight")), "lack 1 of the model's tensors: " + K_PROJ),
-        (lambda weights: weights.update({one_of(weights, "k_proj.weight"): torch.ones(3, 128)}),
-         K_PROJ + " is 3x128 instead of 64x128"),
+        (without("k_proj.weight"), "lack 1 of the model's tensors: " + K_PROJ),
+        (put("k_proj.weight", torch.ones(3, 128)), K_PROJ + " is 3x128 instead of 64x128"),
     ],
-    ids=["missing", "another shape"],
-)  # fmt: skip
+)
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(judge_dir, tmp_path, capfd, change, said):
     folder = changed(judge_dir, tmp_path / "judge", MODEL, change)
     assert main(str(folder)) == 1
@@ -87,13 +95,12 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(judge_dir, tmp_pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda weights: weights.pop(one_of(weights, "q_proj.lora_B")), "q_proj.weight is"),
-        (lambda weights: weights.update({one_of(weights, "q_proj.lora_A"): torch.ones(2, 9)}), "2x9"),
-        (lambda weights: weights.update({one_of(weights, "q_proj.lora_A").replace("q_proj", "x"): torch.ones(2, 9)}),
-         "that its base lacks"),
-        (lambda weights: weights[one_of(weights, "q_proj.lora_A")].fill_(float("inf")), "not finite"),
+        (without("q_proj.lora_B"), "q_proj.weight is"),
+        (put("q_proj.lora_A", torch.ones(2, 9)), "2x9"),
+        (put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"), "that its base lacks"),
+        (put("q_proj.lora_A", torch.full((2, 64), torch.inf)), "not finite"),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_must_fit_its_base(judge_dir, adapter, tmp_path, capfd, change, said):
     folder = changed(adapter, tmp_path / "adapter", ADAPTER, change)
     assert main(str(judge_dir), str(folder)) == 1
