@@ -35,8 +35,7 @@ LABELS = {
 HEALTH = {
     "train/grad_norm": "gradient norm", "train/ratio_mean": "mean ratio", "train/clip_share": "share of clipped samples",
     "advantage/zero_std_share": "groups without spread", "health/velocity_change": "distance to the base",
-    "health/pixel_std_vs_first": "contrast / first", "health/pixel_detail_vs_first": "detail / first",
-    "health/distinctness_vs_first": "distinctness / first",
+    "health/latent_std_vs_first": "spread of latents / first", "health/distinctness_vs_first": "distinctness / first",
 }  # fmt: skip
 PHASES = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
 PLOT = {

@@ -22,15 +22,6 @@ _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
-def image_statistics(image: Image.Image) -> tuple[float, float, float]:
-    """Mean, contrast (standard deviation of the gray image) and fine detail (mean step between neighboring pixels
-    over the contrast), of pixels in [0, 1]."""
-    gray = np.asarray(image.convert("L"), dtype=np.float64) / 255
-    steps = np.concatenate([np.abs(np.diff(gray, axis=axis)).ravel() for axis in (0, 1)])
-    contrast = float(gray.std())
-    return float(gray.mean()), contrast, float(steps.mean()) / max(contrast, 1 / 255)
-
-
 def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
     """How much images of one prompt differ: standard deviation of a pixel of ``thumbnails`` (n, d) within a group, over
     pixels and groups of at least two; NaN without such a group."""
@@ -43,32 +34,31 @@ class SampleObserver:
     """Collects the statistics of one process's samples while they are sampled; images themselves are not kept."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[float]] = {}
+        self._rows: dict[int, np.ndarray] = {}
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """The images of the samples ``numbers``; with None, the epoch's statistics are NaN."""
+        """The images of the samples ``numbers``; with None, the epoch's distinctness is NaN."""
         for number, image in zip(numbers, images, strict=True):
             if image is None:
-                self._rows[number] = [math.nan] * (3 + 3 * _THUMBNAIL**2)
+                self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
             else:
                 small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
-                self._rows[number] = [*image_statistics(image), *np.asarray(small, dtype=np.float64).ravel() / 255]
+                self._rows[number] = np.asarray(small, dtype=np.float64).ravel() / 255
 
     def metrics(self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray) -> dict[str, float]:
-        """``health/pixel_{mean,std,detail}``, ``latent_{mean,std}`` and ``distinctness`` over all processes (collective).
+        """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
         Args:
             clean_latents: (1, N, C) of each sample of this process; sizes may differ.
             item_ids: (N,) of the samples of all processes, by global position.
         """
-        latents = [x.flatten(1).float() for x in clean_latents]
-        spread = torch.cat([torch.stack([x.mean(1), x.std(1, unbiased=False)], dim=1) for x in latents]).cpu().numpy()
-        images = np.array([self._rows[number] for number in range(len(latents))])
-        everyone = gather_rows(np.concatenate([spread.astype(np.float64), images], axis=1), len(item_ids))
-        names = ("latent_mean", "latent_std", "pixel_mean", "pixel_std", "pixel_detail")
-        values = dict(zip(names, everyone[:, : len(names)].mean(axis=0).tolist(), strict=True))
-        values["distinctness"] = distinctness(everyone[:, len(names) :], item_ids)
-        return {f"health/{name}": value for name, value in values.items()}
+        spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
+        images = [self._rows[number] for number in range(len(spread))]
+        everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
+        return {
+            "health/latent_std": float(everyone[:, 0].mean()),
+            "health/distinctness": distinctness(everyone[:, 1:], item_ids),
+        }
 
 
 class BaseProbe:

@@ -219,8 +219,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("train")
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
-            steps = self.run.plan.gradient_steps * self.options.train.num_inner_epochs
-            findings = health.judge_epoch([*rows, metrics], steps)
+            findings = health.judge_epoch([*rows, metrics])
         self._write("train", metrics)
         left = self.progress.train_seconds / epoch * (self.options.num_epochs - epoch)
         if self.options.max_train_minutes is not None:
