@@ -15,8 +15,6 @@ rewards (`--runs` picks some)
     entropy          consistency, with the perceptual-entropy bonus
     gardo            consistency, with GARDO's factor on positive advantages
     consistency_80, variety_80   80 epochs
-hacks
-    identical_panels, fixed_character, lines: planted rewards that need no prompt, which health must notice
 objectives
     ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the quickstart's reward
 
@@ -25,9 +23,11 @@ judge --seed 7 --out ../quickstart/models` from tools/; `theme` and `pair` chang
 `bash quickstart/run.sh --seed 100`. DIR is then its quickstart/out/judge, FILE a text file with its `theme`.
 
 Every run is evaluated on 24 open prompts with 8 images each (`scripts/evaluate.py --images_per_prompt 8`): w, b and kappa by the
-oracle, by the judge and by the other judge. `warnings` are the health signals with the epoch of the first. Errors are between seeds. A row has the commit and the judge (the SHA-256 of its
-weights) of its run. Runs of another judge are never averaged with these; runs of another commit only count as finished with
---any_commit. The quickstart's settings were chosen on seeds 0 to 9; seeds from 10 on were run once.
+oracle, by the judge and by the other judge. `warnings` are the health signals with the epoch of the first. Errors are between
+seeds. A row has the commit and the judge (the SHA-256 of its weights) of its run. Runs of another judge are never averaged with
+these; runs of another commit only count as finished with --any_commit. The quickstart's settings were chosen on seeds 0 to 9;
+seeds from 10 on were run once. Rows of the study `hacks` are runs of planted rewards (quickstart/paco_toy/hacks.py of commit
+e2bd40d), with which the health signals were chosen.
 """
 
 from __future__ import annotations
@@ -97,11 +97,6 @@ STUDIES = {
         "gardo": Kind(CONSISTENCY, LATENTS | {"train.neighbor_factor": True}),
         "consistency_80": Kind(CONSISTENCY, {"num_epochs": 80, "eval_freq": 20}),
         "variety_80": Kind(VARIETY, {"num_epochs": 80, "eval_freq": 20}),
-    },
-    # No product: the reward of lines can be negative.
-    "hacks": {
-        hack: Kind(MONITORED | {f"paco_toy.hacks:{hack}": 1.0}, {"train.aggregate_fn": "None"})
-        for hack in ("identical_panels", "fixed_character", "lines")
     },
     "objectives": {name: Kind(VARIETY, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
 }
