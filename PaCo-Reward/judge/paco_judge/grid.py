@@ -64,7 +64,9 @@ def split_prompt(prompt: str) -> GridPrompt:
             f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {textwrap.shorten(prompt, 160)}"
         )
     if len(set(names)) < len(names):
-        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {textwrap.shorten(prompt, 160)}")
+        raise PromptLayoutError(
+            f"a panel label occurs more than once: {', '.join(names)}. Prompt: {textwrap.shorten(prompt, 160)}"
+        )
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
     texts = {match["label"]: prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
     if empty := [name for name, text in texts.items() if not text]:

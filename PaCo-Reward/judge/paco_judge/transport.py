@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import random
 import threading
 import time
@@ -19,11 +20,13 @@ from paco_judge.json_io import parse
 logger = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 1 << 20  # bytes; a judge's answer has a few thousand
+CONNECT_TIMEOUT_S = 5.0
 FAILURES = 3  # attempts at a request that the server fails on (HTTP 500)
 _BUSY = (None, 429, 502, 503, 504)  # None: no connection
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, or packets are dropped
-_lock, _executor = threading.Lock(), ThreadPoolExecutor(1)
 _down_since: dict[str, float] = {}  # by URL
+_executor, _lock = ThreadPoolExecutor(1), threading.Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class NoAnswer(Exception):
@@ -35,24 +38,29 @@ class NoAnswer(Exception):
 
 
 @cache
-def _start() -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
+def _start(process: int) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
+    """The loop and session of a process: a forked child has no thread of its parent."""
+
     async def session() -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
         # Nothing is unpacked: a megabyte of gzip would become a gigabyte.
         plain = {"headers": {"accept-encoding": "identity"}, "auto_decompress": False}
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, **plain)
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), **plain)
+
+    def close() -> None:
+        if os.getpid() == process:
+            asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1)
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paco-judge", daemon=True).start()
     opened = asyncio.run_coroutine_threadsafe(session(), loop).result()
-    atexit.register(lambda: asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1))
+    atexit.register(close)
     return loop, opened
 
 
 def run(coroutine: Coroutine) -> Any:
     """The result of a coroutine on the process's loop, from any other thread."""
     with _lock:
-        loop, _ = _start()
+        loop, _ = _start(os.getpid())
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     while not wait([future], 1.0).done:
         _executor.submit(int)  # an error once the interpreter exits: a waiting thread does not keep it alive
@@ -91,9 +99,11 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
 
 async def request(method: str, url: str, headers: dict[str, str], deadline: float, body: bytes | None = None) -> bytes:
     """One attempt, on the process's loop. Raises NoAnswer."""
-    answer, asked = bytearray(), {"headers": headers, "data": body, "allow_redirects": False}
+    answer, session = bytearray(), _start(os.getpid())[1]
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    asked = session.request(method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False)
     try:
-        async with asyncio.timeout_at(deadline), _start()[1].request(method, url, **asked) as response:
+        async with asyncio.timeout_at(deadline), asked as response:
             _down_since.pop(url, None)
             async for part in response.content.iter_any():
                 answer += part
@@ -106,17 +116,13 @@ async def request(method: str, url: str, headers: dict[str, str], deadline: floa
         cause = "no answer before the deadline" if type(error) is TimeoutError else f"{type(error).__name__}: {error}"
         raise NoAnswer(cause) from error
     if response.status != 200:
+        try:  # the server's own message (OpenAI's error format), else the start of the answer
+            text = str(parse(bytes(answer))["error"]["message"])
+        except (ValueError, LookupError, TypeError):
+            text = answer.decode("utf-8", "replace")
+        text = "".join(letter if letter.isprintable() else " " for letter in text[:500]).strip()
         retry_after_s = 0.0
         with contextlib.suppress(KeyError, ValueError):  # absent, or a date
             retry_after_s = float(response.headers["retry-after"])
-        raise NoAnswer(f"HTTP {response.status}: {reason(bytes(answer))}", response.status, retry_after_s)
+        raise NoAnswer(f"HTTP {response.status}: {text}", response.status, retry_after_s)
     return bytes(answer)
-
-
-def reason(answer: bytes) -> str:
-    """The server's own message (OpenAI's error format), else the start of the answer; one printable line."""
-    try:
-        text = str(parse(answer)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        text = answer.decode("utf-8", "replace")
-    return "".join(letter if letter.isprintable() else " " for letter in text[:500]).strip()

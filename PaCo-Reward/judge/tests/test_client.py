@@ -1,9 +1,10 @@
 """The client against servers on loopback, good ones and broken ones."""
 
-import asyncio
 import base64
+import contextlib
 import importlib.util
 import io
+import multiprocessing
 import socket
 import time
 import zlib
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.grid import pairs, split_image
 from paco_judge.images import UnreadableImage, as_received, data_url
@@ -87,7 +89,7 @@ def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch)
         assert judge.model_requests == 2, "once for each client"
 
 
-def test_the_cache_distinguishes_question_model_and_server_and_is_optional():
+def test_the_cache_distinguishes_question_model_and_server():
     pair = Pair(picture(7), picture(8), "q")
     with FakeJudge(models=("a", "b")) as judge, FakeJudge(models=("a", "b")) as other:
         client(judge).score_blocking([pair])
@@ -95,8 +97,6 @@ def test_the_cache_distinguishes_question_model_and_server_and_is_optional():
         client(judge, model="b").score_blocking([pair])
         client(other).score_blocking([pair])
         assert (len(judge.requests), len(other.requests)) == (3, 1)
-        client(judge, cache=False).score_blocking([pair])
-        assert len(judge.requests) == 4
 
 
 def test_concurrency_is_bounded():
@@ -113,13 +113,6 @@ def test_verdicts_are_in_the_order_of_the_pairs():
     with FakeJudge(respond) as judge:
         verdicts = client(judge).score_blocking([Pair(picture(9), picture(10), str(chance)) for chance in chances])
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(chances)
-
-
-async def test_async_scoring_from_the_callers_loop():
-    with FakeJudge() as judge:
-        scorer = client(judge)
-        (first,), (second,) = await asyncio.gather(scorer.score(batch(1, "async 1")), scorer.score(batch(1, "async 2")))
-        assert first.ok and second.ok
 
 
 @pytest.mark.parametrize("fault", [429, 503, None])
@@ -208,6 +201,35 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
         assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
+
+
+def test_a_server_that_drops_packets_counts_as_down(monkeypatch):
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.1)
+    with FakeJudge() as judge:
+        scorer = client(judge, deadline_s=1.0)
+        scorer.check()
+    with socket.create_server(("127.0.0.1", judge.port), backlog=0) as deaf, contextlib.ExitStack() as queue:
+        for _ in range(2):  # they fill the queue of connections, and the kernel drops what comes after
+            waiting = queue.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(deaf.getsockname())
+        assert not scorer.score_blocking(batch(1, "dropped 1"))[0].ok
+        time.sleep(0.5)
+        (verdict,) = scorer.score_blocking(batch(1, "dropped 2"))
+    assert "has been down for" in verdict.error
+
+
+def test_a_forked_process_has_connections_of_its_own():
+    with FakeJudge(delay_s=0.01) as judge:
+        scorer = client(judge, max_concurrency=1)
+        scorer.score_blocking(batch(4, "parent"))
+        child = multiprocessing.get_context("fork").Process(target=scorer.score_blocking, args=(batch(4, "child"),))
+        child.start()
+        child.join(20)
+        hangs = child.is_alive()
+        child.kill()
+        assert not hangs and child.exitcode == 0 and len(judge.requests) == 8
+        assert scorer.score_blocking(batch(1, "parent again"))[0].ok
 
 
 def test_a_missing_judge_is_reported_at_once():
