@@ -59,19 +59,6 @@ def test_the_request_follows_the_protocol():
     }  # fmt: skip
 
 
-def test_the_form_of_a_request_is_part_of_what_is_cached():
-    asked, form = [Pair(picture(1), picture(2), "form")], RequestForm("<img{n}>: ", "jpeg")
-    with FakeJudge(lambda number, request: (200, answer(0.2 * number), {})) as judge:
-        plain, changed, again = (
-            client(judge, form=one).score_blocking(asked)[0].p_yes for one in (RequestForm(), form, form)
-        )
-    assert (plain, changed, again) == pytest.approx((0.2, 0.4, 0.4))
-    urls = [data_url(image, "jpeg") for image in asked[0].images]
-    assert judge.requests[1]["messages"] == build_messages(urls, "form", form)
-    sent = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
-    np.testing.assert_array_equal(np.asarray(as_received(picture(1), "jpeg")), np.asarray(sent))
-
-
 def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch):
     encoded = []
     monkeypatch.setattr(
@@ -89,69 +76,57 @@ def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch)
         assert judge.model_requests == 2, "once for each client"
 
 
-def test_the_cache_distinguishes_question_model_and_server():
-    pair = Pair(picture(7), picture(8), "q")
+def test_the_cache_distinguishes_question_model_server_and_form():
+    pair, form = Pair(picture(7), picture(8), "q"), RequestForm("<img{n}>: ", "jpeg")
     with FakeJudge(models=("a", "b")) as judge, FakeJudge(models=("a", "b")) as other:
         client(judge).score_blocking([pair])
         client(judge).score_blocking([Pair(pair.image_a, pair.image_b, "q2")])
         client(judge, model="b").score_blocking([pair])
         client(other).score_blocking([pair])
         assert (len(judge.requests), len(other.requests)) == (3, 1)
+        for _ in range(2):
+            client(judge, form=form).score_blocking([pair])
+    assert len(judge.requests) == 4
+    urls = [data_url(image, "jpeg") for image in pair.images]
+    assert judge.requests[3]["messages"] == build_messages(urls, "q", form)
+    sent = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
+    np.testing.assert_array_equal(np.asarray(as_received(pair.image_a, "jpeg")), np.asarray(sent))
 
 
-def test_concurrency_is_bounded():
-    with FakeJudge(delay_s=0.01) as judge:
-        client(judge, max_concurrency=5).score_blocking(batch(20, "bounded"))
-        assert 1 < judge.max_in_flight <= 5
-
-
-def test_verdicts_are_in_the_order_of_the_pairs():
+def test_verdicts_are_in_the_order_of_the_pairs_and_few_requests_in_flight():
     def respond(number, request):
         return 200, answer(float(request["messages"][0]["content"][2]["text"])), {}
 
-    chances = [0.1, 0.9, 0.3, 0.7, 0.5, 0.2]
-    with FakeJudge(respond) as judge:
-        verdicts = client(judge).score_blocking([Pair(picture(9), picture(10), str(chance)) for chance in chances])
+    chances = [round(0.05 * (7 * i % 19 + 1), 2) for i in range(19)]
+    with FakeJudge(respond, delay_s=0.01) as judge:
+        asked = [Pair(picture(9), picture(10), str(chance)) for chance in chances]
+        verdicts = client(judge, max_concurrency=5).score_blocking(asked)
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(chances)
+    assert 1 < judge.max_in_flight <= 5
 
 
 @pytest.mark.parametrize("fault", [429, 503, None])
-def test_temporary_faults_are_retried(fault):
-    def respond(number, request):
-        if number <= 2:
-            return None if fault is None else (fault, {"error": {"message": "busy"}}, {})
-        return 200, answer(0.6), {}
-
-    with FakeJudge(respond) as judge:
-        (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
-        assert verdict.p_yes == pytest.approx(0.6) and len(judge.requests) == 3
-
-
-def test_a_request_that_always_fails_is_tried_three_times():
-    with FakeJudge(lambda number, request: (500, {"error": {"message": "out of memory"}}, {})) as judge:
-        (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, "always 500"))
-        assert "HTTP 500: out of memory" in verdict.error and len(judge.requests) == 3
-
-
-@pytest.mark.parametrize("status", [400, 404])
-def test_permanent_errors_are_not_retried(status):
-    refusal = (status, {"error": {"message": "no such thing"}}, {})
-    with FakeJudge(lambda number, request: refusal) as judge:
-        (verdict,) = client(judge).score_blocking(batch(1, f"permanent {status}"))
-        assert verdict.p_yes is None and f"HTTP {status}: no such thing" in verdict.error
-        assert len(judge.requests) == 1
-
-
-def test_retry_after_is_respected():
+def test_temporary_faults_are_retried_when_the_server_says(fault):
     moments = []
 
     def respond(number, request):
         moments.append(time.monotonic())
-        return (429, {}, {"retry-after": "0.8"}) if number == 1 else (200, answer(0.5), {})
+        if number <= 2:
+            return None if fault is None else (fault, {}, {"retry-after": "0.4"})
+        return 200, answer(0.6), {}
 
     with FakeJudge(respond) as judge:
-        assert client(judge).score_blocking(batch(1, "retry-after"))[0].ok
-    assert moments[1] - moments[0] >= 0.79
+        (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
+    assert verdict.p_yes == pytest.approx(0.6) and len(moments) == 3
+    assert fault is None or moments[2] - moments[0] >= 0.79
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(400, 1), (404, 1), (500, 3)])
+def test_an_error_is_not_retried_forever(status, attempts):
+    with FakeJudge(lambda number, request: (status, {"error": {"message": "no such thing"}}, {})) as judge:
+        (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, f"always {status}"))
+        assert verdict.p_yes is None and f"HTTP {status}: no such thing" in verdict.error
+        assert len(judge.requests) == attempts
 
 
 def test_each_written_answer_has_its_own_deadline():
@@ -161,19 +136,21 @@ def test_each_written_answer_has_its_own_deadline():
     assert written == [("Yes. Both show a fox.", None)] * 4
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}'])
-def test_unreadable_answers_are_errors_and_not_cached(body):
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>hello</html>", "cannot be read"),
+        (b'{"choices": [{"logprobs": null}]}', "cannot be read"),
+        (bytes(3 << 20), "larger than"),
+    ],
+)
+def test_unreadable_answers_are_errors_and_not_cached(body, said):
     with FakeJudge(lambda number, request: (200, body, {})) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
-        assert "cannot be read" in scorer.score_blocking(asked)[0].error
+        assert said in scorer.score_blocking(asked)[0].error
+        assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", "none is unpacked"
         judge.respond = lambda number, request: (200, answer(0.5), {})
         assert scorer.score_blocking(asked)[0].ok
-
-
-def test_an_answer_without_end_is_cut_off_and_none_is_unpacked():
-    with FakeJudge(lambda number, request: (200, bytes(3 << 20), {})) as judge:
-        assert "larger than" in client(judge).score_blocking(batch(1, "endless"))[0].error
-    assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity"
 
 
 def test_neither_yes_nor_no_is_no_score():
