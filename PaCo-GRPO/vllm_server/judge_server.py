@@ -35,6 +35,7 @@ from paco_judge.scorer import BadChat, Chat, JudgeScorer
 
 logger = logging.getLogger(__name__)
 
+MAX_BATCH = 64  # requests that are taken from the queue together
 MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, 400 MB as RGB
 # Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
@@ -102,14 +103,14 @@ class ChatRequest(BaseModel):
         return messages, urls
 
 
-def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -> ChatRequest:
+def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequest:
     """Checks a request's body. Raises ApiError."""
     try:
         body = _OBJECT.validate_json(content)
     except ValidationError as invalid:
         raise ApiError(f"the body is not a JSON object: {invalid.errors()[0]['msg']}") from invalid
-    if (model := body.get("model")) not in served:
-        message = f"model {reprlib.repr(model)} is not served here; served: {', '.join(served)}"
+    if (model := body.get("model")) != served:
+        message = f"model {reprlib.repr(model)} is not served here; served: {served}"
         raise ApiError(message, 404, param="model", code="model_not_found")
     try:
         request = ChatRequest.model_validate({name: value for name, value in body.items() if value is not None})
@@ -128,13 +129,13 @@ def parse_request(content: bytes, served: Sequence[str], max_images: int = 16) -
 
 @dataclass
 class Job:
-    """A request in the queue. ``answer`` receives the choice and its token counts, or an exception."""
+    """A request in the queue. ``answer`` receives ``found``: the choice and its token counts, or an exception."""
 
     request: ChatRequest
-    http: Request | None = None
     answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     chat: Chat | None = None
     tokens: int = 0  # of the prompt
+    found: dict | ApiError | None = None
 
 
 class Engine:
@@ -142,11 +143,10 @@ class Engine:
 
     Args:
         max_model_len: Tokens of prompt and answer together.
-        max_batch: Requests that are taken from the queue together.
     """
 
-    def __init__(self, scorer: JudgeScorer, max_model_len: int, max_batch: int = 64):
-        self.scorer, self.max_model_len, self.max_batch = scorer, max_model_len, max_batch
+    def __init__(self, scorer: JudgeScorer, max_model_len: int):
+        self.scorer, self.max_model_len = scorer, max_model_len
         self._tokenizer = scorer.processor.tokenizer
         eos = scorer.model.generation_config.eos_token_id
         self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id} - {None}
@@ -154,13 +154,9 @@ class Engine:
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
-    async def ask(self, request: ChatRequest, http: Request | None = None) -> dict:
-        """The choice and the usage of an answer. ``http``: a request whose caller has left is not worked on.
-
-        Raises:
-            ApiError: It is refused, or failed.
-        """
-        job = Job(request, http)
+    async def ask(self, request: ChatRequest) -> dict:
+        """The choice and the usage of an answer. Raises ApiError: It is refused, or failed."""
+        job = Job(request)
         self._queue.put_nowait(job)
         return await job.answer
 
@@ -168,45 +164,36 @@ class Engine:
         """Works on the queue until it is cancelled."""
         while True:
             jobs = [await self._queue.get()]
-            while len(jobs) < self.max_batch and not self._queue.empty():
+            while len(jobs) < MAX_BATCH and not self._queue.empty():
                 jobs.append(self._queue.get_nowait())
-            for job in [job for job in jobs if job.http and await job.http.is_disconnected()]:
-                job.answer.set_exception(ApiError("the caller left", 499))
-                jobs.remove(job)
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.answers, jobs)
-            for job, answer in zip(jobs, answers, strict=True):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.work, jobs)
+            for job in jobs:
                 if not job.answer.cancelled():
-                    (job.answer.set_exception if isinstance(answer, Exception) else job.answer.set_result)(answer)
+                    (job.answer.set_result if isinstance(job.found, dict) else job.answer.set_exception)(job.found)
 
-    def answers(self, jobs: Sequence[Job]) -> list[dict | ApiError]:
-        """An answer or an error for each request; what is wrong with one costs the others nothing."""
-        found: dict[int, dict | ApiError] = {}
-        groups: list[dict[int, Job]] = [{}]  # for one forward each
-        for index, job in enumerate(jobs):
-            try:
-                self._open(job)
-            except ApiError as error:
-                found[index] = error
-                continue
-            longest = max([job.tokens, *(other.tokens for other in groups[-1].values())])
-            if groups[-1] and longest * (len(groups[-1]) + 1) > self._batch_tokens:
-                groups.append({})
-            groups[-1][index] = job
+    def work(self, jobs: Sequence[Job]) -> None:
+        """Find each job's answer or error; what is wrong with one costs the others nothing."""
+        groups: list[list[Job]] = []  # for one forward each
+        for job in jobs:
+            self._open(job)
+            if job.found is None:
+                longest = max(each.tokens for each in [job, *(groups[-1] if groups else [])])
+                if not groups or longest * (len(groups[-1]) + 1) > self._batch_tokens:
+                    groups.append([])
+                groups[-1].append(job)
         while groups:
             group = groups.pop()
             try:
-                found |= self._answer(group)
+                self._answer(group)
             except Exception:
                 logger.exception("%d requests failed", len(group))
                 if len(group) > 1:
-                    groups += [{index: job} for index, job in group.items()]
+                    groups += [[job] for job in group]
                 else:
-                    error = ApiError("the engine failed on this request; its log says why", 500)
-                    found |= dict.fromkeys(group, error)
-        return [found[index] for index in range(len(jobs))]
+                    group[0].found = ApiError("the engine failed on this request; its log says why", 500)
 
     def _open(self, job: Job) -> None:
-        """Reads the headers of a request's images, and measures its prompt. Raises ApiError."""
+        """Reads the headers of a request's images, and measures its prompt."""
         try:
             messages, urls = job.request.chat()
             images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls]
@@ -214,48 +201,40 @@ class Engine:
                 raise UnreadableImage(f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request")
             job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
-        except UnreadableImage as error:
-            raise ApiError(f"an image {error}", param="messages", code="invalid_image") from error
-        except (binascii.Error, BadChat) as error:
-            raise ApiError(str(error), param="messages", code="invalid_image") from error
+        except (UnreadableImage, binascii.Error, BadChat) as error:
+            text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
+            job.found = ApiError(text, param="messages", code="invalid_image")
         if job.tokens + (job.request.limit or 1) > self.max_model_len:
-            raise ApiError(
+            job.found = ApiError(
                 f"the prompt has {job.tokens} tokens; the model takes {self.max_model_len} with the answer (MAX_MODEL_LEN)",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
 
-    def _answer(self, jobs: dict[int, Job]) -> dict[int, dict | ApiError]:
+    def _answer(self, jobs: Sequence[Job]) -> None:
         """One forward, and more for answers of several tokens."""
-        found: dict[int, dict | ApiError] = {}
-        chats: dict[int, Chat] = {}
-        for index, job in jobs.items():
+        for job in jobs:
             try:
-                chats[index] = Chat(job.chat.messages, [as_received(image, "png") for image in job.chat.images])
+                job.chat = Chat(job.chat.messages, [as_received(image) for image in job.chat.images])
             except UnreadableImage as error:
-                found[index] = ApiError(str(error), param="messages", code="invalid_image")
-        if not chats:
-            return found
-        rows = self.scorer.first_token_logits(list(chats.values()))
-        logits = dict(zip(chats, rows, strict=True))
-        longer = [index for index in chats if jobs[index].request.limit != 1]
-        texts = self._generate([(jobs[index], chats[index]) for index in longer]) if longer else []
-        ids = {index: [int(logits[index].argmax())] for index in chats} | dict(zip(longer, texts, strict=True))
-        for index in chats:
-            if np.isnan(logits[index]).any():
+                job.found = ApiError(str(error), param="messages", code="invalid_image")
+        if not (jobs := [job for job in jobs if job.found is None]):
+            return
+        rows = self.scorer.first_token_logits([job.chat for job in jobs])
+        ids = [[int(logits.argmax())] for logits in rows]
+        if longer := [index for index, job in enumerate(jobs) if job.request.limit != 1]:
+            limits = [
+                min(self.max_model_len - jobs[i].tokens, jobs[i].request.limit or self.max_model_len) for i in longer
+            ]
+            written = self.scorer.generate([jobs[i].chat for i in longer], max(limits)).tolist()
+            for index, row, limit in zip(longer, written, limits, strict=True):
+                end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))
+                ids[index] = row[: min(end, limit)]
+        for job, logits, tokens in zip(jobs, rows, ids, strict=True):
+            if np.isnan(logits).any():
                 # No 5xx: asking again, as clients then do, would not help.
-                found[index] = ApiError("the model's logits are not numbers: its weights are damaged", 422)
+                job.found = ApiError("the model's logits are not numbers: its weights are damaged", 422)
             else:
-                found[index] = self._choice(jobs[index], logits[index], ids[index])
-        return found
-
-    def _generate(self, asked: Sequence[tuple[Job, Chat]]) -> list[list[int]]:
-        """The tokens of each answer, its end token included."""
-        limits = [min(self.max_model_len - job.tokens, job.request.limit or self.max_model_len) for job, _ in asked]
-        answers = []
-        for row, limit in zip(self.scorer.generate([chat for _, chat in asked], max(limits)).tolist(), limits):
-            end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))
-            answers.append(row[: min(end, limit)])
-        return answers
+                job.found = self._choice(job, logits, tokens)
 
     def _choice(self, job: Job, logits: np.ndarray, ids: list[int]) -> dict:
         """The choice and the usage, as OpenAI writes them."""
@@ -310,9 +289,9 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = parse_request(await read_body(request, max_body_bytes), [name], max_images)
+        asked = parse_request(await read_body(request, max_body_bytes), name, max_images)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
-        return JSONResponse(head | {"model": name} | await engine.ask(asked, request))
+        return JSONResponse(head | {"model": name} | await engine.ask(asked))
 
     return app
 
@@ -325,7 +304,6 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--max-batch", type=int, default=64, help="requests in one batch")
     parser.add_argument("--max-images", type=int, default=16, help="images in one request")
     parser.add_argument("--max-body-mb", type=float, default=32)
     arguments = parser.parse_args()
@@ -340,7 +318,7 @@ def main() -> int:
         return 1
     longest = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len)
     app = build_app(
-        Engine(scorer, min(arguments.max_model_len, longest), arguments.max_batch),
+        Engine(scorer, min(arguments.max_model_len, longest)),
         arguments.served_model_name or arguments.model,
         max_images=arguments.max_images,
         max_body_bytes=int(arguments.max_body_mb * (1 << 20)),

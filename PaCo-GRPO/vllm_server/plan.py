@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import reprlib
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,14 +18,6 @@ _SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9./:@+_-]{0,199}")
 
 class LaunchError(Exception):
     """A launch, stop or status that is not possible; the message names the cause and what to do."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model (a local folder, absolute, or a hub name) or a LoRA adapter (a local folder), and its served name."""
-
-    path: str
-    name: str
 
 
 def _split(value: str) -> list[str]:
@@ -47,7 +38,7 @@ class LaunchSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    paths: _List = Field(alias="VLLM_MODEL_PATHS")
+    paths: _List = Field(alias="VLLM_MODEL_PATHS", min_length=1)
     names: _List = Field((), alias="VLLM_MODEL_NAMES")
     lora: _List = Field((), alias="VLLM_LORA")
     host: str = Field("127.0.0.1", alias="VLLM_HOST")
@@ -71,14 +62,8 @@ class LaunchSettings(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in environment.items() if value})
         except ValidationError as error:
-            first = error.errors()[0]
-            variable = first["loc"][0] if first["loc"] else ""
-            if first["type"] == "missing":
-                example = "VLLM_MODEL_PATHS=/models/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B"
-                raise LaunchError(f"{variable} is empty: name the model to serve, for example {example}") from error
-            got = f", got {reprlib.repr(first['input'])}" if variable not in ("", "VLLM_API_KEY") else ""
-            text = first["msg"].removeprefix("Value error, ")
-            raise LaunchError(f"{variable}: {text}{got}" if variable else text) from error
+            texts = [": ".join([*map(str, each["loc"][:1]), each["msg"]]) for each in error.errors()]
+            raise LaunchError("; ".join(texts).replace("Value error, ", "")) from error
 
     @model_validator(mode="after")
     def _check(self) -> "LaunchSettings":
@@ -89,7 +74,7 @@ class LaunchSettings(BaseModel):
                 raise ValueError(f"{variable} has {len(values)} entries for {len(self.paths)} models")
         if wrong := [entry for entry in self.lora if not all(entry.partition("="))]:
             raise ValueError(f"VLLM_LORA must be name=path (several separated by commas), got {wrong[0]!r}")
-        served = [weights.name for weights in (*self.models, *self.adapters)]
+        served = [name for name, _ in (*self.models, *self.adapters)]
         if wrong := [name for name in served if not _SERVED_NAME.fullmatch(name)]:
             raise ValueError(f"a served name must be 1 to 200 letters, digits or ./:@+_-, got {wrong[0]!r}")
         if len(set(served)) != len(served):
@@ -97,140 +82,121 @@ class LaunchSettings(BaseModel):
         return self
 
     @property
-    def models(self) -> tuple[Weights, ...]:
-        """The models; without VLLM_MODEL_NAMES, they are called as their folders."""
+    def models(self) -> list[tuple[str, str]]:
+        """Served name and folder or hub name of each model; without VLLM_MODEL_NAMES, they are called as their folders."""
         paths = [p if _HUB_NAME.fullmatch(p) and not Path(p).exists() else _absolute(p) for p in self.paths]
-        return tuple(map(Weights, paths, self.names or [Path(path).name for path in self.paths]))
+        return list(zip(self.names or [Path(path).name for path in paths], paths, strict=True))
 
     @property
-    def adapters(self) -> tuple[Weights, ...]:
-        """The adapters of VLLM_LORA."""
+    def adapters(self) -> list[tuple[str, str]]:
+        """Served name and folder of each LoRA adapter."""
         entries = [entry.partition("=") for entry in self.lora]
-        return tuple(Weights(_absolute(path.strip()), name.strip()) for name, _, path in entries)
-
-    @property
-    def places(self) -> list[tuple[int | None, int | None]]:
-        """VLLM_TP and VLLM_REPLICAS of each model; None = not given."""
-        given = [values or (None,) for values in (self.tensor_parallel, self.replicas)]
-        return list(zip(*(v * len(self.paths) if len(v) == 1 else v for v in given), strict=True))
+        return [(name.strip(), _absolute(path.strip())) for name, _, path in entries]
 
 
 @dataclass
 class Model:
     """A model with the adapters that are served on it."""
 
-    path: str
     name: str
+    path: str  # a local folder, absolute, or a hub name
     config: dict  # of its language model
-    family: str  # model_type of config.json; empty where it is unknown here
-    weight_bytes: int | None  # None: unknown here
-    adapters: list[Weights] = field(default_factory=list)
+    family: str  # model_type of config.json
+    weight_bytes: int  # 0: unknown here
+    adapters: dict[str, str] = field(default_factory=dict)  # folder by served name
     lora_rank: int = 0  # the largest
 
     @property
     def names(self) -> tuple[str, ...]:
         """Everything it is served as."""
-        return (self.name, *(adapter.name for adapter in self.adapters))
+        return (self.name, *self.adapters)
 
 
 def read_models(settings: LaunchSettings) -> list[Model]:
     """Reads the configurations of models and adapters. Raises LaunchError."""
-    models = [_read_model(weights) for weights in settings.models]
-    for adapter in settings.adapters:
-        config, base = _read_adapter(adapter), models[0]
+    models = [_read_model(name, path) for name, path in settings.models]
+    for name, path in settings.adapters:
+        config, alike = _read_adapter(name, Path(path)), models
         if len(models) > 1:
             wanted = str(config.get("base_model_name_or_path", "")).rstrip("/")
             exact = [model for model in models if model.path == wanted]
             alike = exact or [model for model in models if Path(model.path).name == Path(wanted).name]
-            if len(alike) != 1:
-                paths = ", ".join(model.path for model in models)
-                raise LaunchError(f"VLLM_LORA: {adapter.name} was trained on {wanted!r}, which is not one of {paths}")
-            (base,) = alike
-        base.adapters.append(adapter)
-        base.lora_rank = max(base.lora_rank, config.get("r", 0))
+        if len(alike) != 1:
+            paths = ", ".join(model.path for model in models)
+            raise LaunchError(f"VLLM_LORA: {name} was trained on {wanted!r}, which is not one of {paths}")
+        alike[0].adapters[name] = path
+        alike[0].lora_rank = max(alike[0].lora_rank, config.get("r", 0))
     return models
 
 
-def _read_model(weights: Weights) -> Model:
-    folder = Path(weights.path)
+def _read_model(name: str, path: str) -> Model:
+    folder = Path(path)
     if not folder.is_dir():
-        if not _HUB_NAME.fullmatch(weights.path):
+        if not _HUB_NAME.fullmatch(path):
             raise LaunchError(f"model folder {folder} does not exist: correct VLLM_MODEL_PATHS")
-        folder = _hub_folder(weights.path)
-    elif not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        hint = "it is a LoRA adapter: export merged weights first" if adapter else "is it the right folder?"
-        raise LaunchError(f"model folder {folder} has no config.json; {hint}")
-    config = _read_json(folder / "config.json")
-    # The folder of a hub model's config.json in the cache holds its weights, if they were downloaded.
-    size = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
-    family = str(config.get("model_type", ""))
-    return Model(weights.path, weights.name, config.get("text_config") or config, family, size or None)
+        try:  # the folder of config.json in the cache holds the weights, if they were downloaded
+            from huggingface_hub import hf_hub_download
 
-
-def _hub_folder(name: str) -> Path:
-    """The folder of a hub model's config.json in the cache."""
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(name, "config.json", etag_timeout=10)).parent
-    except Exception as error:  # hub and network errors share no class
-        raise LaunchError(
-            f"{name!r} is neither a folder in {Path.cwd()} nor a model of the hub or its cache: {error}"
-        ) from error
-
-
-def _read_adapter(adapter: Weights) -> dict:
-    """Its configuration."""
-    folder = Path(adapter.path)
-    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    if not config.is_file() or not weights.is_file():
-        raise LaunchError(f"VLLM_LORA: {folder} is no LoRA folder: it lacks {config.name} or {weights.name}")
-    with open(weights, "rb") as file:  # the length of a JSON header, the header
-        if b".visual." in file.read(int.from_bytes(file.read(8), "little")):
+            folder = Path(hf_hub_download(path, "config.json", etag_timeout=10)).parent
+        except Exception as error:  # hub and network errors share no class
             raise LaunchError(
-                f"VLLM_LORA: {adapter.name} changes the vision tower, which vLLM ignores; merge it (paco-reward export)"
-            )
-    return _read_json(config)
+                f"{path!r} is neither a folder in {Path.cwd()} nor a model of the hub or its cache: {error}"
+            ) from error
+    config = _read_json("VLLM_MODEL_PATHS", folder / "config.json")
+    size = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
+    return Model(name, path, config.get("text_config") or config, str(config.get("model_type", "")), size)
 
 
-def _read_json(path: Path) -> dict:
+def _read_adapter(name: str, folder: Path) -> dict:
+    """Its configuration."""
+    config = _read_json("VLLM_LORA", folder / "adapter_config.json")
+    try:
+        with open(folder / "adapter_model.safetensors", "rb") as file:  # the length of a JSON header, the header
+            if b".visual." in file.read(int.from_bytes(file.read(8), "little")):
+                raise LaunchError(
+                    f"VLLM_LORA: {name} changes the vision tower, which vLLM ignores; merge it (paco-reward export)"
+                )
+    except OSError as error:
+        raise LaunchError(f"VLLM_LORA: {folder} is no LoRA folder: {error}") from error
+    return config
+
+
+def _read_json(option: str, path: Path) -> dict:
     try:
         return json.loads(path.read_text())
+    except OSError as error:
+        adapter = path.name == "config.json" and (path.parent / "adapter_config.json").is_file()
+        hint = "; the folder is a LoRA adapter: export merged weights first" if adapter else ""
+        raise LaunchError(f"{option}: cannot read {path} ({error.strerror}){hint}") from error
     except ValueError as error:
-        raise LaunchError(f"{path} is not JSON: {error}") from error
+        raise LaunchError(f"{option}: {path} is not JSON: {error}") from error
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def gpu_memory() -> list[int]:
+    """Bytes of each GPU of this machine; 0: unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return []
+    return [int(line) << 20 if line.strip().isdigit() else 0 for line in lines]
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, none where it is empty; all where it is not set. Raises LaunchError."""
+    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs where it is not set.
+
+    Raises LaunchError: This machine has no such GPU.
+    """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
-    wanted = None if listed is None else _split(listed)
-    return () if wanted == [] or wanted and wanted[0] == "-1" else choose_gpus(wanted, _nvidia_smi("-L"))
-
-
-def choose_gpus(wanted: Sequence[str] | None, listing: str) -> tuple[str, ...]:
-    """Checks ``wanted`` (indices, or prefixes of GPU and MIG UUIDs; None: all) against the output of nvidia-smi -L."""
-    count = sum(line.startswith("GPU ") for line in listing.splitlines())
-    if wanted is None:
+    if listed is not None and (not _split(listed) or listed.startswith("-1")):
+        return ()
+    count = len(gpu_memory())
+    if listed is None:
         return tuple(map(str, range(count)))
-    for gpu in wanted:
-        if not (gpu.startswith(("GPU-", "MIG-")) and gpu in listing or gpu.isdigit() and int(gpu) < count):
+    for gpu in _split(listed):
+        if not (gpu.startswith(("GPU-", "MIG-")) and count or gpu.isdigit() and int(gpu) < count):
             raise LaunchError(f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count})")
-    return tuple(wanted)
-
-
-def smallest_memory(gpus: Sequence[str]) -> int | None:
-    """Bytes of the smallest of ``gpus``; None where nvidia-smi does not say (MIG)."""
-    text = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}")
-    sizes = text.split()
-    return min(map(int, sizes)) * 2**20 if sizes and all(map(str.isdigit, sizes)) else None
+    return tuple(_split(listed))
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
@@ -253,9 +219,9 @@ def divide_gpus(
 ) -> tuple[list[tuple[tuple[str, ...], int]], list[str]]:
     """For each model, its GPUs and the number of its copies on them; and notes on what was chosen. Raises LaunchError.
 
-    If the tensor parallelism of every model is given, each gets what it needs. Otherwise all get an equal share. Where
-    neither VLLM_TP nor VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: many copies answer
-    one-token questions faster than one copy on many GPUs.
+    If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where neither VLLM_TP nor
+    VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: many copies answer one-token questions
+    faster than one copy on many GPUs.
     """
     if len(gpus) < len(models):
         raise LaunchError(
@@ -263,11 +229,16 @@ def divide_gpus(
             "smaller GPU_MEMORY_UTILIZATION each"
         )
     shares = [len(gpus) // len(models) + (i < len(gpus) % len(models)) for i in range(len(models))]
-    if all(size for size, _ in settings.places):
-        shares = [size * (copies or 1) for size, copies in settings.places]
-    memory = smallest_memory(gpus) if max(shares) > 1 else None
+    given = [values or (None,) for values in (settings.tensor_parallel, settings.replicas)]
+    sizes, all_copies = (values * len(models) if len(values) == 1 else values for values in given)
+    if settings.tensor_parallel:
+        shares = [size * (copies or 1) for size, copies in zip(sizes, all_copies, strict=True)]
+    every = gpu_memory()
+    memory = min([every[int(gpu)] for gpu in gpus if gpu.isdigit()] or every, default=0)
+    if any(gpu.startswith("MIG-") for gpu in gpus):
+        memory = 0  # unknown: an instance has a part of its GPU's
     places, notes, first = [], [], 0
-    for model, (size, copies), share in zip(models, settings.places, shares, strict=True):
+    for model, size, copies, share in zip(models, sizes, all_copies, shares, strict=True):
         if size is None and copies is None and share > 1 and memory and model.weight_bytes:
             # Two fifths of vLLM's share are left for keys, values and activations.
             room = 0.6 * settings.gpu_memory_utilization * memory
@@ -277,24 +248,19 @@ def divide_gpus(
                 f"{model.name}: VLLM_TP={size}, VLLM_REPLICAS={copies}, because its weights have "
                 f"{model.weight_bytes / 2**30:.1f} GiB and a GPU {memory / 2**30:.0f}"
             )
-        elif size is None:
-            size = parallel_size(share // (copies or 1), model.config)
-            if share > 1 and copies is None:
-                notes.append(
-                    f"{model.name}: one copy; its size or its GPU's is unknown here (set VLLM_TP, VLLM_REPLICAS)"
-                )
         copies = copies or 1
-        available = min(share, len(gpus) - first)
-        if size * copies > available:
+        size = size or parallel_size(share // copies, model.config)
+        own = tuple(gpus[first : first + min(share, size * copies)])
+        if len(own) < size * copies:
             raise LaunchError(
                 f"{model.name}: VLLM_TP={size} x VLLM_REPLICAS={copies} needs {size * copies} GPUs, and there are "
-                f"{available} for it (of {len(gpus)} for {len(models)} models)"
+                f"{len(own)} for it (of {len(gpus)} for {len(models)} models)"
             )
         if not fits_heads(size, model.config):
             raise LaunchError(f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs")
-        places.append((tuple(gpus[first : first + size * copies]), copies))
+        places.append((own, copies))
         first += share
     used = {gpu for own, _ in places for gpu in own}
     if unused := [gpu for gpu in gpus if gpu not in used]:
-        notes.append(f"GPUs {','.join(unused)} stay unused: VLLM_REPLICAS gives them copies of a model")
+        notes.append(f"GPUs {','.join(unused)} stay unused: VLLM_TP and VLLM_REPLICAS say how many a model gets")
     return places, notes

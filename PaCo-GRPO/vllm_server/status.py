@@ -10,45 +10,33 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 
 from vllm_server.plan import LaunchError
-from vllm_server.state import LabelFolder, all_labels, end, runtime_root
+from vllm_server.state import STATE, end, label_folder, read, runtime_root
 
 
 def status(as_json: bool) -> int:
     """Print a row for each server; the exit status."""
-    rows, damaged = [], False
-    for folder in all_labels(runtime_root(os.environ)):
-        try:
-            for server in folder.read():
-                row = {"label": folder.label, "name": server.title, "model": server.model, "engine": server.engine}
-                row |= {"url": server.url, "gpus": list(server.gpus), "pid": server.pid, "log": server.log}
-                state = server.state(os.environ.get("VLLM_API_KEY") or None)
-                rows.append(row | {"state": {"not answering": "loading or stuck"}.get(state, state)})
-        except LaunchError as error:
-            damaged = True
-            print(f"status: label {folder.label!r}: {error}", file=sys.stderr)
+    rows = []
+    for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):
+        for server in read(file.parent):
+            state = server.state(os.environ.get("VLLM_API_KEY") or None)
+            rows.append({"label": file.parent.name, "state": state} | asdict(server))
     if as_json:
         print(json.dumps(rows))
     else:
         line = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
         print("\n".join(line.format(**row) for row in rows) or "No servers.")
-    return 1 if damaged else 0 if all(row["state"] == "healthy" for row in rows) else 3
+    return 0 if all(row["state"] == "healthy" for row in rows) else 3
 
 
 def stop() -> int:
     """End the servers of one label; the exit status."""
-    folder = LabelFolder.from_environment(os.environ)
-    servers = folder.read()
-    if not servers:
-        print(f"Nothing runs with label {folder.label!r}.")
-    were_alive = [server.alive() for server in servers]
-    end(servers)
-    if left := [server.pid for server in servers if server.alive()]:
-        raise LaunchError(f"processes {left} do not end, even when killed")
-    for server, was_alive in zip(servers, were_alive, strict=True):
-        print(f"{server.title} at {server.url}: {'ended' if was_alive else 'had already ended'}")
-    folder.remove_ended()
+    folder = label_folder(os.environ)
+    servers = read(folder)
+    end(folder, servers)
+    print("\n".join(f"{server.name} at {server.url}: ended" for server in servers) or f"No servers of {folder.name!r}.")
     return 0
 
 

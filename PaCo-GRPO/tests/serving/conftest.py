@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def model(tmp_path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
     return folder
+
+
+@pytest.fixture
+def two(model) -> dict:
+    """Variables of a launch with two models."""
+    shutil.copytree(model, model.parent / "second")
+    return {"VLLM_MODEL_PATHS": "model,second", "VLLM_MODEL_NAMES": "Judge,Other"}
 
 
 @pytest.fixture

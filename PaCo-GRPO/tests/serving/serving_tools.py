@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 REPO = ROOT.parent
 WITH_VLLM = (  # what the launcher imports, or asks for, of the packages that come with vLLM
-    *("psutil", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "fastapi", "uvicorn"),
-    *("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
+    *("psutil", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "fastapi"),
+    *("uvicorn", "httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
 )
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
 
@@ -31,7 +31,7 @@ def option(words: list[str], name: str) -> str:
 class Shell:
     """Runs our scripts with their own environment and working folder."""
 
-    def __init__(self, tmp_path: Path, **variables):
+    def __init__(self, tmp_path: Path):
         self.vllm = tmp_path / "vllm-environment"  # with nothing but a fake vLLM
         venv.create(self.vllm, symlinks=True)
         (site,) = self.vllm.glob("lib/python3*/site-packages")
@@ -40,16 +40,16 @@ class Shell:
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
         shutil.copy(FAKE, package / "main.py")
+        (self.vllm / "bin" / "vllm").touch(0o755)
         for name in WITH_VLLM:
             file = Path(importlib.util.find_spec(name).origin)
             (site / (file.parent.name if file.stem == "__init__" else file.name)).symlink_to(
                 file.parent if file.stem == "__init__" else file
             )
         self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
-        self.bin.mkdir()
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PATH": os.environ["PATH"],
             "PYTHON": sys.executable,
             "VLLM_PYTHON": str(self.vllm / "bin" / "python"),
             "VLLM_MODEL_PATHS": "model",
@@ -59,22 +59,16 @@ class Shell:
             "PACO_RUNTIME_DIR": str(tmp_path / "run"),
             "CUDA_VISIBLE_DEVICES": "",
             "FAKE_VLLM_RECORD": str(tmp_path / "records"),
-            **variables,
         }
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def program(self, name: str, text: str) -> Path:
-        path = self.bin / name
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        return path
-
-    def install_gpus(self, count: int) -> None:
-        """An nvidia-smi that lists so many GPUs."""
-        self.program("nvidia-smi", "\n".join(f"echo 'GPU {i}: H200 (UUID: GPU-{i}0000000-aaaa)'" for i in range(count)))
+    @property
+    def folder(self) -> Path:
+        """Of the launch's label."""
+        return Path(self.environment["PACO_RUNTIME_DIR"]) / "test"
 
     def start(self, script: str, *arguments, **variables) -> subprocess.Popen:
         return subprocess.Popen(
@@ -121,13 +115,6 @@ class Shell:
 
     def status(self, **variables) -> list[dict]:
         return json.loads(self.run("status.sh", "--json", **variables)[1])
-
-    def state_file(self) -> Path:
-        return Path(self.environment["PACO_RUNTIME_DIR"]) / "test" / "state.json"
-
-    def pids(self) -> list[int]:
-        """The servers of the launch, as the state records them."""
-        return [server["pid"] for server in json.loads(self.state_file().read_text())]
 
 
 def read_until(process: subprocess.Popen, text: str) -> str:

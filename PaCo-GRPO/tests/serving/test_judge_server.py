@@ -141,7 +141,7 @@ async def test_unsupported_requests_are_refused(http, fields, status, param):
 async def test_neutral_fields_are_accepted_and_other_bodies_refused(http):
     neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "stop": None, "seed": 3, "user": "me"}
     body = SCORE | {"messages": TEXT, "max_completion_tokens": 2} | neutral
-    assert parse_request(json.dumps(body).encode(), ["Judge"]).limit == 2
+    assert parse_request(json.dumps(body).encode(), "Judge").limit == 2
     for content in (b"{", b"\xff", b"[" * 100_000, b'{"model": 3}'):
         assert (await http.post("/v1/chat/completions", content=content)).status_code in (400, 404)
 
@@ -173,17 +173,13 @@ async def test_a_request_that_breaks_the_model_costs_the_others_nothing(engine, 
         return plain(chats)
 
     monkeypatch.setattr(engine.scorer, "first_token_logits", forward)
-    jobs = [Job(parse_request(json.dumps(body(pair)).encode(), ["Judge"]), None) for pair in (*pairs, bad)]
-    *good, failed = engine.answers(jobs)
+    jobs = [Job(parse_request(json.dumps(body(pair)).encode(), "Judge")) for pair in (*pairs, bad)]
+    engine.work(jobs)
+    *good, failed = [job.found for job in jobs]
     assert all("choices" in answer for answer in good)
     assert failed.status == 500 and sum(bad.question in texts for texts in calls) == 2
 
 
-def test_logits_that_are_not_numbers_are_an_error_that_is_not_retried(engine, tiny, monkeypatch):
+async def test_logits_that_are_not_numbers_are_an_error_that_is_not_retried(engine, http, tiny, monkeypatch):
     monkeypatch.setattr(engine.scorer, "first_token_logits", lambda chats: np.full((len(chats), 420), np.nan))
-
-    async def answer():
-        return engine.answers([Job(parse_request(json.dumps(body(pairs_of(tiny, 1)[0])).encode(), ["Judge"]), None)])
-
-    (failed,) = asyncio.run(answer())
-    assert failed.status == 422
+    assert (await http.post("/v1/chat/completions", json=body(pairs_of(tiny, 1)[0]))).status_code == 422

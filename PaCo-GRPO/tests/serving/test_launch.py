@@ -27,22 +27,13 @@ from vllm_server.plan import LaunchError, LaunchSettings
 from vllm_server.state import Server, end, locked, runtime_root
 
 
-def test_launch_status_stop(shell, model):
-    output = shell.launch(VLLM_EXTRA_ARGS="--seed 3", PYTHONPATH="/nowhere", VLLM_MAX_IMAGES="5")
+def test_launch_status_stop(shell):
+    output = shell.launch(PYTHONPATH="/nowhere")
     assert "Engine: vllm" in output and f"Ready:  Judge at {shell.url}/v1" in output
     (row,) = shell.status()
     assert (row["state"], row["label"], row["name"], row["engine"]) == ("healthy", "test", "Judge", "vllm")
     assert JudgeClient(shell.url, model="judge").check() == "Judge"
     (record,) = shell.records()
-    words, environment = record["argv"], record["env"]
-    assert words[:2] == ["serve", str(model)], "relative folders become absolute"
-    assert option(words, "--max-model-len") == "2048", "no longer than the model's"
-    assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
-    assert option(words, "--allowed-media-domains") == "no/remote/media"
-    assert environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
-    assert not {"VLLM_PORT", "VLLM_HOST", "VLLM_LABEL", "VLLM_MODEL_PATHS", "PYTHONPATH"} & environment.keys()
-    assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
     assert all(map(psutil.pid_exists, record["pids"])), "it survives the shell that started it"
     assert "label 'test' is in use" in shell.failed_launch(VLLM_PORT=str(free_port()))
     assert "VLLM_PORT" in shell.failed_launch(VLLM_LABEL="other")
@@ -57,32 +48,37 @@ def test_launch_status_stop(shell, model):
     assert shell.run("stop.sh")[0] == 0 and shell.status() == []
 
 
-@pytest.mark.parametrize("found", ["conda", "program"])
-def test_an_environment_with_nothing_but_vllm(shell, found):
-    """What a user has activated, or put on the PATH, serves; the launcher itself runs in it too."""
-    environment = {name: value for name, value in shell.environment.items() if name not in ("PYTHON", "VLLM_PYTHON")}
-    environment["PATH"] = "/usr/bin:/bin"
-    if found == "program":
-        shell.program("vllm", "").write_text(f"#!{shell.vllm}/bin/python\n")
-        environment["PATH"] = f"{shell.bin}:/usr/bin:/bin"
-    else:
-        environment["PATH"] = f"{shell.vllm}/bin:/usr/bin:/bin"
-        environment["CONDA_PREFIX"] = str(shell.vllm)
-    shell.environment = environment
-    status, output, errors = shell.run("launch.sh")
-    assert status == 0 and errors == ""
-    first = output.splitlines()[0]
+def test_an_activated_environment_with_nothing_but_vllm(shell):
+    """The launcher itself runs in it, too."""
+    for name in ("PYTHON", "VLLM_PYTHON"):
+        del shell.environment[name]
+    shell.environment |= {"PATH": f"{shell.vllm}/bin:/usr/bin:/bin", "CONDA_PREFIX": str(shell.vllm)}
+    first = shell.launch().splitlines()[0]
     assert first.startswith("Engine: vllm") and str(shell.vllm) in first
     assert [row["state"] for row in shell.status()] == ["healthy"]
 
 
-def test_without_vllm_the_transformers_engine_serves_and_says_so(shell, monkeypatch, tmp_path):
+def test_which_engine_serves(shell, monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "REPOSITORY", tmp_path)
     settings = LaunchSettings.from_environment(shell.environment)
+    shell.bin.mkdir()
     engine = engines.choose_engine(settings, {"PATH": str(shell.bin)}, ())
     assert engine.name == "transformers" and "no vLLM" in engine.note
+    (shell.bin / "vllm").symlink_to(shell.vllm / "bin" / "vllm")  # as uv and pipx do
+    assert engines.choose_engine(settings, {"PATH": str(shell.bin)}, ()).python == f"{shell.vllm}/bin/python"
     with pytest.raises(LaunchError, match="VLLM_PYTHON"):
         engines.choose_engine(settings, {"VLLM_PYTHON": sys.executable}, ())
+    for package, gpus, serves in (
+        ("vllm", (), False),
+        ("vllm-cpu", (), True),
+        ("vllm", ("0",), True),
+        ("other", (), True),
+    ):
+        monkeypatch.setattr(engines, "_find_vllm", lambda python, package=package: [package, "1"])
+        assert (engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, gpus).name == "vllm") == serves
+    monkeypatch.setattr(engines, "_find_vllm", lambda python: ["vllm-cpu", "1"])
+    with pytest.raises(LaunchError, match="setup.sh --vllm"):
+        engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, ("0",))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,6 @@ def test_without_vllm_the_transformers_engine_serves_and_says_so(shell, monkeypa
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),
         ({"VLLM_ENGINE": "vllm", "VLLM_PYTHON": "/nowhere/python"}, "/nowhere/python"),
-        ({"PACO_RUNTIME_DIR": "run"}, "PACO_RUNTIME_DIR"),
         ({"PACO_RUNTIME_DIR": "{cwd}/open"}, "others can write"),
     ],
 )
@@ -136,7 +131,7 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
 def test_after_the_launcher_was_killed_its_servers_are_known_and_the_label_is_usable_again(shell):
     launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
     pids = shell.fake_pids()
-    wait_for(shell.state_file().exists)
+    wait_for((shell.folder / "state.json").exists)
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=60)
     assert "VLLM_LABEL=test bash vllm_server/stop.sh" in shell.failed_launch()
@@ -188,7 +183,10 @@ def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_
     del weights["model.layers.0.self_attn.k_proj.weight"]  # vLLM fuses it with q_proj and v_proj
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     errors = shell.failed_launch(VLLM_MODEL_PATHS=str(folder))
-    assert "model.language_model.layers.0.self_attn.k_proj" in errors and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
+    assert (
+        "model.language_model.layers.0.self_attn.k_proj" in errors
+        and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
     output = shell.launch(VLLM_MODEL_PATHS=str(folder))
@@ -212,24 +210,37 @@ def test_state_outlives_a_login(tmp_path):
     assert not (tmp_path / "login").exists()
 
 
-@pytest.mark.slow
-def test_the_transformers_engine_gives_the_scores_of_the_scorer_and_speaks_with_openais_client(
-    shell, judge_folder, scorer, tiny
-):
-    assert "Engine: transformers" in shell.launch(VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers")
+def check_scores(shell, scorer, tiny, tolerance: float) -> None:
+    """Scores over the launched server are the scorer's; remote images are refused."""
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)]
-    verdicts = JudgeClient(shell.url, model="judge", deadline_s=120).score_blocking(pairs)
-    for found, expected in zip(verdicts, scorer.score(pairs, top=20), strict=True):
-        assert found.ok == expected.ok and (not found.ok or found.p_yes == pytest.approx(expected.p_yes, abs=1e-5))
+    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score_blocking(pairs)
+    expected = scorer.score(pairs, top=20)
+    both = [(one.p_yes, other.p_yes) for one, other in zip(verdicts, expected, strict=True) if one.ok and other.ok]
+    assert len(both) > 6 and np.abs(np.subtract(*zip(*both))).max() < tolerance
     client = openai.OpenAI(base_url=f"{shell.url}/v1", api_key="any", max_retries=0)
+    asked = {"model": "Judge", "max_tokens": 7, "temperature": 0, "logprobs": True, "top_logprobs": 20}
     messages = build_messages([*map(data_url, pairs[0].images)], pairs[0].question)
-    answer = client.chat.completions.create(
-        model="Judge", messages=messages, max_tokens=7, temperature=0, logprobs=True, top_logprobs=20
-    )
-    assert answer.usage.completion_tokens <= 7 and len(answer.choices[0].logprobs.content) == 1
+    answer = client.chat.completions.create(messages=messages, **asked)
+    assert answer.usage.completion_tokens <= 7 and len(answer.choices[0].logprobs.content[0].top_logprobs) == 20
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(messages=build_messages(["http://127.0.0.1:1/a.png"], "?"), **asked)
     pid = shell.status()[0]["pid"]
     shell.stop()
     all_ended([pid])
+
+
+@pytest.mark.slow
+def test_the_transformers_engine_gives_the_scores_of_the_scorer(shell, judge_folder, scorer, tiny):
+    assert "Engine: transformers" in shell.launch(VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers")
+    check_scores(shell, scorer, tiny, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
+def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer, tiny):
+    real = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_START_TIMEOUT": "800"}
+    assert "Engine: vllm" in shell.launch(900, VLLM_MODEL_PATHS=str(judge_folder), **real)
+    check_scores(shell, scorer, tiny, 1e-3)
 
 
 def ask(shell, model: str, key: str | None = None) -> httpx.Response:
@@ -238,100 +249,36 @@ def ask(shell, model: str, key: str | None = None) -> httpx.Response:
         return http.post(f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers)
 
 
-@pytest.fixture
-def two(model) -> dict:
-    """Variables of a launch with two models."""
-    shutil.copytree(model, model.parent / "second")
-    return {"VLLM_MODEL_PATHS": "model,second", "VLLM_MODEL_NAMES": "Judge,Other"}
-
-
-def test_two_models_behind_one_port_in_two_launches(shell, two, tmp_path):
-    output = shell.launch(**two)
+def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two):
+    output = shell.launch(**two, VLLM_API_KEY="geheim", VLLM_HOST="0.0.0.0")
     assert "Gateway in front" in output and f"Ready:  Judge, Other at {shell.url}/v1" in output
     for name in ("Judge", "Other"):
-        assert ask(shell, name).json()["choices"][0]["message"]["content"] == name
-    assert ask(shell, "Third").status_code == 404
-    assert [(row["name"], row["engine"], row["state"]) for row in shell.status()] == [
+        assert ask(shell, name, "geheim").json()["choices"][0]["message"]["content"] == name
+    assert ask(shell, "Third", "geheim").status_code == 404 and ask(shell, "Judge").status_code == 401
+    assert [(row["name"], row["engine"], row["state"]) for row in shell.status(VLLM_API_KEY="geheim")] == [
         ("gateway", "gateway", "healthy"), ("Judge", "vllm", "healthy"), ("Other", "vllm", "healthy")
     ]  # fmt: skip
-    pids = shell.pids() + shell.fake_pids(2)
-    other = {"VLLM_PORT": str(free_port()), "VLLM_LABEL": "other", "FAKE_VLLM_RECORD": str(tmp_path / "other")}
-    shell.launch(**two, **other)
+    assert shell.status()[0]["state"] == "other key", "it answers, and wants a key"
+    for record in shell.records(2):
+        assert option(record["argv"], "--host") == "127.0.0.1", "the engine is not reachable from outside"
+        assert record["env"]["VLLM_API_KEY"] == "geheim"
+    written = "".join(path.read_text() for path in shell.folder.iterdir() if path.is_file())
+    pids = [row["pid"] for row in shell.status()]
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+    assert "geheim" not in output + written + "".join(commands)
+    pids += shell.fake_pids(2)
+    assert "Gateway in front" in shell.launch(VLLM_PORT=str(free_port()), VLLM_LABEL="other", VLLM_API_KEY="k")
     shell.stop()
     all_ended(pids)
-    assert [(row["label"], row["state"]) for row in shell.status()] == [("other", "healthy")] * 3
+    assert [(row["label"], row["state"]) for row in shell.status(VLLM_API_KEY="k")] == [("other", "healthy")] * 2
 
 
-def test_a_key_puts_the_gateway_in_front_of_one_model(shell):
-    output = shell.launch(VLLM_API_KEY="geheim", VLLM_HOST="0.0.0.0")
-    assert ask(shell, "Judge").status_code == 401 and ask(shell, "Judge", "geheim").status_code == 200
-    (record,) = shell.records()
-    assert option(record["argv"], "--host") == "127.0.0.1", "the engine is not reachable from outside"
-    assert record["env"]["VLLM_API_KEY"] == "geheim"
-    assert [row["state"] for row in shell.status(VLLM_API_KEY="geheim")] == ["healthy"] * 2
-    assert shell.status()[0]["state"] == "other key", "it answers, and wants a key"
-    written = "".join(path.read_text() for path in shell.state_file().parent.iterdir() if path.is_file())
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in shell.pids()]
-    assert "geheim" not in output + written + "".join(commands)
-
-
-def test_gpus_and_adapters_of_two_models(shell, two, tmp_path):
-    """One GPU unless told otherwise. Copies run inside one vLLM; an adapter is served on the base that it names."""
-    shell.install_gpus(4)
-    del shell.environment["CUDA_VISIBLE_DEVICES"]
-    assert "Using GPU 0 of 4; set CUDA_VISIBLE_DEVICES" in shell.launch()
-    assert shell.records()[0]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
-    shell.stop()
-    shutil.rmtree(shell.environment["FAKE_VLLM_RECORD"])
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    gpus = {"CUDA_VISIBLE_DEVICES": "3,2,1,0", "VLLM_TP": "1", "VLLM_REPLICAS": "2,1", "VLLM_LORA": "tuned=adapter"}
-
-    def save(part: str) -> None:
-        weights = {f"a.{part}.lora_A.weight": np.zeros((12, 4), np.float32)}
-        save_file(weights, adapter / "adapter_model.safetensors")
-
-    save("visual")
-    assert "tuned changes the vision tower" in shell.failed_launch(**two, **gpus)
-    save("language_model")
-    output = shell.launch(**two, **gpus)
-    assert "GPU 3,2, 2 copies" in output and "GPUs 0 stay unused" in output and "tuned (LoRA) from" in output
-    records = {record["name"]: record for record in shell.records(2)}
-    assert [records[name]["env"]["CUDA_VISIBLE_DEVICES"] for name in ("Judge", "Other")] == ["3,2", "1"]
-    assert option(records["Judge"]["argv"], "--data-parallel-size") == "2"
-    assert "--data-parallel-size" not in records["Other"]["argv"] and "--enable-lora" not in records["Judge"]["argv"]
-    assert option(records["Other"]["argv"], "--lora-modules") == f"tuned={adapter}"
-    assert ask(shell, "tuned").json()["served"] == ["Other", "tuned"]
-
-
-def test_a_reused_pid_is_left_alone():
+def test_a_reused_pid_is_left_alone(tmp_path):
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    recorded = Server("J", "m", "http://127.0.0.1:1", "vllm", ("J",), (), None, innocent.pid, time.time() - 100)
-    end([recorded], 1.0)
+    address = "http://127.0.0.1:1"
+    recorded = Server("J", "m", address, "vllm", ("J",), (), [], pid=innocent.pid, started=time.time() - 100)
+    end(tmp_path, [recorded], 1.0)
     assert not recorded.alive() and recorded.members() == []
     assert innocent.poll() is None
     innocent.kill()
     innocent.wait()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
-def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer, tiny):
-    output = shell.launch(
-        900, VLLM_MODEL_PATHS=str(judge_folder), VLLM_PYTHON=str(VLLM_PYTHON), VLLM_START_TIMEOUT="800"
-    )
-    assert output.startswith("Engine: vllm")
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)]
-    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score_blocking(pairs)
-    expected = scorer.score(pairs, top=20)
-    both = [(one.p_yes, other.p_yes) for one, other in zip(verdicts, expected, strict=True) if one.ok and other.ok]
-    assert len(both) > 6 and np.abs(np.subtract(*zip(*both))).max() < 1e-3
-    remote = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
-    with httpx.Client(trust_env=False, timeout=60) as http:
-        body = {"model": "Judge", "messages": [{"role": "user", "content": [remote]}]}
-        assert http.post(f"{shell.url}/v1/chat/completions", json=body).status_code == 400
-    pid = shell.status()[0]["pid"]
-    shell.stop()
-    all_ended([pid])

@@ -1,27 +1,26 @@
-"""How GPUs are divided, and vLLM's command lines."""
+"""What a launch would start: how GPUs are divided, command lines and environments. No process is started."""
 
 import json
 import os
 import subprocess
 
+import numpy as np
 import pytest
+from fakes import free_port
+from safetensors.numpy import save_file
 from serving_tools import VLLM_PYTHON, option
 
-from vllm_server import plan
-from vllm_server.engines import Engine, engine_command
-from vllm_server.plan import (
-    LaunchError,
-    LaunchSettings,
-    Model,
-    Weights,
-    choose_gpus,
-    divide_gpus,
-    parallel_size,
-    read_models,
-)
+from vllm_server import launch, plan
+from vllm_server.engines import Engine, engine_command, process_environment
+from vllm_server.plan import LaunchError, LaunchSettings, Model, divide_gpus, parallel_size, read_models, visible_gpus
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 4096}
-LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-bbbb-2)\n  MIG 1g (UUID: MIG-cccc-3)\n"
+VLLM = Engine("vllm", "py", "1")
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus_of_80_gib(monkeypatch):
+    monkeypatch.setattr(plan, "gpu_memory", lambda: [80 << 30] * 8)
 
 
 @pytest.mark.parametrize(
@@ -33,59 +32,58 @@ def test_tensor_parallel_size(gpus, heads, key_value_heads, size):
     assert parallel_size(gpus, {}) == 1, "a configuration that leaves the heads to its class"
 
 
-def divided(gpus: int, sizes: list, parallel: list, copies: list) -> list:
-    models = [Model(f"/m/{i}", f"m{i}", QWEN, "qwen2_5_vl", size and size << 30) for i, size in enumerate(sizes)]
-    settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": ",".join(model.path for model in models)})
-    settings = settings.model_copy(update={"tensor_parallel": tuple(parallel), "replicas": tuple(copies)})
+def divided(gpus: int, sizes: list, parallel: str, copies: str) -> list:
+    models = [Model(f"m{i}", f"/m/{i}", QWEN, "qwen2_5_vl", size << 30) for i, size in enumerate(sizes)]
+    paths = ",".join(model.path for model in models)
+    settings = LaunchSettings.from_environment(
+        {"VLLM_MODEL_PATHS": paths, "VLLM_TP": parallel, "VLLM_REPLICAS": copies}
+    )
     return [("".join(own), n) for own, n in divide_gpus(settings, models, [str(i) for i in range(gpus)])[0]]
-
-
-@pytest.fixture(autouse=True)
-def gpus_of_80_gib(monkeypatch):
-    monkeypatch.setattr(plan, "smallest_memory", lambda gpus: 80 << 30)
 
 
 @pytest.mark.parametrize(
     ("gpus", "sizes", "parallel", "copies", "places"),
     [
-        (8, [15], [None], [None], [("01234567", 8)]),
-        (8, [900], [None], [None], [("01234567", 2)]),
-        (8, [15, 60], [None, None], [None, None], [("0123", 4), ("4567", 2)]),
-        (8, [None], [None], [None], [("0123", 1)]),
-        (8, [15], [None], [2], [("01234567", 2)]),
-        (8, [15, 15], [4, 1], [1, 4], [("0123", 1), ("4567", 4)]),
-        (4, [15, 15], [1, None], [2, 1], [("01", 2), ("23", 1)]),
+        (8, [15], "", "", [("01234567", 8)]),
+        (8, [900], "", "", [("01234567", 2)]),
+        (8, [15, 60], "", "", [("0123", 4), ("4567", 2)]),
+        (8, [0], "", "", [("0123", 1)]),
+        (8, [15], "", "2", [("01234567", 2)]),
+        (8, [15, 15], "4,1", "1,4", [("0123", 1), ("4567", 4)]),
+        (4, [15, 15], "1", "", [("0", 1), ("1", 1)]),
+        (1, [15, 15], "", "1", "2 models on 1 GPU"),
+        (8, [15, 15], "4", "1,2", "m1: VLLM_TP=4 x VLLM_REPLICAS=2"),
+        (8, [15, 15], "", "5,1", "m0: VLLM_TP=1 x VLLM_REPLICAS=5"),
+        (8, [15], "8", "1", "m0: .*VLLM_TP=8"),
     ],
 )
 def test_gpus_serve_copies_unless_told_otherwise(gpus, sizes, parallel, copies, places):
-    assert divided(gpus, sizes, parallel, copies) == places
-
-
-@pytest.mark.parametrize(
-    ("gpus", "parallel", "copies", "named"),
-    [
-        (1, [None, None], [1, 1], "2 models on 1 GPU"),
-        (8, [None, 4], [1, 2], "m1: VLLM_TP=4 x VLLM_REPLICAS=2"),
-        (8, [8], [1], "m0: .*VLLM_TP=8"),
-    ],
-)
-def test_a_division_that_does_not_fit_is_refused(gpus, parallel, copies, named):
-    with pytest.raises(LaunchError, match=named):
-        divided(gpus, [15] * len(parallel), parallel, copies)
+    if isinstance(places, str):
+        with pytest.raises(LaunchError, match=places):
+            divided(gpus, sizes, parallel, copies)
+    else:
+        assert divided(gpus, sizes, parallel, copies) == places
 
 
 @pytest.mark.parametrize(
     ("wanted", "chosen"),
     [
-        (None, ("0", "1")), (["1", "0"], ("1", "0")), (["MIG-cccc-3"], ("MIG-cccc-3",)), (["2"], None), (["GPU-x"], None),
+        (None, "01234567"),
+        ("", ""),
+        ("-1", ""),
+        ("1, 0", "10"),
+        ("MIG-cccc-3", ["MIG-cccc-3"]),
+        ("8", None),
+        ("x", None),
     ],
-)  # fmt: skip
+)
 def test_gpus_must_exist(wanted, chosen):
-    if chosen:
-        assert choose_gpus(wanted, LISTING) == chosen
+    environment = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
+    if chosen is not None:
+        assert visible_gpus(environment) == tuple(chosen)
     else:
         with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES"):
-            choose_gpus(wanted, LISTING)
+            visible_gpus(environment)
 
 
 def test_the_size_of_a_hub_model_is_that_of_its_cached_snapshot(tmp_path, monkeypatch):
@@ -101,14 +99,87 @@ def test_the_size_of_a_hub_model_is_that_of_its_cached_snapshot(tmp_path, monkey
     assert model.weight_bytes == 1000 and model.family == "qwen2_5_vl"
 
 
+@pytest.fixture
+def planned(monkeypatch, model, two):
+    """``planned(**variables)``: the servers that a launch would start with vLLM, by name; by default of one model."""
+    monkeypatch.setattr(launch, "choose_engine", lambda *_: VLLM)
+    monkeypatch.setattr(launch, "check_weights", lambda model: None)
+    monkeypatch.chdir(model.parent)
+
+    def plan_of(**variables):
+        variables = {
+            "VLLM_MODEL_PATHS": "model",
+            "VLLM_MODEL_NAMES": "Judge",
+            "VLLM_PORT": str(free_port()),
+        } | variables
+        return {s.name: s for s in launch.make_plan(LaunchSettings.from_environment(variables), variables)}
+
+    return plan_of
+
+
+def test_vllm_on_a_cpu(planned, model):
+    variables = {
+        "VLLM_HOST": "0.0.0.0",
+        "VLLM_EXTRA_ARGS": "--seed 3",
+        "VLLM_MAX_IMAGES": "5",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    (judge,) = planned(**variables).values()
+    words = judge.command[3:]  # after the interpreter, -c and the program
+    assert words[:2] == ["serve", str(model)], "relative folders become absolute"
+    assert option(words, "--host") == "0.0.0.0" and judge.url.startswith("http://127.0.0.1:")
+    assert option(words, "--max-model-len") == "2048", "no longer than the model's"
+    assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
+    assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
+    environment = process_environment(
+        "vllm", (), variables | {"PYTHONPATH": "/nowhere", "VLLM_LABEL": "a", "VLLM_X": "b"}
+    )
+    assert not {*variables, "PYTHONPATH", "VLLM_LABEL"} - {"CUDA_VISIBLE_DEVICES"} & environment.keys()
+    assert environment["VLLM_X"] == "b" and environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
+
+
+def test_vllm_fetches_from_the_given_hosts_only(planned):
+    for hosts, option_is in (("", "no/remote/media"), ("a.b", "a.b")):  # vLLM reads an empty list as every host
+        assert option(planned(VLLM_MEDIA_HOSTS=hosts)["Judge"].command, "--allowed-media-domains") == option_is
+
+
+def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
+    """One GPU unless told otherwise. Copies run inside one vLLM; an adapter is served on the base that it names."""
+    assert planned()["Judge"].gpus == ("0",) and "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
+    adapter = model.parent / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    gpus = {"CUDA_VISIBLE_DEVICES": "3,2,1,0", "VLLM_TP": "1", "VLLM_REPLICAS": "2,1", "VLLM_LORA": "tuned=adapter"}
+
+    def save(part: str) -> None:
+        weights = {f"a.{part}.lora_A.weight": np.zeros((12, 4), np.float32)}
+        save_file(weights, adapter / "adapter_model.safetensors")
+
+    save("visual")
+    with pytest.raises(LaunchError, match="tuned changes the vision tower"):
+        planned(**two, **gpus)
+    save("language_model")
+    servers = planned(**two, **gpus)
+    output = capsys.readouterr().out
+    assert "GPU 3,2, 2 copies" in output and "GPUs 0 stay unused" in output and "tuned (LoRA) from" in output
+    judge, other = (servers[name].command for name in ("Judge", "Other"))
+    assert (servers["Judge"].gpus, servers["Other"].gpus) == (("3", "2"), ("1",))
+    assert process_environment("vllm", ("3", "2"), gpus)["CUDA_VISIBLE_DEVICES"] == "3,2"
+    assert option(judge, "--data-parallel-size") == "2" and "--enable-lora" not in judge
+    assert option(other, "--lora-modules") == f"tuned={adapter}" and "--data-parallel-size" not in other
+    assert servers["gateway"].names == ("Judge", "Other", "tuned")
+    assert f"tuned={servers['Other'].url}" in servers["gateway"].command
+
+
 SETTINGS = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/m/judge/"})
-VLLM = Engine("vllm", "py", "1", "")
-ADAPTERS = (Weights("/a/x", "x"), Weights("/a/y", "y"))
+ADAPTERS = {"x": "/a/x", "y": "/a/y"}
 
 
-def command(engine=VLLM, gpus=(), copies=1, settings=SETTINGS, family="qwen2_5_vl", **model) -> list[str]:
-    model = Model("/m/judge", "judge", QWEN, family, None, **model)
-    return engine_command(engine, settings, model, ("127.0.0.1", 20001), gpus, copies)
+def command(gpus=(), copies=1, family="qwen2_5_vl", **model) -> list[str]:
+    model = Model("judge", "/m/judge", QWEN, family, 0, **model)
+    return engine_command(VLLM, SETTINGS, model, ("127.0.0.1", 20001), gpus, copies)
 
 
 def test_qwen3_5_does_not_think_and_is_bfloat16_on_a_cpu():
@@ -118,11 +189,6 @@ def test_qwen3_5_does_not_think_and_is_bfloat16_on_a_cpu():
     assert option(words, "--dtype") == "bfloat16" and option(command(), "--dtype") == "float32"
     assert "--dtype" not in command(family="qwen3_5", gpus=("0",))
     assert "--default-chat-template-kwargs" not in command()
-
-
-def test_vllm_fetches_from_the_given_hosts_only():
-    assert option(command(), "--allowed-media-domains") == "no/remote/media", "vLLM reads an empty list as every host"
-    assert option(command(settings=SETTINGS.model_copy(update={"media_hosts": ("a.b",)})), "--allowed-media-domains") == "a.b"
 
 
 _PARSE = """
