@@ -68,7 +68,7 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path)
 def test_results_from_before_the_weights_were_downloaded_continue(rank, monkeypatch):
     assert rank(BrightnessJudge(stop_after=1)) == 130
     before = rank.file.read_bytes()
-    monkeypatch.setattr("paco_eval.engines.fingerprint", lambda *places: "sha256:0")
+    monkeypatch.setattr("paco_eval.runner.fingerprint", lambda *places: "sha256:0")
     assert rank(BrightnessJudge()) == 0 and rank.file.read_bytes().startswith(before)
 
 

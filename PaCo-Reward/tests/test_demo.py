@@ -30,7 +30,7 @@ def grid(tmp_path, tiny) -> Path:
     return tmp_path / "grid.png"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def page(answering_judge):
     """The command as a user starts it; its URL."""
     with socket.socket() as free:
@@ -51,12 +51,6 @@ def page(answering_judge):
         demo.communicate(timeout=PATIENCE_S)
 
 
-def expected_scores(judge: Path, grid: Path) -> list[float]:
-    scorer = JudgeScorer.from_pretrained(judge)
-    answers = asked_about("judge", [(str(grid), None)], 2, 2, "a paper boat", "")
-    return [verdict.p_yes for verdict in scorer.score(answers.pairs, top=20)]
-
-
 @pytest.mark.slow
 def test_the_page_over_http(page, grid, answering_judge):
     from gradio_client import Client, handle_file
@@ -65,7 +59,9 @@ def test_the_page_over_http(page, grid, answering_judge):
     picture = [{"image": handle_file(str(grid)), "caption": None}]
     shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
     cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]
-    assert cells == pytest.approx(expected_scores(answering_judge, grid), abs=1e-3)
+    pairs = asked_about("judge", [(str(grid), None)], 2, 2, "a paper boat", "").pairs
+    verdicts = JudgeScorer.from_pretrained(answering_judge).score(pairs, top=20)
+    assert cells == pytest.approx([verdict.p_yes for verdict in verdicts], abs=1e-3)
     assert shown.count("<dt>") == 6 and "grid.png 1 – grid.png 2" in shown
     loaded = re.findall(r'<(?:link rel="stylesheet"|script)[^>]*?(?:src|href)="(https?://[^"]+)"', httpx.get(page, timeout=PATIENCE_S).text)
     assert not [url for url in loaded if not url.startswith(page) and "iframe-resizer" not in url], "nothing leaves the machine"

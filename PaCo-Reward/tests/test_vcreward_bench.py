@@ -1,11 +1,14 @@
 """VCReward-Bench: accuracy by hand, both ways of asking, winners, broken rows."""
 
 import importlib.util
+import itertools
 import json
 
 import datasets
 import pytest
 from bench_tools import EVALUATION, BenchCommand, BrightnessJudge, brightness
+
+from paco_judge.verdict import Verdict
 
 spec = importlib.util.spec_from_file_location("vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py")
 vc_reward = importlib.util.module_from_spec(spec)
@@ -67,17 +70,14 @@ def test_a_judge_that_compares_is_asked_in_both_orders(bench, tmp_path):
 
 
 def test_ties_are_wrong_and_missing_rows_are_counted(bench, capsys):
-    class Tied(BrightnessJudge):
-        def __call__(self, pairs):
-            if len(self.batches) == 1:
-                self.batches.append(0)
-                raise RuntimeError("out of memory")
-            return super().__call__(pairs)
+    calls = itertools.count()
 
-        def score(self, pair):
-            return 0.5
+    def tied(pairs):
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return [Verdict(0.5)] * len(pairs)
 
-    assert bench(Tied(), "--batch_size", "2") == 1
+    assert bench(tied, "--batch_size", "2") == 1
     output = capsys.readouterr()
     assert "1 items have no result" in output.err
     assert output.out.splitlines()[-1].split()[-1] == "7" and "0.0000" in output.out

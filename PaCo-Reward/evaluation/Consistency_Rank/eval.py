@@ -17,10 +17,7 @@ image similarities in [0, 1] and VLMs that were not trained as a judge:
 Weights come from the hub (DreamSim: from its authors' release page), or with --weights from a folder as `hf download
 laion/CLIP-ViT-H-14-laion2B-s32B-b79K` stores it, a .safetensors file with its --clip_model, or DreamSim's unpacked release.
 
-Every item is written to <results_dir>/<model>-v<template or question>.jsonl or <scorer>.jsonl at once; the same command
-continues a run that was stopped or killed. An item that cannot be scored is reported and left out. print_eval_table.py
-prints the table of all files in the folder. Exit status: 0 all items have a result, 1 some have none, 2 the run could
-not continue, 130 stopped by Ctrl-C.
+Results: <results_dir>/<model>-v<template or question>.jsonl or <scorer>.jsonl; print_eval_table.py prints their table.
 """
 
 import argparse

@@ -13,10 +13,8 @@ The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder
 parquet files (as `hf download` stores it), or a .jsonl file whose image paths are relative to it. Columns: key [2],
 instruction, input_image, output_images [2, the better first], task_type, dimension.
 
-Every row is written to <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl) at once; the same command
-continues a run that was stopped. A row that cannot be scored is reported and left out. At the end the tables of all
-models in the folder are printed (again with: python calculate_statistics.py). Exit status: 0 all rows have a result,
-1 some have none, 2 the run could not continue, 130 stopped by Ctrl-C.
+Results: <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl). At the end the tables of all models in
+the folder are printed (again with: python calculate_statistics.py).
 """
 
 import argparse

@@ -11,8 +11,7 @@ the answer is Yes if the first edit is better (a shipped template such as better
 Columns: key, instruction, source_image, edited_images [2], winner, task. `winner` is 0 or 1; 1 or 2 (where a 2 occurs);
 or A or B.
 
-Results are appended to <results_dir>/<model>.jsonl and continue; the table of all models in the folder is printed at the
-end. Ties are wrong. Exit status: 0 all rows have a result, 1 some have none, 2 the run could not continue.
+Results: <results_dir>/<model>.jsonl. At the end the table of all models in the folder is printed. Ties are wrong.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Image similarities in [0, 1] that need no judge, as engines that ignore the question."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from paco_eval.engines import ScorePairs
 from paco_eval.results import BenchError, first_line
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
@@ -17,22 +17,7 @@ DREAMSIM_TYPE = "ensemble"
 HISTOGRAM_BINS = 8
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """An engine that describes each image of a batch once, however many pairs contain it."""
-
-    describe: Callable[[Sequence[Image.Image]], np.ndarray]  # n images -> descriptions (n, D) float64
-    compare: Callable[[np.ndarray, np.ndarray], float]  # two descriptions (D,) -> similarity in [0, 1]
-
-    def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """The similarity of each pair, in order; an error where it is not a finite number."""
-        images = {id(image): image for pair in pairs for image in pair.images}
-        described = dict(zip(images, self.describe(list(images.values())), strict=True))
-        values = [self.compare(described[id(pair.image_a)], described[id(pair.image_b)]) for pair in pairs]
-        return [Verdict(float(v)) if np.isfinite(v) else Verdict(None, "the similarity is not finite") for v in values]
-
-
-def make_baseline(name: str, weights: str | None = None, kind: str | None = None, batch_size: int = 8) -> Similarity:
+def make_baseline(name: str, weights: str | None = None, kind: str | None = None, batch_size: int = 8) -> ScorePairs:
     """One of ``BASELINES`` as an engine. Raises BenchError if its package or weights are missing.
 
     Args:
@@ -41,19 +26,27 @@ def make_baseline(name: str, weights: str | None = None, kind: str | None = None
         kind: OpenCLIP architecture or ``hf-hub:NAME``; or the type of DreamSim.
         batch_size: Images encoded at once.
     """
-    if name == "histogram":
-        return Similarity(histograms, lambda a, b: min(np.minimum(a, b).sum(), 1.0))
     if weights and not Path(weights).exists():
         raise BenchError(f"--weights {weights} does not exist")
-    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}[name]
+    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}.get(name, ("", None))
     try:
-        describe = _features(*load(weights, kind), batch_size)
+        describe = _features(*load(weights, kind), batch_size) if load else histograms
     except ImportError as error:
         raise BenchError(f"--scorer {name} needs the package {package} ({error}); pip install {package}") from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise BenchError(f"{name} {kind or ''}: {first_line(error)}; correct its type, or pass --weights") from error
-    # (1 + cosine) / 2 of two unit vectors
-    return Similarity(describe, lambda a, b: float(np.clip((1.0 + a @ b) / 2, 0.0, 1.0)))
+
+    def score(pairs: Sequence[Pair]) -> list[Verdict]:
+        images = {id(image): image for pair in pairs for image in pair.images}  # each is described once
+        described = dict(zip(images, describe(list(images.values())), strict=True))
+        a, b = (np.stack([described[id(pair.images[i])] for pair in pairs]) for i in (0, 1))
+        values = (1.0 + (a * b).sum(1)) / 2 if load else np.minimum(a, b).sum(1)  # (1 + cosine) / 2, or the overlap
+        return [
+            Verdict(min(max(v, 0.0), 1.0)) if np.isfinite(v) else Verdict(None, "the similarity is not finite")
+            for v in values.tolist()
+        ]
+
+    return score
 
 
 def baseline_names(name: str, weights: str | None = None, kind: str | None = None) -> tuple[str, str]:
@@ -66,11 +59,8 @@ def baseline_names(name: str, weights: str | None = None, kind: str | None = Non
 
 def histograms(images: Sequence[Image.Image]) -> np.ndarray:
     """Share of pixels in each of 8 x 8 x 8 RGB cells, (n, 512); rows sum to 1."""
-    rows = []
-    for image in images:
-        cell = np.asarray(image.convert("RGB"), dtype=np.int64).reshape(-1, 3) * HISTOGRAM_BINS // 256
-        index = np.ravel_multi_index(cell.T, (HISTOGRAM_BINS,) * 3)
-        rows.append(np.bincount(index, minlength=HISTOGRAM_BINS**3) / len(index))
+    pixels = [np.asarray(image.convert("RGB")).reshape(-1, 3) for image in images]
+    rows = [np.histogramdd(rgb, HISTOGRAM_BINS, [(0, 256)] * 3)[0].ravel() / len(rgb) for rgb in pixels]
     return np.stack(rows)
 
 
@@ -103,7 +93,7 @@ def _dreamsim(weights: str | None, kind: str | None) -> tuple[Callable, Callable
 
 
 def _features(preprocess: Callable, encode: Callable, batch_size: int) -> Callable:
-    """``Similarity.describe``: unit vectors of the images' encodings."""
+    """A function of images: unit vectors of their encodings, (n, D) float64."""
     import torch
 
     @torch.inference_mode()

@@ -42,8 +42,7 @@ def open_source(
         texts, images: Columns that are needed.
         split: Default: train, or the only one.
 
-    Raises:
-        BenchError: The data set is missing, not readable, empty, or lacks a column.
+    Raises BenchError: The data set is missing, not readable, empty, or lacks a column.
     """
     local_name = hub_name.partition("/")[2]
     if not dataset:
@@ -96,8 +95,7 @@ def _load(name: str, path: Path, split: str | None) -> Any:
 def open_image(stored: Any, root: Path, column: str) -> Image.Image:
     """An RGB image of a data set's cell: a path relative to ``root``, encoded bytes, or a dict with either.
 
-    Raises:
-        ValueError: There is none, or it cannot be read; the message names ``column``.
+    Raises ValueError, naming ``column``: There is none, or it cannot be read.
     """
     if isinstance(stored, dict):
         stored = stored.get("bytes") or stored.get("path")

@@ -4,10 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from paco_eval.results import BenchError, Row, fingerprint
+from paco_eval.results import BenchError
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import as_received, content_digest
 from paco_judge.questions import CHAT_OPTIONS, RequestForm, build_messages, form_of
@@ -46,38 +46,20 @@ def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
     return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
-def results_of(args: argparse.Namespace, version: str, asked: Row) -> tuple[Path, Row]:
-    """The judge's results file, and what stands in its rows.
-
-    Two checkpoints may share a folder name, which names the file, so the rows hold absolute paths of local folders. A
-    server does not reveal its weights.
-    """
-    places = [args.model, *filter(None, [args.adapter])]
-    short = "+".join(Path(os.path.abspath(place)).name for place in places)
-    exact = " + ".join(str(Path(place).resolve()) if Path(place).is_dir() else place for place in places)
-    weights = None if args.server else fingerprint(*places)
-    stamp = {"model": exact, "asked": asked, "weights": weights}
-    return Path(args.results_dir) / f"{short}{version}.jsonl", stamp
-
-
 def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 600.0) -> ScorePairs:
     """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
 
     Raises JudgeError, as does the engine when the server is gone.
     """
-
-    def connect() -> JudgeClient:
-        client = JudgeClient(base_url=url, model=model, deadline_s=deadline_s, form=form)
-        client.check()
-        return client
-
+    connect = partial(JudgeClient, base_url=url, model=model, deadline_s=deadline_s, form=form)
     client = connect()
+    client.check()
     print(f"a server does not reveal its weights: results count for every model served as {model}", file=sys.stderr)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         verdicts = client.score_blocking(pairs)
         if not any(verdict.ok for verdict in verdicts):
-            connect()  # raises if the server, not these pairs, is the problem
+            connect().check()  # raises if the server, not these pairs, is the problem
         return verdicts
 
     return score

@@ -44,9 +44,7 @@ def read_rows(file: Path, convert: Callable[[Row], Any] = dict) -> list[Any]:
 
 @contextmanager
 def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set[str], Callable[[Row], None]]]:
-    """The keys of the rows in a results file, and a function that adds a row to it.
-
-    The file is locked. A line that a kill cut off is removed, so that no row is lost or written twice.
+    """The keys of the rows in a results file, and a function that adds a row. A line that a kill cut off is removed.
 
     Args:
         file: The results of one model on one benchmark.
@@ -92,36 +90,29 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
 def fingerprint(*places: str | Path) -> str | None:
     """``sha256:…`` of the content of models and adapters, wherever they lie; None if no file is found.
 
-    Args:
-        places: Folders (without their subfolders), single files, or hub names, of which the files in the local cache
-            count.
+    ``places``: folders (without their subfolders), single files, or hub names, of which the files in the local cache count.
     """
-    total, found = hashlib.sha256(), False
-    for file in (file for place in places for file in _weight_files(Path(place))):
-        found = True
+    files = []
+    for path in map(Path, places):
+        if not path.exists():
+            try:
+                from huggingface_hub import snapshot_download
+
+                path = Path(snapshot_download(str(path), local_files_only=True))
+            except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
+                continue
+        files += [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_FILES and f.is_file())
+    total = hashlib.sha256()
+    for file in files:
         with file.open("rb") as content:
             total.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    return f"sha256:{total.hexdigest()[:32]}" if found else None
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(str(path), local_files_only=True))
-        except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
-            return []
-    return sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file())
+    return f"sha256:{total.hexdigest()[:32]}" if files else None
 
 
 def read_results(results_dir: Path, columns: Callable[[Row], Row]) -> pd.DataFrame:
     """``columns`` of each line of a folder's results files, and ``model``, the file's name without ``.jsonl``.
 
-    Raises:
-        BenchError: No results, or a line for which ``columns`` raises ValueError, KeyError or TypeError.
+    Raises BenchError: No results, or a line for which ``columns`` raises ValueError, KeyError or TypeError.
     """
     files = sorted(results_dir.glob("*.jsonl"))
     found = [{"model": file.stem} | row for file in files for row in read_rows(file, columns)]

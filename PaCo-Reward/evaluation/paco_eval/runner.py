@@ -1,6 +1,7 @@
 """One benchmark run: items become pairs, pairs become scores, scores become rows of a results file."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from paco_eval.engines import ScorePairs, ask_once, make_engine, results_of
-from paco_eval.results import BenchError, Row, first_line, key_of, open_results
+from paco_eval.engines import ScorePairs, ask_once, make_engine
+from paco_eval.results import BenchError, Row, fingerprint, first_line, key_of, open_results
 from paco_judge.client import DEFAULT_MODEL, JudgeError, Pair
 from paco_judge.questions import Question, add_form_arguments, form_of, record
 from paco_judge.verdict import Verdict
@@ -37,15 +38,23 @@ def run_judge(
 ) -> int:
     """``run_benchmark`` with the judge of the options of ``parse``.
 
-    ``version``: follows the judge in the file's name. ``asked``: stands in the rows next to the questions' record.
+    Two checkpoints may share a folder name, which names the file, so the rows hold absolute paths of local folders.
+
+    Args:
+        version: Follows the judge in the file's name.
+        asked: Stands in the rows next to the questions' record.
     """
-    file, stamp = results_of(args, version, record(questions, form_of(args)) | asked)
+    places = [args.model, *filter(None, [args.adapter])]
+    short = "+".join(Path(os.path.abspath(place)).name for place in places)
+    exact = " + ".join(str(Path(place).resolve()) if Path(place).is_dir() else place for place in places)
+    stamp = {"model": exact, "asked": record(questions, form_of(args)) | asked}
+    stamp["weights"] = None if args.server else fingerprint(*places)  # a server does not reveal its weights
 
     def make() -> tuple[str, ScorePairs]:
         name, engine = make_engine(args)
         return name, ask_once(engine)  # EditReward-Bench repeats edits
 
-    return run_benchmark(items, file, stamp, make, args.batch_size)
+    return run_benchmark(items, Path(args.results_dir) / f"{short}{version}.jsonl", stamp, make, args.batch_size)
 
 
 def run_benchmark(
@@ -84,8 +93,7 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
     """Every item with its row, or with the reason why it has none.
 
     Items are collected until they hold ``batch_size`` pairs, which the engine gets at once. If the engine fails on a
-    batch, each of its items is tried alone.
-    When it failed on ``GIVE_UP_AFTER`` items in a row, BenchError is raised.
+    batch, each of its items is tried alone. When it failed on ``GIVE_UP_AFTER`` items in a row, BenchError is raised.
     """
     batch: list[tuple[Item, Prepared]] = []
     failures = 0
@@ -96,7 +104,7 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
             yield item, f"its row lacks {error}" if isinstance(error, KeyError) else first_line(error)
         if sum(len(pairs) for _, (pairs, _) in batch) < batch_size and position < len(items):
             continue
-        found = _score([pairs for _, (pairs, _) in batch], engine) if batch else ()
+        found = _score([pairs for _, (pairs, _) in batch], engine)
         for (one, (_, to_row)), verdicts in zip(batch, found, strict=True):
             failures = failures + 1 if isinstance(verdicts, str) else 0
             missing = verdicts if failures else next((verdict.error for verdict in verdicts if not verdict.ok), None)
@@ -106,21 +114,17 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
         batch = []
 
 
-def _score(batch: list[list[Pair]], engine: ScorePairs) -> Iterator[list[Verdict] | str]:
+def _score(batch: list[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | str]:
     """The verdicts of each item's pairs, or why the engine has none."""
     try:
-        verdicts = iter(engine([pair for pairs in batch for pair in pairs]))
+        verdicts = iter(engine([pair for pairs in batch for pair in pairs]) if batch else ())
+        return [[next(verdicts) for _ in pairs] for pairs in batch]
     except (BenchError, JudgeError):
         raise
     except Exception as error:  # noqa: BLE001 - a model or processor may refuse one image in any way
         if len(batch) == 1:
-            yield f"the engine failed: {type(error).__name__}: {first_line(error)}"
-            return
-        for pairs in batch:
-            yield from _score([pairs], engine)
-        return
-    for pairs in batch:
-        yield [next(verdicts) for _ in pairs]
+            return [f"the engine failed: {type(error).__name__}: {first_line(error)}"]
+        return [verdicts for pairs in batch for verdicts in _score([pairs], engine)]
 
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
@@ -130,6 +134,11 @@ def new_parser(text: str | None) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """A benchmark's command line, with the options of its engine."""
+    parser.epilog = (
+        "Every result is appended to a file in --results_dir at once; the same command continues a run that was stopped.\n"
+        "An item that cannot be scored is reported and left out. Exit status: 0 all items have a result, 1 some have\n"
+        "none, 2 the run could not continue, 130 stopped by Ctrl-C."
+    )
     text = "folder, hub name, or served name with --server; default: the published PaCo-Reward-7B"
     parser.add_argument("--model", "--backbone", help=text)
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
@@ -151,10 +160,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
-    """The exit status of a command whose ``run`` returns the number of items without a result.
-
-    0: every item has a result. 1: some have none. 2: the run could not continue. 130: stopped by Ctrl-C.
-    """
+    """The exit status of a command (see ``parse``) whose ``run`` returns the number of items without a result."""
     try:
         return 1 if run(args) else 0
     except KeyboardInterrupt:

@@ -36,8 +36,7 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     processes (on all nodes) x per_device_train_batch_size x accumulation, that is nearest to ``global_batch_size``.
     """
     config = dict(config)
-    wanted = config.pop("global_batch_size", None)
-    if wanted is None:
+    if (wanted := config.pop("global_batch_size", None)) is None:
         return config
     if type(wanted) is not int or wanted < 1:
         raise PacoRewardError(f"global_batch_size must be a positive integer, not {wanted!r}")
@@ -64,10 +63,7 @@ def check_combinations(config: dict[str, Any]) -> None:
         (other_losses, f"{', '.join(other_losses)}: false"),
         (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
         (config.get("enable_thinking"), "enable_thinking: false (our default), so that answers begin with Yes or No"),
-        (
-            packing and not config.get("neat_packing"),
-            "neat_packing: true instead of packing: true, which lets an answer see the other pairs of its row",
-        ),
+        (packing and not config.get("neat_packing"), "neat_packing: true too, so that no answer sees its row's other pairs"),
         (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
         (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),
         (config.get("label_smoothing_factor"), "label_smoothing_factor: 0 (the default)"),

@@ -56,8 +56,7 @@ def torchrun_command(
 ) -> list[str] | None:
     """The torchrun command of this node, or None when one plain process is enough.
 
-    Read from the environment: CUDA_VISIBLE_DEVICES, NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. On a CPU
-    the default is two processes: with small models they use two cores better than two threads.
+    On a CPU the default is two processes: with small models they use two cores better than two threads.
     """
     nodes = int(environment.get("NNODES", "1"))
     processes = int(environment.get("NPROC_PER_NODE") or torch.cuda.device_count() or min(2, os.cpu_count() or 1))

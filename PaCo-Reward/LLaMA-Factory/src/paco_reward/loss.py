@@ -22,19 +22,12 @@ SCHEMES = ("sequence", "released")
 
 @dataclass(frozen=True)
 class Answers:
-    """Where the answers of a batch are.
+    """Where the answers of a batch are."""
 
-    Attributes:
-        mask: (B, L-1) bool, True where position t predicts a labeled token t+1.
-        answer: (K,) int64, the answer each of the K labeled tokens belongs to, 0 .. A-1 in row-major order.
-        first: (K,) bool, True at the first token of an answer.
-        lengths: (A,) int64, tokens of each answer.
-    """
-
-    mask: Tensor
-    answer: Tensor
-    first: Tensor
-    lengths: Tensor
+    mask: Tensor  # (B, L-1) bool, True where position t predicts a labeled token t+1
+    answer: Tensor  # (K,) int64, the answer each of the K labeled tokens belongs to, 0 .. A-1 in row-major order
+    first: Tensor  # (K,) bool, True at the first token of an answer
+    lengths: Tensor  # (A,) int64, tokens of each answer
 
 
 def find_answers(labels: Tensor) -> Answers:
@@ -49,13 +42,9 @@ def find_answers(labels: Tensor) -> Answers:
 
 @contextmanager
 def answer_positions_only(head: nn.Module, mask: Tensor) -> Iterator[None]:
-    """Compute logits (K, V) instead of (B, L, V): in row-major order, those of the positions in ``mask`` alone.
+    """Let the output layer ``head`` compute logits (K, V) instead of (B, L, V): those of the positions in ``mask``.
 
     An answer has about 100 tokens, its prompt with two images thousands, and a row of 152k logits takes 0.6 MB.
-
-    Args:
-        head: The model's output layer, which gets hidden states (B, L, H).
-        mask: (B, L-1) bool, as in ``Answers``.
     """
     handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, :-1][mask.to(inputs[0].device)],))
     try:
@@ -69,12 +58,7 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
 
     sequence: ``weight`` for the first token of an answer, (1 - weight)/(n - 1) for the others; 1 if n = 1.
     released: ``weight`` for the first, n(1 - weight)/(n - 1) for the others (the authors' trainer).
-
-    Raises:
-        ValueError: A weight outside [0, 1], or an unknown scheme.
     """
-    if not 0.0 <= weight <= 1.0 or scheme not in SCHEMES:
-        raise ValueError(f"first_token_weight {weight} must be in [0, 1], first_token_scheme {scheme} one of {SCHEMES}")
     length = answers.lengths[answers.answer].to(torch.float32)
     rest = (1.0 - weight) / (length - 1).clamp(min=1)
     if scheme == "released":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
+from scipy.stats import mannwhitneyu
 
 from paco_judge.client import Pair
 
@@ -22,11 +22,9 @@ def auc(p_yes: Any, label: Any) -> float:
     Of P(Yes), (n,), and labels, (n,), True = Yes. NaN when one of the two classes is absent.
     """
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
-    positives, negatives = int(label.sum()), int((~label).sum())
-    if positives == 0 or negatives == 0:
+    if label.all() or not label.any():
         return float("nan")
-    ranks = rankdata(p_yes)  # Mann-Whitney U from average ranks
-    return float((ranks[label].sum() - positives * (positives + 1) / 2.0) / (positives * negatives))
+    return float(mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic / (label.sum() * (~label).sum()))
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
@@ -80,11 +78,7 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     rows = np.asarray(predictions.predictions, dtype=np.float64)
     judged = rows[~np.isnan(rows[:, LABEL])]
     report = judge_report(judged[:, P_YES], judged[:, LABEL] > 0.5)
-    result = {
-        "accuracy": float(np.nanmean(rows[:, TOKEN_ACCURACY])),
-        "first_token_accuracy": float(np.nanmean(rows[:, FIRST_CORRECT])),
-        "judge_accuracy": report["accuracy"],
-        "judge_auc": report["auc"],
-        "judge_ece": report["ece"],
-    }
+    columns = {"accuracy": TOKEN_ACCURACY, "first_token_accuracy": FIRST_CORRECT}
+    result = {name: float(np.nanmean(rows[:, column])) for name, column in columns.items()}
+    result |= {f"judge_{name}": report[name] for name in ("accuracy", "auc", "ece")}
     return {name: value for name, value in result.items() if not np.isnan(value)}
