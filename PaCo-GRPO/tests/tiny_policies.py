@@ -170,6 +170,13 @@ def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
+def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> torch.Tensor:
+    """At σ = 0.6, from fixed noise."""
+    count, conditioning = len(prompts), policy.encode(items(name, *prompts, size=(size, size)))
+    latents = policy.initial_latents(range(count), size, size)
+    return policy.velocity(latents, torch.full((count,), 0.6), conditioning, size, size)
+
+
 def draw(
     policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
 ) -> list[Image.Image]:

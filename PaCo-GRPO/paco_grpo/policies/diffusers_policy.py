@@ -203,7 +203,11 @@ class DiffusersPolicy(Policy):
 
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
         """Features (L, D) of one text by the pipeline and, where the model uses them, pooled ones (P,)."""
-        raise NotImplementedError
+        seen = {"image": list(images)} if images else {}
+        embeds, *_ = self.pipeline.encode_prompt(
+            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length, **seen
+        )
+        return (embeds[0],)
 
     @property
     def _encoder_device(self) -> torch.device:
@@ -345,9 +349,7 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
         folder = Path(path) / name
         if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
             # Reading a pickle runs its code.
-            raise ValueError(
-                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them"
-            )
+            raise ValueError(f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them")
         if library == "transformers":
             models[name] = from_pretrained_strict(getattr(transformers, class_name), path, subfolder=name, dtype=dtype)
             continue

@@ -52,12 +52,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         """Mistral, or Qwen3 (Klein)."""
         return (self.pipeline.text_encoder,)
 
-    def _encode_text(self, text: str) -> tuple[torch.Tensor]:
-        embeds, _ = self.pipeline.encode_prompt(
-            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
-        )
-        return (embeds[0],)
-
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         (embeds, _, _), sigma = inputs.text, inputs.sigma  # padding counts as text

@@ -82,7 +82,7 @@ def add_lora(
             ) from error
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
-    _set_trainable(transformer, TRAINED, True)
+    _set_trainable(policy, TRAINED, True)
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
@@ -135,35 +135,26 @@ def add_snapshot(policy: Policy, name: str) -> None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
         transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
     transformer.set_adapter(TRAINED)
-    _set_trainable(transformer, name, False)
-    _set_trainable(transformer, TRAINED, True)
+    _set_trainable(policy, name, False)
+    _set_trainable(policy, TRAINED, True)
     blend_snapshot(policy, name, decay=0.0)
 
 
 @torch.no_grad()
 def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
     """copy ← decay·copy + (1 − decay)·trained, in place; ``decay`` in [0, 1]."""
-    transformer = unwrap(policy.transformer)
-    pairs = zip(_adapter_parameters(transformer, name), _adapter_parameters(transformer, TRAINED), strict=True)
-    for copied, trained in pairs:
+    for copied, trained in zip(lora_parameters(policy, name), lora_parameters(policy, TRAINED), strict=True):
         copied.lerp_(trained.to(copied.dtype), 1.0 - decay)
 
 
-def lora_parameters(policy: Policy) -> list[nn.Parameter]:
-    """The parameters of all adapters of the transformer, trainable or not; none if it has no adapter."""
-    return [p for name, p in policy.transformer.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+def lora_parameters(policy: Policy, name: str = "") -> list[nn.Parameter]:
+    """The parameters of the adapter ``name``, or of all adapters, trainable or not."""
+    found, adapter = unwrap(policy.transformer).named_parameters(), f"{name}." if name else ""
+    return [p for key, p in found if f".lora_A.{adapter}" in key or f".lora_B.{adapter}" in key]
 
 
-def _adapter_parameters(transformer: nn.Module, name: str) -> list[nn.Parameter]:
-    return [
-        parameter
-        for key, parameter in transformer.named_parameters()
-        if f".lora_A.{name}." in key or f".lora_B.{name}." in key
-    ]
-
-
-def _set_trainable(transformer: nn.Module, name: str, trainable: bool) -> None:
-    for parameter in _adapter_parameters(transformer, name):
+def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
+    for parameter in lora_parameters(policy, name):
         parameter.data = parameter.data.float()
         parameter.requires_grad_(trainable)
 

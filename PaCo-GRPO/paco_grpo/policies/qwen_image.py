@@ -15,7 +15,6 @@ from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import to_device
 
 if TYPE_CHECKING:
-    from PIL import Image
     from transformers import PreTrainedTokenizerBase
 
 
@@ -52,13 +51,6 @@ class QwenImagePolicy(TrueCfgPolicy):
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
-
-    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:
-        embeds, _ = self.pipeline.encode_prompt(
-            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length,
-            **({"image": list(images)} if images else {}),
-        )  # fmt: skip
-        return (embeds[0],)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_pipelines import SCHEDULER
-from tiny_policies import NAMES, items, load
+from tiny_policies import NAMES, load, velocity_of
 
 from paco_grpo.types import Item
 
@@ -14,14 +14,6 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture
 def flux(tiny_flux_dir):
     return load("flux", tiny_flux_dir)
-
-
-def velocity_of(policy, name, *prompts):
-    """At σ = 0.5, from fixed seeds."""
-    count = len(prompts)
-    arguments = policy.initial_latents(list(range(count)), 32, 32), torch.full((count,), 0.5)
-    with torch.no_grad():
-        return policy.velocity(*arguments, policy.encode(items(name, *prompts)), 32, 32)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("flux", 512), ("qwen_image_edit", 1024)])
@@ -73,6 +65,7 @@ def test_schedules(flux, tiny_folder):
 
 
 @BY_NAME
+@torch.no_grad()
 def test_low_precision_returns_float32(tiny_folder, name):
     low, exact = (load(name, tiny_folder(name), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     velocity = velocity_of(low, name, "a", "bc")

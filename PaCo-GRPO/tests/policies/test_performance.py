@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from tiny_pipelines import build_tiny_flux
-from tiny_policies import NAMES, disturb, items, load, trainable_parameters
+from tiny_policies import NAMES, disturb, items, load, trainable_parameters, velocity_of
 from torch._dynamo.utils import counters
 
 from paco_grpo.options import ConfigError
@@ -27,11 +27,9 @@ def ready(name, folder, targets="default"):
 
 def forward(policy, name, batch=2, size=32, gradient=False, inside=nullcontext):
     """The velocity and, if asked for, the gradients of its mean square."""
-    conditioning = policy.encode(items(name, *[f"{'long ' * i}prompt {i}" for i in range(batch)], size=(size, size)))
-    latents = policy.initial_latents(list(range(batch)), size, size)
-    parameters = trainable_parameters(policy)
+    prompts, parameters = [f"{'long ' * i}prompt {i}" for i in range(batch)], trainable_parameters(policy)
     with torch.set_grad_enabled(gradient), inside():
-        velocity = policy.velocity(latents, torch.full((batch,), 0.7), conditioning, size, size)
+        velocity = velocity_of(policy, name, *prompts, size=size)
         gradients = ()
         if gradient:
             gradients = torch.autograd.grad(velocity.square().mean(), parameters, allow_unused=True, materialize_grads=True)

@@ -3,19 +3,14 @@
 import diffusers
 import pytest
 import torch
-from tiny_policies import NAMES, disturb, items, load, trainable_parameters
+from tiny_policies import NAMES, disturb, load, trainable_parameters, velocity_of
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.policies.lora import add_lora, save_diffusers
 from paco_grpo.policies.performance import quantize
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)
-
-
-def velocity_of(policy, name):
-    conditioning = policy.encode(items(name, "a red fox", "two blue hats"))
-    sigma = torch.full((2,), 0.6, device=policy.device)
-    return policy.velocity(policy.initial_latents([1, 2], 32, 32), sigma, conditioning, 32, 32)
+PROMPTS = ("a red fox", "two blue hats")
 
 
 def quantized_weights(policy):
@@ -29,13 +24,13 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
     layers = dict(quantize.quantizable(whole.transformer))
     assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
     with torch.no_grad():
-        exact = velocity_of(whole, name)
-        error = float((velocity_of(small, name) - exact).norm() / exact.norm())
+        exact = velocity_of(whole, name, *PROMPTS)
+        error = float((velocity_of(small, name, *PROMPTS) - exact).norm() / exact.norm())
     assert 0 < error < 0.35
     add_lora(small, rank=4, alpha=8)
     disturb(small)
     before = quantized_weights(small)
-    velocity_of(small, name).square().sum().backward()
+    velocity_of(small, name, *PROMPTS).square().sum().backward()
     parameters = trainable_parameters(small)
     gradients = [p.grad for p in parameters if p.grad is not None]  # Qwen's last text layers lead nowhere
     assert sum(bool(g.abs().sum() > 0) for g in gradients) > 0.8 * len(parameters)
