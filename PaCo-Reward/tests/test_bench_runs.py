@@ -94,7 +94,7 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
 
     Image.new("RGB", (300, 1)).save(rank.data / "images" / "0002" / "c1.png")
     assert rank(Refusing(), "--batch_size", "16") == 1
-    assert "item 0002: the engine failed: ValueError: absolute aspect ratio\n" in capsys.readouterr().err
+    assert "item 2 0002 ref.png: the engine failed: ValueError: absolute aspect ratio\n" in capsys.readouterr().err
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
 
 
@@ -107,7 +107,7 @@ def test_an_engine_that_always_fails_ends_the_run():
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
     calls, found = 0, []
-    items = [Item({"index": index}, "", lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {})) for index in range(99)]
+    items = [Item({"index": index}, lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {})) for index in range(99)]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
         found.extend(score_items(items, engine, 1))
     assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
@@ -125,7 +125,7 @@ def test_an_engine_that_always_fails_ends_the_run():
 def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert rank.main("--model", "some/judge", *arguments) == 2
-    assert named in capsys.readouterr().err and list(rank.file.parent.iterdir()) == []
+    assert named in capsys.readouterr().err
 
 
 def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):

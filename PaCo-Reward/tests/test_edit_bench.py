@@ -117,13 +117,13 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     image = edits.data.parent / "images" / "6_b.png"
     whole = image.read_bytes()
     image.write_bytes(whole[: len(whole) // 2])
-    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}, 13: {"key": "edit40a"}}
+    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}}
     edit_lines(edits.data, {number: lambda row, new=new: row | new for number, new in changes.items()} | {15: "{}"})
     assert edits(BrightnessJudge()) == 1
     lines = capsys.readouterr().err.splitlines()
-    named = {6: "output_images[1]", 8: "beauty", 9: "output_images", 10: "instruction", 13: "key", 15: "lacks"}
+    named = {6: "output_images[1]", 8: "beauty", 9: "output_images", 10: "instruction", 15: "lacks"}
     for row, cause in named.items():
-        assert any(line.startswith(f"row {row} ") and cause in line for line in lines), row
+        assert any(line.startswith(f"item {row} ") and cause in line for line in lines), row
     good = [index for index in range(20) if index not in named]
     assert [row["index"] for row in edits.rows] == good and (tmp_path / "summary.txt").exists()
     image.write_bytes(whole)  # repaired: the same command adds it

@@ -75,7 +75,7 @@ def test_broken_items_are_reported_and_the_run_continues(rank, capsys):
     edit_lines(ranks, changes)
     assert rank(BrightnessJudge()) == 1
     reported = capsys.readouterr().err
-    assert all(f"item {name}: " in reported for name in ("0001", "0002", "0003"))
+    assert all(f"item {n} 000{n} ref.png: " in reported for n in (1, 2, 3))
     assert [row["folder"] for row in rank.rows] == ["0000", "0004"]
     ranks.write_text(whole)
     assert rank(BrightnessJudge()) == 1
@@ -96,7 +96,7 @@ def test_criteria_are_averaged_within_and_over_dimensions(rank, capsys):
     assert [row["folder"] for row in rows] == ["0000", "0001", "0002"]
     assert rows[0]["scores"] == pytest.approx([(0.8 + 0.3) / 2] * 3) and rows[0]["metrics"]["ties"] == 3
     reported = capsys.readouterr().err
-    assert "item 0003: " in reported and "item 0004: " in reported
+    assert "item 3 0003 " in reported and "item 4 0004 " in reported
 
 
 def test_a_question_by_name_or_file(rank, tmp_path, capsys):

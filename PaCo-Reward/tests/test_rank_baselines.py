@@ -116,6 +116,6 @@ def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
         (("dreamsim", "--weights", "gone"), "--weights gone"),
     ],
 )
-def test_unusable_options(evaluate, capsys, tmp_path, arguments, named):
+def test_unusable_options(evaluate, capsys, arguments, named):
     assert evaluate(*arguments) == 2
-    assert named in capsys.readouterr().err and not list(tmp_path.glob("results/*.jsonl"))
+    assert named in capsys.readouterr().err

@@ -92,6 +92,6 @@ def test_winners(bench, tmp_path, capsys):
     row = {"key": "k", "instruction": "i", "task": "t", "source_image": "a.png", "edited_images": ["a.png", "b.png"]}
     file.write_text(json.dumps(row | {"winner": "left"}) + "\n")
     assert bench(BrightnessJudge(), "--dataset", file) == 1
-    assert "row 0 [k]: winner" in capsys.readouterr().err
+    assert "item 0 k: winner" in capsys.readouterr().err
     file.write_text("")
     assert bench(BrightnessJudge(), "--dataset", file) == 2

@@ -70,7 +70,7 @@ def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
     items = []
     for index, row in enumerate(read_rows(root / RANKS)):
         fields = {"index": index, "folder": str(row.get("folder")), "ref_image": str(row.get("ref_image"))}
-        items.append(Item(fields, f"item {fields['folder']}", partial(prepare, root, prompts, question, row)))
+        items.append(Item(fields, partial(prepare, root, prompts, question, row)))
     return items
 
 

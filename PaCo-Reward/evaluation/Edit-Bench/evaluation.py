@@ -47,19 +47,16 @@ def load_bench(
     ``resize_edits``: every edit gets the size of its input image (Pillow's default resampling).
     """
     source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
-    items = []
-    for index, row in enumerate(source.rows):
-        fields = {"index": index, "key": row.get("key"), "dimension": row.get("dimension")}
-        make = partial(prepare, source, index, questions, resize_edits)
-        items.append(Item(fields, f"row {index} {fields['key']} {fields['dimension']}", make))
-    return items
+    fields = ({"key": row.get("key"), "dimension": row.get("dimension")} for row in source.rows)
+    return [
+        Item({"index": index} | own, partial(prepare, source, index, questions, resize_edits))
+        for index, own in enumerate(fields)
+    ]
 
 
 def prepare(source: Source, index: int, questions: Sequence[Question], resize_edits: bool) -> Prepared:
     """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result."""
     row = source.rows[index]
-    if not isinstance(row["key"], list) or len(row["key"]) != 2:
-        raise ValueError(f"key must name two edits, not {row['key']!r}")
     task, asked = str(row["task_type"]), editing_texts(questions, row["instruction"], row["dimension"])
     before, *edits = source.pictures(index)
     if resize_edits:

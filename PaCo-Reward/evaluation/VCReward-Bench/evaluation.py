@@ -38,11 +38,10 @@ def load_bench(dataset: str | None, question: Question, compares: bool, split: s
     """Read all rows but not their images. Raises BenchError, as ``open_source``."""
     source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
     from_one = any(str(row["winner"]) == "2" for row in source.rows)
-    items = []
-    for index, row in enumerate(source.rows):
-        make = partial(prepare, source, index, question, compares, from_one)
-        items.append(Item({"index": index, "key": str(row["key"])}, f"row {index} [{row['key']}]", make))
-    return items
+    return [
+        Item({"index": i, "key": str(row["key"])}, partial(prepare, source, i, question, compares, from_one))
+        for i, row in enumerate(source.rows)
+    ]
 
 
 def winner_index(winner: Any, from_one: bool) -> int:
@@ -66,12 +65,10 @@ def prepare(source: Source, index: int, question: Question, compares: bool, from
 
 
 def parse_row(row: Row) -> Row:
-    """The columns of the table. Raises ValueError, KeyError or TypeError."""
-    scores, winner = [float(score) for score in row["scores"]], row["winner"]
-    if len(scores) != 2 or winner not in (0, 1):
-        raise ValueError(f"scores {scores}, winner {winner}")
-    tie = scores[0] == scores[1]
-    return {"task": str(row["task"]), "right": not tie and scores[winner] > scores[1 - winner], "ties": tie}
+    """The columns of the table; a tie is wrong. Raises ValueError, KeyError or TypeError."""
+    scores = [float(score) for score in row["scores"]]
+    right = scores[row["winner"]] > scores[1 - row["winner"]]
+    return {"task": str(row["task"]), "right": right, "ties": scores[0] == scores[1]}
 
 
 def save_tables(results_dir: Path, output: str) -> None:

@@ -78,13 +78,8 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BenchError(f"another run is writing {file}; wait or pass another --results_dir") from error
-        content = file.read_bytes()
-        out.truncate(content.rfind(b"\n") + 1)
-        try:
-            yield set(read_rows(file, key)), append
-        finally:
-            if file.stat().st_size == 0:
-                file.unlink()
+        out.truncate(file.read_bytes().rfind(b"\n") + 1)
+        yield set(read_rows(file, key)), append
 
 
 def fingerprint(*places: str | Path) -> str | None:

@@ -25,12 +25,15 @@ Prepared = tuple[list[Pair], Callable[[list[float]], Row]]
 
 @dataclass(frozen=True)
 class Item:
-    """``fields`` identify it in a results file, ``name`` in messages. ``prepare`` raises ValueError, KeyError or
-    TypeError if its row or its images cannot be used."""
+    """``fields`` identify it in a results file. ``prepare`` raises ValueError, KeyError or TypeError if its row or its
+    images cannot be used."""
 
     fields: Row
-    name: str
     prepare: Callable[[], Prepared]
+
+    @property
+    def name(self) -> str:
+        return "item " + " ".join(str(value) for value in self.fields.values())
 
 
 def run_judge(

@@ -65,7 +65,7 @@ def build(options: Namespace) -> dict[str, Any]:
                 select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed) for i in items
             ]
             sets = [one for own in formed for one in own]
-            counts |= {"prompts_without_sets": formed.count([]), "sets": len(sets)}
+            counts.update(prompts_without_sets=formed.count([]), sets=len(sets))
             _write_lines(output / "sets.jsonl", (one.model_dump(exclude={"place"}) for one in sets))
             if not options.sets_only:
                 rankings = answers.rank_by_scores(sets, questions, output, judge, counts)
@@ -206,15 +206,14 @@ def _write_datasets(
         for pair in pairs:
             question = {"role": "user", "content": f"{images}{pair.question}"}
             answer = {"role": "assistant", "content": pair.reason or pair.verdict}
-            rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
-        text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-        _write(output / f"{name}.json", f"[\n{text}\n]\n")
+            row = {"messages": [question, answer], "images": [pair.first, pair.second]}
+            rows.append(json.dumps(row, ensure_ascii=False))
+        _write(output / f"{name}.json", "[\n" + ",\n".join(rows) + "\n]\n")
         columns = {"messages": "messages", "images": "images"}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
         yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
         shown = {image for pair in pairs for image in (pair.first, pair.second)}
-        sizes = {"images": len(shown), "groups": len(groups)}
-        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, **sizes}
+        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "images": len(shown), "groups": len(groups)}
     if info:
         _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
     return numbers

@@ -143,32 +143,23 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
     if not folder.is_dir():
         raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
+    themes: dict[str, list[str]] = {}
     for row in read_rows(metadata, PromptRow):
-        row.idx = row.idx or next(
-            (i for i, own in prompts.items() if own[0].prompt == row.prompt), f"{len(prompts):04d}"
-        )
+        same = (idx for idx, (first, *_) in prompts.items() if first.prompt == row.prompt)
+        row.idx = row.idx or next(same, f"{len(prompts):04d}")
         row.place += f" (idx {row.idx})"
-        first = prompts.setdefault(row.idx, [row])[0]
+        first, *_ = prompts.setdefault(row.idx, []) or [row]
         if (row.prompt, row.split) != (first.prompt, first.split):
-            raise PacoRewardError(
-                f"{row.place}: idx {row.idx} has another prompt or split ({first.place}); make it unique"
-            )
-        if row is not first:
-            prompts[row.idx].append(row)
-    layouts = [split_prompt(own[0].prompt) for own in prompts.values()]
-    themes = [
-        [" ".join(text.casefold().split()) for row in own for text in (row.prompt, grid.theme, row.theme or row.prompt)]
-        for own, grid in zip(prompts.values(), layouts, strict=True)
-    ]
-    items = []
-    for own, grid, number in zip(prompts.values(), layouts, connected(themes), strict=True):
-        row, first = own[0], list(prompts.values())[number][0]
+            raise PacoRewardError(f"{row.place} has another prompt or split than {first.place}; make its idx unique")
+        prompts[row.idx].append(row)
+        texts = (row.prompt, split_prompt(row.prompt).theme, row.theme or row.prompt)
+        themes.setdefault(row.idx, []).extend(" ".join(text.casefold().split()) for text in texts)
+    items, every = [], list(prompts.values())
+    for own, number in zip(every, connected(list(themes.values())), strict=True):
+        row, first, grid = own[0], every[number][0], split_prompt(own[0].prompt)
         if row.split != first.split:
-            raise PacoRewardError(
-                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})"
-            )
-        find = _grids if grids else _sub_figures
-        sources, generations = find(own, folder, len(grid.panels))
+            raise PacoRewardError(f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})")
+        sources, generations = (_grids if grids else _sub_figures)(own, folder, len(grid.panels))
         items.append(PromptItem(row.idx, row.prompt, grid, row.place, first.idx, row.split or "", sources, generations))
     return items
 
