@@ -136,14 +136,7 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split.
-
-    The lists of the published trainer (``{train,test}.txt``) stay as they are.
-    """
-    if (source / "train.txt").is_file():
-        for split in ("train", "test"):
-            shutil.copy(source / f"{split}.txt", out)
-        return
+    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split."""
     seen: set[str] = set()
     for split in ("test", "train"):
         captions: list[str] = []

@@ -73,16 +73,12 @@ def test_real_items_are_accepted(tmp_path):
     )
 
 
-def test_sizes():
-    wide, free = Item(0, "x", height=512, width=1536), Item(1, "x")
-    assert item_size(wide, 64, "exact") == (512, 1536)
-    assert item_size(free, 64, "exact") == item_size(free, 64, "aspect") == (64, 64)
-    assert round_to_multiple(item_size(wide, 512, "aspect"), 16) == (288, 880)
-
-
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
-    size = item_size(Item(0, "x", height, width), resolution, "aspect")
+    item = Item(0, "x", height, width)
+    assert item_size(item, resolution, "exact") == (height, width)
+    assert all(item_size(Item(1, "x"), resolution, mode) == (resolution, resolution) for mode in ("exact", "aspect"))
+    size = item_size(item, resolution, "aspect")
     rounded = round_to_multiple(size, multiple)
     assert all(side % multiple == 0 and side >= multiple for side in rounded)
     assert all(abs(a - b) <= max(multiple / 2, multiple - min(size)) for a, b in zip(rounded, size, strict=True))

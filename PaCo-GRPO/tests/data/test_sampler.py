@@ -42,11 +42,10 @@ def test_a_pass_does_not_repeat_a_prompt(items, m, seed):
 
 def test_epochs_differ_and_are_reproducible():
     one, two, other = (GroupSampler(50, 5, 4, seed) for seed in (3, 3, 4))
-    assert np.array_equal(one.samples(7).item_ids, two.samples(7).item_ids)
-    assert np.array_equal(one.samples(7).seeds, two.samples(7).seeds)
-    for others in (one.samples(8), other.samples(7)):
-        assert not np.array_equal(one.samples(7).seeds, others.seeds)
-    assert not np.array_equal(one.samples(7).item_ids, np.sort(one.samples(7).item_ids))
+    here = one.samples(7)
+    assert np.array_equal(here.item_ids, two.samples(7).item_ids) and np.array_equal(here.seeds, two.samples(7).seeds)
+    assert not any(np.array_equal(here.seeds, others.seeds) for others in (one.samples(8), other.samples(7)))
+    assert not np.array_equal(here.item_ids, np.sort(here.item_ids))
     one.advance()
     other.load_state_dict(one.state_dict())
     assert np.array_equal(other.samples().seeds, one.samples(1).seeds)
