@@ -62,20 +62,13 @@ class Run:
     """A run directory ({save_dir}/{run_name}), read back."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # dotted name -> value
     train: Curves  # rewards of the training samples
     test: Curves  # rewards of the evaluations
     health: Curves
     seconds: Mapping[str, float]  # phase -> total
     pairs: Sequence[tuple[Row, Row]]  # rows of eval_data.jsonl: same prompt and seed in the first and in the last evaluation
     epochs: int
-
-    def option(self, name: str) -> Any:
-        """An option by its dotted name; None without a configuration."""
-        found: Any = self.config
-        for part in name.split("."):
-            found = (found or {}).get(part)
-        return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -112,9 +105,10 @@ def read_run(folder: Path) -> Run:
     train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
     if not train and not test:
         raise ValueError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
-    options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
-    sample = options.get("sample", {})
-    images = sample.get("num_images_per_prompt", 0) * sample.get("unique_sample_num_per_epoch", 0)
+    saved = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+    groups = {group: values for group, values in saved.items() if isinstance(values, dict)}
+    options = saved | {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
+    images = options.get("sample.num_images_per_prompt", 0) * options.get("sample.unique_sample_num_per_epoch", 0)
     seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
     evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
     if len(evaluations) > 1:
@@ -151,6 +145,9 @@ def write_report(
     run = read_run(run_dir)
     judges = [json.loads(path.read_bytes()) for path in judge]
     stages = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
+    metrics = [name for name in ("accuracy", "auc") if len(judges) > 1 and all(name in each for each in judges)]
+    ends = [[f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))] for name in metrics]
+    accuracy = _table(["", "before training", "after"], ends)
     names = [name for name in run.train if name in run.test]
     names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
     gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in choose_pairs(run.pairs, GALLERY))
@@ -169,7 +166,7 @@ def write_report(
     sections = {
         "What changed": changed if gallery else "<p>No two evaluations with saved images yet.</p>",
         "By how much": note + _measures(run) + shown["curves"],
-        "Can I trust it": _judge_table(judges) + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
+        "Can I trust it": accuracy + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
         "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
     }
     title, body = html.escape(title or run.name), "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
@@ -199,9 +196,9 @@ def _uri(png: bytes) -> str:
 
 def _facts(run: Run) -> str:
     """The run in one line."""
-    train, test, seed = run.option("train.resolution"), run.option("test.resolution"), run.option("seed")
+    train, test, seed = run.config.get("train.resolution"), run.config.get("test.resolution"), run.config.get("seed")
     parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px" if train and test else None]
-    parts += [run.option("pretrained.model"), run.option("train.loss_type"), None if seed is None else f"seed {seed}"]
+    parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type"), None if seed is None else f"seed {seed}"]
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -244,13 +241,6 @@ def _measures(run: Run) -> str:
     return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
 
 
-def _judge_table(judges: Sequence[Row]) -> str:
-    """The judge's accuracy on held-out pairs, before and after its training."""
-    names = [name for name in ("accuracy", "auc") if len(judges) > 1 and all(name in judge for judge in judges)]
-    rows = [[f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))] for name in names]
-    return _table(["", "before training", "after"], rows)
-
-
 def _draw(axes: Any, curve: np.ndarray, text: str | None = None) -> None:
     epoch, value, error = curve.T
     (line,) = axes.plot(epoch, value, label=text, marker="o" if len(epoch) < 12 else None, markersize=3)
@@ -266,7 +256,7 @@ def _curves(run: Run) -> Figure:
     for axes, (part, (title, curves)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
         for name, curve in curves.items():
             _draw(axes, curve, label(name))
-        side = run.option(f"{part}.resolution")
+        side = run.config.get(f"{part}.resolution")
         axes.set_title(f"{title}, {side} px" if side else title)
         if curves:
             axes.legend()

@@ -69,18 +69,13 @@ class Item:
         return 0 if self.__dict__["_image"] is None else 1 + len(self.__dict__["_more_images"])
 
 
-Index = torch.Tensor | Sequence[int] | slice
-
-# Field metadata: the same for the whole batch, although it is a tensor.
-_SHARED = {"shared": True}
-
-
 @dataclass
 class Batched:
     """Rows that travel together.
 
     A tensor field has the batch as its leading dimension; a ``Batched`` field, or a list of them, has the same rows. Any
-    other field is shared by the whole batch, and ``cat`` refuses to join different ones.
+    other field, and a tensor with the metadata ``shared``, is the same for the whole batch; ``cat`` refuses to join different
+    ones.
     """
 
     def __len__(self) -> int:
@@ -89,7 +84,7 @@ class Batched:
                 return value.shape[0]
         raise ValueError(f"{type(self).__name__} has no tensor field, so it has no length")
 
-    def select(self, index: Index) -> Self:
+    def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
         changes: dict[str, Any] = {}
         for name, value in self._values().items():
@@ -156,7 +151,7 @@ class Rollout(Batched):
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B
     noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling
-    sigmas: torch.Tensor = field(metadata=_SHARED)  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
+    sigmas: torch.Tensor = field(metadata={"shared": True})  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
     height: int  # pixels
     width: int  # pixels
     noise_level: float  # a
