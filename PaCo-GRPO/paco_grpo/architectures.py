@@ -271,18 +271,15 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: a hub name of ``JUDGES``, or a folder with its ``config.json``.
-
-    Raises:
-        UnknownModelError: Neither.
-    """
+    """The judge's base model on ``meta``: one of ``JUDGES``, a folder, or a cached hub name (UnknownModelError: none)."""
     if model in JUDGES:
         return _module(*JUDGES[model], dtype, "meta")
-    if not (Path(model) / "config.json").is_file():
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except OSError as error:
         raise UnknownModelError(
-            f"the sizes of {model!r} are not known here: give its folder, or one of {', '.join(JUDGES)}"
-        )
-    config = transformers.AutoConfig.from_pretrained(model)
+            f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}"
+        ) from error
     return _module(config.architectures[0], config, dtype, "meta")
 
 

@@ -26,7 +26,7 @@ import statistics
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,6 @@ _FLOPS = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }  # fmt: skip
-_SMALL = 1 << 25  # elements of an integer tensor whose values are kept
 
 
 class FakeDevice(TorchDispatchMode):
@@ -104,7 +103,7 @@ class FakeDevice(TorchDispatchMode):
         self.kind = kind
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = self.flops = 0
-        self.storages: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # those that exist -> bytes
+        self.seen: weakref.WeakSet = weakref.WeakSet()  # storages that are counted, or need not be
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
@@ -117,79 +116,66 @@ class FakeDevice(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            known = getattr(args[0], "known", None)
+            known = _known(args[0])
             with unset_fake_temporarily():
                 return known.item() if known is not None else 1e-6 if args[0].is_floating_point() else 1
         values = _values(func, tensors, args, kwargs)
-        if (
-            func is aten._to_copy.default
-            and fake
-            and kwargs.get("device") == torch.device("cpu") != fake[0].fake_device
-        ):
-            with unset_fake_temporarily():  # what comes back to the CPU is real
-                return (
-                    values
-                    if values is not None
-                    else torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
-                )
+        to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+        if to_cpu and fake and fake[0].fake_device.type == "cuda":  # what comes back is real
+            with unset_fake_temporarily():
+                zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
+                return zeros if values is None else values
         if func is aten.index.Tensor:  # a mask whose values are known selects a known number of rows
-            args = args[0], [rows for index in args[1] for rows in self._rows(index)]
+            args = args[0], [rows for index in args[1] for rows in _rows(index)]
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        if values is not None and torch.Tag.dynamic_output_shape in func.tags:
-            with self.mode:
-                out = tree_map_only(
-                    torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=fake[0].fake_device), values
-                )
-        else:
-            with self.mode:
+        with self.mode:
+            if values is not None and torch.Tag.dynamic_output_shape in func.tags:
+                where = fake[0].fake_device
+                out = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=where), values)
+            else:
                 out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=out)
         made = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
         for tensor in made:
-            if tensor.fake_device.type == self.kind:
-                self._count(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if tensor.fake_device.type == self.kind and storage not in self.seen:
+                size = -(-storage.nbytes() // 512) * 512  # CUDA's allocator rounds up
+                self.seen.add(storage)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, size)
         if values is not None:
             for tensor, value in zip(made, tree_leaves(values), strict=True):
                 tensor.known = value
         return out
 
-    def _count(self, storage: Any) -> None:
-        if storage not in self.storages:
-            size = -(-storage.nbytes() // 512) * 512  # CUDA's allocator rounds up
-            self.storages[storage] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._free, size)
+    def _faked(self, tensor: torch.Tensor) -> FakeTensor:
+        with unset_fake_temporarily():
+            return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor.detach())
 
     def _free(self, size: int) -> None:
         self.live -= size
-
-    def _faked(self, tensor: torch.Tensor) -> FakeTensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        with unset_fake_temporarily():
-            return self.mode.from_tensor(tensor.detach())
-
-    def _rows(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        known = _known(index)
-        if known is None or known.dtype != torch.bool:
-            return [index]
-        with unset_fake_temporarily():
-            counts = [len(rows) for rows in known.nonzero().unbind(1)]
-        with self.mode:
-            return [torch.empty(n, dtype=torch.long, device=index.device) for n in counts]
 
 
 def _known(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return getattr(tensor, "known", None) if isinstance(tensor, FakeTensor) else tensor
 
 
+def _rows(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """The rows that a mask selects, if its values are known; otherwise ``index``."""
+    known = _known(index)
+    if known is None or known.dtype != torch.bool:
+        return [index]
+    with unset_fake_temporarily():
+        return known.nonzero().unbind(1)
+
+
 def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
     """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide what a model computes."""
     known = {id(t): _known(t) for t in tensors}
-    if not all(v is not None and not v.is_floating_point() and v.numel() <= _SMALL for v in known.values()):
+    if not all(v is not None and not v.is_floating_point() for v in known.values()):
         if func._schema.is_mutable and tensors:
             tensors[0].known = None
         return None
@@ -203,9 +189,7 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
         if func is aten._to_copy.default and not kwargs:
             return args[0]
         out = func(*args, **kwargs)
-    if any(v.is_floating_point() or v.numel() > _SMALL for v in tree_leaves(out)):
-        return None
-    return out
+    return None if any(v.is_floating_point() for v in tree_leaves(out)) else out
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -293,9 +277,9 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
                     if id(tensor) not in made:
                         with device.mode:
                             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-                        device.storages[new.untyped_storage()] = 0
-                        trains = tensor.requires_grad
-                        made[id(tensor)] = nn.Parameter(new, trains) if isinstance(tensor, nn.Parameter) else new
+                        device.seen.add(new.untyped_storage())
+                        parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if parameter else new
                     tensors[name] = made[id(tensor)]
 
 
@@ -334,8 +318,8 @@ class Estimate:
         return max(self.totals.values())
 
 
-def build_policy(options: RunOptions) -> Policy:
-    """The policy on ``meta``, with its adapters."""
+def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
+    """The policy with its adapters, and with fake weights on the device ``on``."""
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     pipeline = pipeline_of(options.pretrained.model, dtype)
     module, name = POLICIES[type(pipeline).__name__].split(":")
@@ -356,6 +340,9 @@ def build_policy(options: RunOptions) -> Policy:
             add_snapshot(policy, snapshot)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
+    for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
+        place(module, device, on)
+    policy.device = torch.device(on)
     return policy
 
 
@@ -364,28 +351,21 @@ def _snapshots(options: RunOptions) -> list[str]:
     return [START] * (options.train.reference == "start") + [snapshot.name for snapshot in objective.snapshots]
 
 
-def moved(policy: Policy, device: FakeDevice, on: str) -> Policy:
-    """``policy`` with fake weights on the device ``on``."""
-    for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
-        place(module, device, on)
-    policy.device = torch.device(on)
-    return policy
-
-
 @dataclass
 class Measured:
-    """A piece of work: its FLOPs, and its peak in bytes above what existed before."""
+    """A piece of work."""
 
+    result: Any
     flops: int
-    peak: int
+    peak: int  # bytes above what existed before
 
 
-def measured(device: FakeDevice, function: Callable[[], Any]) -> tuple[Measured, Any]:
-    """``function`` on ``device``, and its result."""
+def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
+    """``function`` on ``device``."""
     before, flops = device.live, device.flops
     device.peak = before
     result = function()
-    return Measured(device.flops - flops, device.peak - before), result
+    return Measured(result, device.flops - flops, device.peak - before)
 
 
 def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
@@ -398,7 +378,8 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     sample, train, test = options.sample, options.train, options.test
     objective = get_objective(train.loss_type).for_run(train)
     plan = make_plan(options, processes, objective.gradient_steps)
-    policy = build_policy(options)
+    device = FakeDevice("cuda")
+    policy = build_policy(options, device, "cuda:0")
     batch = plan.sample_batch_size
     edits = policy.needs_image or (policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing"))
     noisy = bool(sample.noise_steps and sample.noise_level)
@@ -416,26 +397,26 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     def decoded(rollout: Any) -> Any:
         return policy.decode(rollout.clean_latents, rollout.height, rollout.width)
 
-    device = FakeDevice("cuda")
-    moved(policy, device, "cuda:0")
     with fake_cuda(device):
-        encode, texts = measured(device, lambda: encoded(train.resolution))
+        encode = measured(device, lambda: encoded(train.resolution))
         noise = {"noise_steps": (0,) if noisy else (), "noise_level": sample.noise_level, "cps": sample.cps}
-        denoise, images = measured(device, lambda: sampled(texts, batch, train.resolution, num_steps=2, **noise))
-        decode, _ = measured(device, lambda: decoded(images))
+        denoise = measured(device, lambda: sampled(encode.result, batch, train.resolution, num_steps=2, **noise))
+        images = denoise.result
+        decode = measured(device, lambda: decoded(images))
         trained = images.select([0] * min(train.batch_size, plan.samples_per_process))
         objective(_step(trained, objective, few), policy, few)
         tested = encoded(test.resolution)
-        show, images_test = measured(device, lambda: sampled(tested, test.batch_size, test.resolution, num_steps=2))
-        decode_test, _ = measured(device, lambda: decoded(images_test))
-    policy = build_policy(options)
+        show = measured(device, lambda: sampled(tested, test.batch_size, test.resolution, num_steps=2))
+        decode_test = measured(device, lambda: decoded(show.result))
     device = FakeDevice("cpu")
-    moved(policy, device, "cpu")
-    step = _step(_on_cpu(trained, device), objective, few)
+    policy = build_policy(options, device, "cpu")
+    with device.mode:
+        on_cpu = _map(lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, FakeTensor) else t, trained)
+    step = _step(on_cpu, objective, few)
     with fake_cpu(device):
         _add_gradients(policy.transformer)
-        first, _ = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
-        update, _ = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
+        first = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
+        update = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
 
     # from these pieces to an epoch
     noise_steps = (sample.num_noise_steps or len(sample.noise_steps)) if noisy else 0
@@ -463,13 +444,14 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         Work("evaluate", batches * test.num_steps, show.flops / 2), Work("decode", batches, decode_test.flops)
     ]  # fmt: skip
     # memory
-    resident, offloaded, gradients = _weights(policy, options, processes)
+    blocks = [part for part in policy.transformer.children() if isinstance(part, nn.ModuleList)]
+    saved, layer = _quantized(blocks, 4 if options.pretrained.quantize else None)
+    resident, offloaded, gradients = _weights(policy, options, processes, saved)
     resident |= reward_bytes(options)
     kept = _bytes(images) - _bytes(images.conditioning)
     recorded = sum(_bytes(step) for step in images.noise_steps)
     per_image = (kept + (noise_steps - 1) * recorded if noisy else kept) // batch
-    records = per_image * plan.samples_per_process + _bytes(texts) * min(plan.prompts, plan.samples_per_process)
-    layer = _largest_decoded(policy, options)
+    records = per_image * plan.samples_per_process + _bytes(encode.result) * min(plan.prompts, plan.samples_per_process)
     vae = offloaded.get("VAE", 0)
     adds = {
         "encode": {
@@ -504,60 +486,51 @@ def _add_gradients(module: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _on_cpu(value: Any, device: FakeDevice) -> Any:
-    """A batch of fake CUDA tensors as one of fake CPU tensors."""
-    if isinstance(value, FakeTensor):
-        with device.mode:
-            return torch.empty(value.shape, dtype=value.dtype)
+def _map(function: Callable, value: Any) -> Any:
+    """``value``, a batch or a part of one, with ``function`` of each tensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
     if isinstance(value, list):
-        return [_on_cpu(part, device) for part in value]
+        return [_map(function, part) for part in value]
     if dataclasses.is_dataclass(value):
-        fields = {f.name: _on_cpu(getattr(value, f.name), device) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
+        parts = {f.name: _map(function, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **parts)
     return value
 
 
 def _bytes(value: Any) -> int:
-    """Of the tensors in a batch, a list or a module."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
+    """Bytes of the tensors in a module, a list or a batch."""
+    tensors: list[torch.Tensor] = []
     if isinstance(value, nn.Module):
-        return sum(map(_bytes, {id(t): t for t in (*value.parameters(), *value.buffers())}.values()))
-    if isinstance(value, list):
-        return sum(map(_bytes, value))
-    return (
-        sum(_bytes(getattr(value, f.name)) for f in dataclasses.fields(value)) if dataclasses.is_dataclass(value) else 0
-    )
+        value = list({id(t): t for t in (*value.parameters(), *value.buffers())}.values())
+    _map(lambda t: tensors.append(t) or t, value)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def _quantized(policy: Policy, options: RunOptions) -> list[nn.Linear]:
-    """The base's quantized layers, which are in the blocks."""
-    blocks = [part for part in policy.transformer.children() if isinstance(part, nn.ModuleList)]
-    layers = [(name, layer) for part in blocks for name, layer in part.named_modules() if isinstance(layer, nn.Linear)]
-    return [layer for name, layer in layers if "lora_" not in name] if options.pretrained.quantize else []
+def _quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
+    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of them, decoded.
 
-
-def _saved(layers: list[nn.Linear], bits: int = 4) -> int:
-    """Bytes that bitsandbytes saves. nf4 has an 8-bit scale for 64 weights, and a float32 for 256 of those scales."""
+    nf4 has an 8-bit scale for 64 weights, and a float32 for 256 of those scales.
+    """
+    named = [module for part in parts for module in part.named_modules() if bits]
+    linear = {name: module.weight for name, module in named if isinstance(module, nn.Linear)}
+    layers = [weight for name, weight in linear.items() if "lora_" not in name and "lm_head" not in name]
     stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096
-    return sum(int(layer.weight.nbytes - layer.weight.numel() * stored) for layer in layers)
+    saved = sum(int(weight.nbytes - weight.numel() * stored) for weight in layers)
+    return saved, max((weight.nbytes for weight in layers), default=0)
 
 
-def _largest_decoded(policy: Policy, options: RunOptions) -> int:
-    return max((layer.weight.nbytes for layer in _quantized(policy, options)), default=0)
-
-
-def _weights(policy: Policy, options: RunOptions, processes: int) -> tuple[dict[str, int], dict[str, int], int]:
+def _weights(
+    policy: Policy, options: RunOptions, processes: int, saved: int
+) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes by part that stay on the device, bytes by part that come only to compute, and bytes of the gradients."""
     snapshots = tuple(f".{name}." for name in _snapshots(options))
     named = list(policy.transformer.named_parameters())
     trained = [p for _, p in named if p.requires_grad]
     old = [p for name, p in named if any(part in name for part in snapshots)]
     gradients = _bytes(trained)
-    base = _bytes(policy.transformer) - gradients - _bytes(old)
-    base -= _saved(_quantized(policy, options))
     resident = {
-        "transformer": base,
+        "transformer": _bytes(policy.transformer) - gradients - _bytes(old) - saved,
         "adapter" if options.use_lora else "trained weights": gradients,
         "old adapter": _bytes(old),
         "optimizer": gradients // 2 if options.train.use_8bit_adam else 2 * gradients,
@@ -600,13 +573,21 @@ def _tested_images(options: RunOptions, notes: list[str]) -> int:
 
 
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``."""
+    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``.
+
+    Raises:
+        ConfigError: An argument does not exist.
+    """
     os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
     from llamafactory.hparams import FinetuningArguments, ModelArguments
+    from llamafactory.hparams.parser import _TRAIN_ARGS
     from llamafactory.model.adapter import init_adapter
     from llamafactory.model.model_utils.checkpointing import prepare_model_for_training
     from transformers import HfArgumentParser
 
+    known = {field.name for kind in _TRAIN_ARGS for field in dataclasses.fields(kind)} | {"global_batch_size"}
+    if unknown := [key for key in config if key not in known and not key.startswith("first_token_")]:
+        raise ConfigError(f"LLaMA-Factory has no argument {', '.join(unknown)}")
     kinds = HfArgumentParser((ModelArguments, FinetuningArguments))
     arguments, finetuning = kinds.parse_dict(config, allow_extra_keys=True)
     half = config.get("bf16") or config.get("fp16")
@@ -637,11 +618,8 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
     whole = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # blocks that attend to the whole image
     seeing = 2 * weights * patches + 4 * whole * vision.hidden_size * patches**2
     features = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # of a token
-    images = (
-        rows
-        * 2
-        * (patches * 3 * vision.temporal_patch_size * vision.patch_size**2 * 4 + image_tokens * features * width * 2)
-    )
+    pixels = 4 * patches * 3 * vision.temporal_patch_size * vision.patch_size**2
+    images = 2 * rows * (pixels + 2 * image_tokens * features * width)
     notes = ["pairs of the largest images; smaller ones take less"]
     if any(p.requires_grad for p in tower.parameters()):
         notes.append("the vision tower is trained: its activations and its backward pass are not counted")
@@ -667,19 +645,15 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
 
     with fake_cpu(device):
         _add_gradients(model)
-        micro_batch, _ = measured(device, learn)
-
+        micro_batch = measured(device, learn)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    bits = arguments.quantization_bit
-    linear = {part: layer for part, layer in model.named_modules() if isinstance(layer, nn.Linear) and bits}
-    base = [layer for part, layer in linear.items() if "lora_" not in part and "lm_head" not in part]
+    saved, layer = _quantized([model], arguments.quantization_bit)
     resident = {
-        "weights": _bytes(model) - trained - _saved(base, bits),
+        "weights": _bytes(model) - trained - saved,
         "trained weights": trained,
         "optimizer": trained // 2 if "8bit" in config.get("optim", "") else 2 * trained,
     }
-    decoded = max((layer.weight.nbytes for layer in base), default=0)
-    adds = {"micro-batch": {"images": images, "gradients": trained, "activations": micro_batch.peak + decoded}}
+    adds = {"micro-batch": {"images": images, "gradients": trained, "activations": micro_batch.peak + layer}}
     pairs = 10_000 / processes
     work = [Work("see", 2 * pairs, seeing), Work("learn", pairs / rows, micro_batch.flops)]
     title = f"{name} on {processes} GPU(s): pairs of {tokens} tokens, {rows} at a time on each"
@@ -745,7 +719,7 @@ def text(found: Estimate, memory: float, flops: float, card: str) -> str:
         "",
     ]
     lines += ["GiB on a GPU", "resident: " + _parts(found.resident)]
-    lines += [f"{phase:<9} {found.totals[phase] / GIB:6.1f}  + {_parts(parts)}" for phase, parts in found.adds.items()]
+    lines += [f"{phase:<12} {found.totals[phase] / GIB:6.1f}  + {_parts(parts)}" for phase, parts in found.adds.items()]
     lines += ["", *(f"note: {note}" for note in found.notes)]
     worst, spare = max(found.totals, key=found.totals.__getitem__), memory - RESERVE - found.peak
     verdict = "fits" if spare >= 0 else "does not fit"
@@ -761,13 +735,10 @@ def _parts(parts: dict[str, int]) -> str:
 def split_table(rows: Sequence[tuple[int, int, dict[str, float]]]) -> str:
     """One line for each split of the GPUs; the shortest epoch is marked."""
     best = min(rows, key=lambda row: (row[2]["epoch"], row[1]))
-    lines = [f"{'generate':>8} {'serve':>5} {'sample s':>9} {'judge s':>8} {'wait s':>7} {'train s':>8} {'epoch s':>8}"]
+    lines = [f"{'generate':>8} {'serve':>5}" + "".join(f"{name + ' s':>9}" for name in best[2])]
     for row in rows:
-        generating, serving, s = row
-        lines.append(
-            f"{generating:>8} {serving:>5} {s['sample']:>9.1f} {s['judge']:>8.1f} {s['wait']:>7.1f} {s['train']:>8.1f} "
-            f"{s['epoch']:>8.1f}{'  <- best' if row is best else ''}"
-        )
+        seconds = "".join(f"{value:>9.1f}" for value in row[2].values())
+        lines.append(f"{row[0]:>8} {row[1]:>5}{seconds}{'  <- best' if row is best else ''}")
     return "\n".join(lines)
 
 

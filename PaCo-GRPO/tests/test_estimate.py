@@ -23,7 +23,7 @@ def run_on_cpu(module, function, shape):
     with device.mode:
         x = torch.empty(shape)
     with estimate.fake_cpu(device):
-        return estimate.measured(device, lambda: function(module, x))[0]
+        return estimate.measured(device, lambda: function(module, x))
 
 
 def test_flops_and_peak_of_a_linear_layer():
@@ -43,7 +43,7 @@ def test_attention_counts_both_products_of_all_heads():
     device = estimate.FakeDevice("cuda")
     with estimate.fake_cuda(device):
         x = torch.empty(2, 3, 128, 64, dtype=torch.bfloat16, device="cuda")
-        assert estimate.measured(device, lambda: attend(None, x))[0].flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
+        assert estimate.measured(device, lambda: attend(None, x)).flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
 
 
 def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
@@ -220,4 +220,6 @@ def test_the_command_for_judge_training(tmp_path, capsys):
     assert estimate.main([*common, "first_token_weight=null", "--memory_gb", "1"]) == 1  # less than CUDA itself takes
     assert estimate.main([*common, "model_name_or_path=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
+    assert estimate.main([*common, "lora_rnk=8"]) == 2
+    assert "lora_rnk" in capsys.readouterr().err
     assert estimate.main(["--judge", str(tmp_path / "missing.yaml")]) == 2
