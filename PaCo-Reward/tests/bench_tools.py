@@ -16,7 +16,6 @@ RANK_FOLDER, EDIT_FOLDER = EVALUATION / "Consistency_Rank", EVALUATION / "Edit-B
 TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 sys.path += map(str, (EVALUATION, RANK_FOLDER, EDIT_FOLDER))  # the scripts run from their own folders
 
-import consistency_rank
 import eval_vllm
 import evaluation
 from calculate_statistics import GROUPS
@@ -71,7 +70,7 @@ class BenchCommand:
 @pytest.fixture
 def bench(tiny, tmp_path):
     """A ConsistencyRank-Bench of five items with three candidates, listed in another order than ranked."""
-    root = tmp_path / "data" / consistency_rank.BENCH
+    root = tmp_path / "data" / "ConsistencyRank-Bench"
     ranks, prompts = [], []
     for index in range(5):
         folder = root / "images" / f"{index:04d}"

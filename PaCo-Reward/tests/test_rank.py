@@ -10,7 +10,7 @@ import numpy as np
 import print_eval_table
 import pytest
 from bench_tools import BrightnessJudge, edit_lines
-from consistency_rank import METRICS, predicted_order, rank_metrics
+from eval import METRICS, predicted_order, rank_metrics
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,23 +1,16 @@
 """ConsistencyRank's baselines against direct computations, and eval.py."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import tiny_pipelines  # registered by conftest.py
 import torch
-from bench_tools import RANK_FOLDER, BenchCommand, BrightnessJudge
+from bench_tools import BrightnessJudge
 from PIL import Image
 from safetensors.torch import save_file
 
 from paco_eval import runner
 from paco_eval.baselines import make_baseline
 from paco_judge.client import Pair
-
-# By its file: a module called `eval` would hide the builtin.
-spec = importlib.util.spec_from_file_location("rank_eval", RANK_FOLDER / "eval.py")
-rank_eval = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rank_eval)
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +23,12 @@ def clip_folder(tmp_path_factory):
 @pytest.fixture
 def evaluate(rank):
     """``eval.py`` on ``bench``: ``evaluate(scorer, "--flag", …)`` -> rows of its results file, or its exit status."""
-    command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
 
     def run(scorer, *arguments):
-        if status := command.main("--scorer", scorer, *arguments):
+        if status := rank.main("--scorer", scorer, *arguments):
             return status
-        (command.file,) = rank.out.glob(f"results/{scorer}*.jsonl")
-        return command.rows
+        (rank.file,) = rank.out.glob(f"results/{scorer}*.jsonl")
+        return rank.rows
 
     return run
 
@@ -95,14 +87,13 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path):
 
 
 def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
-    command = BenchCommand(rank_eval, rank.data, rank.out, rank.arguments)
     judge, other, file = BrightnessJudge(), BrightnessJudge(), rank.file.with_name("judge-v2.jsonl")
     assert rank(other, "--prompt_template", "2", "--batch_size", "8") == 0
     expected = file.read_text()
     monkeypatch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
     for option in ("--scorer", "--model"):  # published: --model and --port
         file.unlink()
-        assert command.main(option, "some/judge", "--prompt_template", "2") == 0
+        assert rank.main(option, "some/judge", "--prompt_template", "2") == 0
         assert file.read_text() == expected
     assert judge.questions == 2 * other.questions
 

@@ -15,7 +15,7 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 
 # isort: split
 import pandas as pd
-from consistency_rank import METRICS
+from eval import METRICS
 
 from paco_eval.results import Row, as_latex, as_text, read_results
 from paco_eval.runner import exit_status, new_parser
