@@ -61,7 +61,7 @@ def changes(arguments: argparse.Namespace, folder: str) -> list[str]:
     """Options of a run that only trains, in a temporary folder."""
     given: dict[str, Any] = {
         "save_dir": f"{folder}/runs", "run_name": "run", "logging_platform": "none", "save_freq": 0, "eval_freq": 0,
-        "test.at_start": False, "health.probe_images": 0, "num_epochs": 1_000_000, "max_train_minutes": None,
+        "health.probe_images": 0, "num_epochs": 1_000_000, "max_train_minutes": None,
     }  # fmt: skip
     if not arguments.rewards:
         reward, kwargs = "jpeg_compressibility", {}

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from paco_grpo.data.prompts import load_prompts
@@ -31,17 +32,10 @@ from paco_grpo.evaluation.benchmarks import begin, markdown, options_for, summar
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import comparison_sheet, read_rows
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.policies.lora import remove_lora
+from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
-from paco_grpo.training.build import (
-    USER_ERRORS,
-    apply_speed,
-    find_adapter,
-    load_adapter,
-    load_generator,
-    test_reward_kwargs,
-)
+from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator, test_reward_kwargs
 from paco_grpo.training.checks import check_items, check_run, check_writable, is_disk_full, text_length
 from paco_grpo.training.plan import merges_lora
 
@@ -99,9 +93,7 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     strategy.accelerator.end_training()
     if not strategy.accelerator.is_main_process:
         return ""
-    return "\n".join(
-        results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else "") for name in sets
-    )
+    return "\n".join(results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else "") for name in sets)
 
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
@@ -139,7 +131,8 @@ def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, o
     found = {adapter: find_adapter(adapter) if adapter else None for adapter in adapters.values()}
     policy, attached = None, False
     for place, adapter in adapters.items():
-        if main_decides(strategy.accelerator, lambda: begin(place, options, items, rewards, adapter, found[adapter])):  # noqa: B023
+        done = partial(begin, place, options, items, rewards, adapter, found[adapter])
+        if main_decides(strategy.accelerator, done):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         if policy is not None and not exchanges:
@@ -152,7 +145,7 @@ def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, o
             remove_lora(policy)
         attached = adapter is not None
         if attached:
-            load_adapter(policy, str(found[adapter]))
+            add_lora(policy, lora_path=found[adapter])
         if fresh:
             strategy.place(policy)
             apply_speed(options, policy)

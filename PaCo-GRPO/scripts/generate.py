@@ -31,10 +31,11 @@ from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import Policy
+from paco_grpo.policies.lora import add_lora
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
-from paco_grpo.training.build import USER_ERRORS, apply_speed, load_adapter, load_generator
+from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import check_items, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
@@ -117,7 +118,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
     text_length(options, items)
     policy = load_generator(options, device)
     if own.adapter:
-        load_adapter(policy, own.adapter)
+        add_lora(policy, lora_path=find_adapter(own.adapter))
     apply_speed(options, policy)
     return options, policy, judge
 

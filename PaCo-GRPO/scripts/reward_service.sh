@@ -30,10 +30,7 @@ fi
 source "$repo/tools/python.sh"
 choose_python
 uv="$(command -v uv || echo "$repo/.venv/bin/uv")"
-if [[ ! -x "$uv" ]]; then
-  echo "error: uv is needed to create the environment; run bash setup.sh in $repo" >&2
-  exit 2
-fi
+[[ -x "$uv" ]] || { echo "error: uv is needed to create the environment; run bash setup.sh in $repo" >&2; exit 2; }
 [[ -z "${PIP_INDEX_URL:-}" ]] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
 [[ -z "${PIP_CERT:-}" ]] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
 

@@ -48,7 +48,6 @@ TINY = {
     "test.batch_size": "4",
     "test.num_steps": "2",
     "test.num_images": "5",
-    "test.at_start": "False",
     "test.reward_fn": "",
     "num_epochs": "2",
     "save_freq": "1",

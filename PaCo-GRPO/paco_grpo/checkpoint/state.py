@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,10 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the average after optimizer step number ``step`` (the first is 1)."""
-        if step % self.update_interval:
-            return
-        decay = min((1 + step) / (10 + step), self.decay)
-        for name, parameter in self.parameters.items():
-            self.shadow[name].lerp_(parameter.detach().float(), 1 - decay)
+        if step % self.update_interval == 0:
+            decay = min((1 + step) / (10 + step), self.decay)
+            for name, parameter in self.parameters.items():
+                self.shadow[name].lerp_(parameter.detach().float(), 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -68,7 +67,7 @@ class EMA:
     @torch.no_grad()
     def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            parameter.copy_(values[name].to(parameter.device))
+            parameter.copy_(values[name])
 
 
 @dataclass
@@ -77,7 +76,6 @@ class Progress:
 
     epoch: int = 0  # finished epochs
     train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
-    elapsed: float = 0.0  # since the start of the run, over all resumes
 
 
 @dataclass
@@ -100,9 +98,9 @@ class TrainState:
         return self.ema.applied() if self.ema else contextlib.nullcontext()
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The state of each parameter as ``number.entry``; what options give (learning rate, betas) is not saved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = optimizer.param_groups[0]["params"]
     return {
         f"{number}.{entry}": torch.as_tensor(value)
         for number, parameter in enumerate(parameters)
@@ -110,10 +108,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Tensor]) -> None:
-    """The inverse of ``optimizer_tensors``, whose tensors are whole and on the CPU."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
+def _load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Tensor]) -> None:
+    """The inverse of ``_moments``, whose tensors are whole and on the CPU."""
+    parameters = optimizer.param_groups[0]["params"]
+    state: dict[int, dict[str, Any]] = defaultdict(dict)
     for key, value in saved.items():
         number, entry = key.split(".", 1)
         like = parameters[int(number)]
@@ -121,7 +119,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.T
             value = shard_like(value, like)
         elif value.dtype == torch.int64:  # a step that the optimizer counts in Python
             value = value.item()
-        state.setdefault(int(number), {})[entry] = value
+        state[int(number)][entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -147,17 +145,19 @@ class Checkpoints:
         Raises:
             CheckpointError: On every process, when one could not write; the earlier checkpoints are intact.
         """
-        final = self.root / (name or files.checkpoint_name(self.state.progress.epoch))
-        folder, is_main = self.root / f".{final.name}.partial", self.accelerator.is_main_process
-        saved = folder / "state"
+        state, is_main = self.state, self.accelerator.is_main_process
+        final = self.root / (name or files.checkpoint_name(state.progress.epoch))
+        folder = self.root / f".{final.name}.partial"
+        numbers = {"progress": asdict(state.progress), "step": state.step, "recompute": state.recompute_old}
+        text = json.dumps(numbers | {"sampler": state.sampler.state_dict()}, indent=1)
         steps = [
             lambda: is_main and files.begin(folder),
             *(
-                partial(files.save_tensors, saved / f"{part}.safetensors", tensors, is_main)
-                for part, tensors in (self._parts() | {"optimizer": optimizer_tensors(self.state.optimizer)}).items()
+                partial(files.save_tensors, folder / "state" / f"{part}.safetensors", tensors, is_main)
+                for part, tensors in (self._weights() | {"optimizer": _moments(state.optimizer)}).items()
             ),
             lambda: self._write_average(folder),
-            lambda: is_main and (saved / "trainer.json").write_text(json.dumps(self._numbers(), indent=1), encoding="utf-8"),
+            lambda: is_main and (folder / "state" / "trainer.json").write_text(text, encoding="utf-8"),
             lambda: is_main and files.commit(folder, final),
         ]
         for step in steps:  # a full disk on one process must not leave the others in a collective operation
@@ -169,10 +169,10 @@ class Checkpoints:
             if any_process(self.accelerator, problem is not None):
                 if is_main:
                     shutil.rmtree(folder, ignore_errors=True)
-                finished = [path.name for path in files.list_checkpoints(self.root)[-1:]]
+                finished = [f"{path.name} is intact" for path in files.list_checkpoints(self.root)[-1:]]
                 raise files.CheckpointError(
                     f"checkpoint {final} could not be written ({problem or 'another process failed'}); "
-                    f"{f'{finished[0]} is intact' if finished else 'there is no earlier one'}. "
+                    f"{finished[0] if finished else 'there is no earlier one'}. "
                     "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
                 ) from problem
         if name is None and is_main:
@@ -188,9 +188,9 @@ class Checkpoints:
         """
         state, saved = self.state, folder / "state"
         try:
-            for part, tensors in self._parts().items():
+            for part, tensors in self._weights().items():
                 files.load_into(saved / f"{part}.safetensors", tensors)
-            load_optimizer(state.optimizer, load_file(saved / "optimizer.safetensors"))
+            _load_moments(state.optimizer, load_file(saved / "optimizer.safetensors"))
             numbers = json.loads((saved / "trainer.json").read_text(encoding="utf-8"))
             state.progress = Progress(**numbers["progress"])
             state.step, state.recompute_old = numbers["step"], numbers["recompute"]
@@ -198,15 +198,10 @@ class Checkpoints:
         except Exception as error:
             raise files.CheckpointError(f"cannot resume from {folder} ({type(error).__name__}: {error})") from error
 
-    def _parts(self) -> dict[str, Mapping[str, torch.Tensor]]:
+    def _weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """File → weights."""
         ema = {"ema": self.state.ema.shadow} if self.state.ema else {}
         return {"trainable": self.state.parameters, **self.state.snapshots, **ema}
-
-    def _numbers(self) -> dict[str, Any]:
-        state = self.state
-        numbers = {"step": state.step, "recompute": state.recompute_old, "sampler": state.sampler.state_dict()}
-        return {"progress": dataclasses.asdict(state.progress)} | numbers
 
     def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""

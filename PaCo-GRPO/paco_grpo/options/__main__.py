@@ -38,19 +38,19 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def page() -> str:
     """The text of docs/configuration.md."""
-    sections = [_INTRODUCTION, _section("config", RunOptions, "")]
-    sections += [_section(f"config.{group}", kind, group) for group, kind in GROUPS.items()]
-    return "\n".join(sections)
-
-
-def _section(title: str, group: type, prefix: str) -> str:
-    lines = [f"## `{title}`", "", inspect.cleandoc(group.__doc__), "", "| option | values | default | meaning |", "|---|---|---|---|"]
-    for name, option in OPTIONS.items():
-        if name.rpartition(".")[0] == prefix:
-            default = option.get_default(call_default_factory=True)
-            default = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            lines.append(f"| `{name}` | {_values(option.annotation, option.metadata)} | {default} | {option.description} |")
-    return "\n".join([*lines, ""])
+    lines = [_INTRODUCTION]
+    for prefix, group in ({"": RunOptions} | GROUPS).items():
+        title = f"config.{prefix}".rstrip(".")
+        lines += [f"## `{title}`", "", inspect.cleandoc(group.__doc__), ""]
+        lines += ["| option | values | default | meaning |", "|---|---|---|---|"]
+        for name, option in OPTIONS.items():
+            if name.rpartition(".")[0] == prefix:
+                default = option.get_default(call_default_factory=True)
+                default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+                values = _values(option.annotation, option.metadata)
+                lines.append(f"| `{name}` | {values} | {default} | {option.description} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:

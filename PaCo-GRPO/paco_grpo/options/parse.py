@@ -33,23 +33,19 @@ class ConfigError(ValueError):
 
 
 class _Config(ConfigDict):
-    """A ``ConfigDict`` to which plain dicts with any keys can be assigned. Types are checked when it is read."""
+    """A ``ConfigDict`` that takes plain dicts, whose keys may hold dots. Types are checked when it is read."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__(type_safe=False, allow_dotted_keys=True)
+        self.update(entries)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, _table(value) if isinstance(value, dict) else value)
-
-
-def _table(entries: Mapping[str, Any]) -> ConfigDict:
-    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths)."""
-    result = _Config(type_safe=False, allow_dotted_keys=True)
-    for key, value in entries.items():
-        result[key] = value
-    return result
+        super().__setitem__(key, _Config(value) if isinstance(value, dict) else value)
 
 
 def config_dict() -> ConfigDict:
     """All options with their defaults, for a configuration file to change."""
-    return _table(dataclasses.asdict(RunOptions()))
+    return _Config(dataclasses.asdict(RunOptions()))
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
@@ -92,8 +88,8 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """The options in a file.
 
     Args:
-        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
-            that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
+        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is what the file's ``get_config``
+            knows or, without one, a function of the file. Both return a ``ConfigDict``.
         overrides: Pairs of dotted option name and text, as on the command line. Entries of a table are set one by one
             (``train.reward_fn.NAME``), or the whole table at once.
 
@@ -109,23 +105,21 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"configuration file {path} cannot be read ({type(error).__name__}: {reason})") from error
+        raise ConfigError(f"configuration file {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"configuration file {path} is a {type(values).__name__}, not options with their values")
     return make_options(values, overrides)
 
 
 def _load_python(path: Path, name: str) -> ConfigDict:
-    names = runpy.run_path(str(path), run_name=_MODULE)
-    function, get_config = names.get(name), names.get("get_config")
-    try:
-        if getattr(function, "__module__", "") == _MODULE and not name.startswith("_") and function is not get_config:
-            found = function()
-        elif get_config is None:
+    names, arguments = runpy.run_path(str(path), run_name=_MODULE), [name] if name else []
+    function = names.get("get_config")
+    if function is None:
+        function, arguments = names.get(name), []
+        if getattr(function, "__module__", "") != _MODULE:
             raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
-        else:
-            found = get_config(name) if name else get_config()
+    try:
+        found = function(*arguments)
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]}") from error
     if not isinstance(found, ConfigDict):
@@ -172,9 +166,9 @@ def _unknown(name: str) -> str:
     last = name.rpartition(".")[2]
     nearest = [option for option in OPTIONS if option.rpartition(".")[2] == last]
     nearest = nearest or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
-    hint = f"Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?" if nearest else ""
-    pages = "All options are in docs/configuration.md, those of the published code in docs/real-weights.md"
-    return f"unknown option config.{name}. {hint or pages}"
+    if nearest:
+        return f"unknown option config.{name}. Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?"
+    return f"unknown option config.{name}. All are in docs/configuration.md, the published code's in docs/real-weights.md"
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
@@ -234,5 +228,5 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
 
 
 def options_to_yaml(options: RunOptions) -> str:
-    """The text of a run's config.yaml; ``load_options`` reads it back to equal options. Raises as ``options_to_dict``."""
+    """The text of a run's config.yaml, which ``load_options`` reads. Raises as ``options_to_dict``."""
     return yaml.safe_dump(options_to_dict(options), sort_keys=True)

@@ -2,7 +2,7 @@
 
 The field names are the names that users type (``config.train.learning_rate`` is ``RunOptions.train.learning_rate``).
 Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is validated again. What
-follows from other values (batches per epoch, accumulation) is computed later, from the real number of processes.
+follows from other values (batches per epoch) is computed later, from the real number of processes.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class PretrainedOptions:
 class SampleOptions:
     """How training images are sampled, and how many.
 
-    The steps after the last noise step enter no log-probability, only the image, so ``tail_*`` may approximate them.
+    The steps after the last noise step enter no log-probability, only the image, so ``tail_steps`` may approximate them.
     """
 
     num_steps: Count = option(10, "denoising steps")
@@ -90,8 +90,9 @@ class SampleOptions:
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(None, "steps after the last noise step; None: as in the schedule")
-    tail_order: Literal[1, 2] = option(1, "order of the steps after the last noise step: Euler or Adams-Bashforth")
+    tail_steps: Count | None = option(
+        None, "second-order (Adams-Bashforth) steps after the last noise step; None: the schedule's Euler steps"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -112,12 +113,8 @@ class TrainOptions:
     num_inner_epochs: Count = option(1, "passes over the samples of an epoch")
     gradient_step_per_epoch: Count | None = option(None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)")
     timesteps: Steps | None = option(None, "step indices to train on; None: the epoch's noise steps")
-    num_sigmas: Count | None = option(
-        None, "σ values per epoch of nft, awm and dgpo; None: awm 6, dgpo 4, nft its noise steps"
-    )
-    sigma_fraction: Annotated[Positive, Field(le=1)] = option(
-        0.9, "share of the schedule, from its noisy end, that σ values come from"
-    )
+    num_sigmas: Count | None = option(None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps")
+    sigma_fraction: Annotated[Positive, Field(le=1)] = option(0.9, "noisy share of the schedule that σ values come from")
     sigma_one: bool = option(False, "σ = 1 among the trained σ values")
     clip_range: NonNegative = option(1e-4, "clipping range of the ratio around 1 (ppo, guard_grpo)")
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
@@ -130,9 +127,7 @@ class TrainOptions:
     dgpo_reference: Literal["base", "guided", "slow"] = option(
         "base", "reference of dgpo's group: base model, base model with true CFG, or slow copy"
     )
-    dgpo_clip_range: Positive | None = option(
-        1e-2, "distance from the slow copy beyond which dgpo masks a sample; None: never"
-    )
+    dgpo_clip_range: Positive | None = option(1e-2, "distance from the slow copy at which dgpo masks; None: never")
     dppo_divergence: Positive = option(1e-5, "τ of flow_dppo: mean divergence above which a step must move back")
     old_log_prob: Literal["auto", "rollout", "recompute"] = option(
         "auto", "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1"
@@ -151,9 +146,7 @@ class TrainOptions:
     )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
     perceptual_entropy: NonNegative = option(0.0, "λ: adds −λ·log p of an image's features within its group to the reward")
-    neighbor_factor: bool = option(
-        False, "positive advantages times the relative distance to the nearest image of the group (GARDO)"
-    )
+    neighbor_factor: bool = option(False, "positive advantages times the distance to the group's nearest image (GARDO)")
     diversity_features: str = option(
         "openai/clip-vit-large-patch14", "features of these two: a CLIP model (hub name or folder), or latents"
     )
@@ -176,7 +169,6 @@ class TestOptions:
     resolution: Pixels = option(1024, "side in pixels of a square image; other shapes keep its area")
     batch_size: Count = option(1, "images per process and forward")
     num_steps: Count = option(20, "denoising steps")
-    at_start: bool = option(True, "evaluation before the first update")
     num_images: Count | None = option(None, "number of test items; None: all")
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
@@ -205,13 +197,11 @@ class RunOptions:
     """All options of a run."""
 
     project_name: str = option("PaCo-RL", "project in wandb or swanlab")
-    run_name: Annotated[str, AfterValidator(_folder_name)] = option(
-        "", "folder of the run in save_dir; empty: configuration name and time"
-    )
+    run_name: Annotated[str, AfterValidator(_folder_name)] = option("", "folder in save_dir; empty: name and time")
     seed: Seed = option(42, "seed of samples, noise, shuffling and the adapter")
     save_dir: str = option("runs", "folder that holds the folders of runs")
     save_freq: Whole = option(10, "epochs between checkpoints; 0 = only at the end")
-    eval_freq: Whole = option(10, "epochs between evaluations; 0 = only at the end")
+    eval_freq: Whole = option(10, "epochs between evaluations, the first before training; 0 = only at the end")
     num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = option(False, "resume with another model, prompt set, adapter or objective than before")

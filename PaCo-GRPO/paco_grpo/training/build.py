@@ -101,17 +101,19 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         USER_ERRORS: One clear message each.
     """
     objective = checks.check_run(options)
+    described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
+    options = dataclasses.replace(options, train=dataclasses.replace(options.train, aggregate_fn=described))
     strategy = start_processes(options)
-    parent, locks = Path(options.save_dir).expanduser().absolute(), []
+    parent, lock = Path(options.save_dir).expanduser().absolute(), None
 
     def claim() -> str:
+        nonlocal lock
         name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         checks.check_writable(parent / name)
-        locks.append(files.lock_folder(parent / name))
+        lock = files.lock_folder(parent / name)
         return name
 
     folder = parent / main_decides(strategy.accelerator, claim)
-    lock = locks[0] if locks else None
     try:
         return _build(dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy)
     except BaseException:
@@ -123,17 +125,11 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 
 
 def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
-    accelerator = strategy.accelerator
+    accelerator, train, sample = strategy.accelerator, options.train, options.sample
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
     digest = main_decides(accelerator, lambda: checks.check_earlier_run(options, folder, items["train"]))
     checks.check_items(options, items)
-    # What is saved and used from here on.
-    options = dataclasses.replace(
-        options,
-        max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]]),
-        train=dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)),
-    )
-    train = options.train
+    options = dataclasses.replace(options, max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]]))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     rewards = _reward_sets(options, accelerator, folder, items)
     looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
@@ -156,7 +152,7 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
         sampler=GroupSampler(
-            len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, options.sample.latents_per_prompt
+            len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, sample.latents_per_prompt
         ),
     )
     # Without LoRA there is no base model left to compare with.
@@ -197,23 +193,27 @@ def _reward_sets(
     options: RunOptions, accelerator: Accelerator, folder: Path, items: Mapping[str, Sequence[Item]]
 ) -> RewardSets:
     """Build all rewards and check each: does the judge answer, can every item be scored?"""
-    train, global_std = options.train, options.sample.global_std
+    train = options.train
     weights = {name: weight for name, weight in reward_weights(train.reward_fn).items() if weight}
     try:
-        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, global_std, train.aggregate_fn_kwargs)
+        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, options.sample.global_std, train.aggregate_fn_kwargs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     reward_weights(options.test.reward_fn)  # no two of one name
     built: dict[str, Reward] = {}
 
-    def build(name: str, kwargs: Mapping) -> Reward:
-        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
-        if identity not in built:  # the same scorer for training and test is loaded once
-            built[identity] = CheckedReward(name, kwargs, accelerator.device)
-        return built[identity]
+    def build(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Reward]:
+        """Short name → reward; the same one for training and test is loaded once."""
+        rewards = {}
+        for name, kwargs in arguments.items():
+            identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
+            if identity not in built:
+                built[identity] = CheckedReward(name, kwargs, accelerator.device)
+            rewards[short_name(name)] = built[identity]
+        return rewards
 
-    trained = {short_name(name): build(name, train.reward_fn_kwargs.get(name, {})) for name in train.reward_fn}
-    tested = {short_name(name): build(name, kwargs) for name, kwargs in test_reward_kwargs(options).items()}
+    trained = build({name: train.reward_fn_kwargs.get(name, {}) for name in train.reward_fn})
+    tested = build(test_reward_kwargs(options))
     for reward in built.values():
         reward.check()
     if "between_images" in weights and not any(item.metadata.get("open") for item in items["train"]):
@@ -249,7 +249,7 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     return policy
 
 
-def find_adapter(place: str) -> Path:
+def find_adapter(place: str | Path) -> Path:
     """The folder of the adapter at ``place``: a checkpoint of ours, a folder in PEFT or diffusers format, or a hub name.
 
     Raises:
@@ -257,11 +257,6 @@ def find_adapter(place: str) -> Path:
     """
     adapter = Path(place).expanduser() / "adapter"
     return find_lora(adapter if adapter.is_dir() else place)
-
-
-def load_adapter(policy: Policy, place: str) -> None:
-    """Attach the adapter at ``place`` to the base model ``policy``; see ``find_adapter``."""
-    add_lora(policy, lora_path=find_adapter(place))
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:
@@ -311,9 +306,8 @@ def _log_start(run: Run, prompts: str) -> None:
     """Write config.yaml and plan.json, and log what will be done (main process)."""
     plan, strategy, text = run.plan, run.state.strategy, options_to_yaml(run.options)
     (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    threads = {"threads_per_process": torch.get_num_threads()}
-    saved = dataclasses.asdict(plan) | threads | {"engine": strategy.name, "prompts": prompts}
-    (run.folder / "plan.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
+    more = {"threads_per_process": torch.get_num_threads(), "engine": strategy.name, "prompts": prompts}
+    (run.folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan) | more, indent=1), encoding="utf-8")
     logger.info("configuration:\n%s", text)
     for note in plan.notes:
         logger.warning("%s", note)

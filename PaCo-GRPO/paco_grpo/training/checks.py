@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import importlib.util
@@ -12,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from paco_grpo.advantages.aggregation import describe
 from paco_grpo.checkpoint.files import find_checkpoint
 from paco_grpo.data.prompts import DataError
 from paco_grpo.objectives import Objective, get_objective
-from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.options.parse import load_options, options_to_dict
+from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
@@ -50,13 +49,13 @@ def check_run(options: RunOptions) -> Objective:
         ConfigError: All problems found, one line each; every line names the option to change.
         PolicyLoadError: The model or LoRA does not exist or cannot be reached.
     """
-    train, problems = options.train, contradictions(options)
-    for name, value in (("train.use_8bit_adam", train.use_8bit_adam), ("pretrained.quantize", options.pretrained.quantize)):
+    train, quantize, problems, objective = options.train, options.pretrained.quantize, contradictions(options), None
+    needed = {"train.use_8bit_adam": ("adam8bit", train.use_8bit_adam), "pretrained.quantize": ("quantize", quantize)}
+    for name, (extra, value) in needed.items():
         if value and importlib.util.find_spec("bitsandbytes") is None:
-            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'")
+            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[{extra}]'")
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         problems.append(f"speed.attention={problem}")
-    objective = None
     try:
         describe(train.aggregate_fn)
         objective = get_objective(train.loss_type).for_run(train)
@@ -66,10 +65,6 @@ def check_run(options: RunOptions) -> Objective:
     if objective and objective.snapshots and not options.use_lora:
         problems.append(f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter")
     raise_if_any(problems)
-    if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
-        logger.warning("config.sample.num_images_per_prompt=1: images of different prompts are compared with each other")
-    if train.learning_rate == 0:
-        logger.warning("config.train.learning_rate=0: nothing is trained")
     check_model(options)
     return objective
 
@@ -112,24 +107,21 @@ def contradictions(options: RunOptions) -> list[str]:
 
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
-    model, problems = options.pretrained.model, []
-    sample = options.sample
+    model, sample, problems = options.pretrained.model, options.sample, []
     if not samples_guided(options) and not policy_class(model).would_guide(sample.guidance_scale, sample.negative_prompt):
         problems.append(
             "train.dgpo_reference='guided' needs a model with true CFG, which sample.guidance_scale and "
             "sample.negative_prompt turn on"
         )
     multiple, fewest = size_multiple(model), fewest_steps(model)
-    for group in ("sample", "test"):
-        steps = getattr(options, group).num_steps
+    for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
-            problems.append(f"{group}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0")
-    for group in ("train", "test"):
-        resolution = getattr(options, group).resolution
+            problems.append(f"{name}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0")
+    for name, resolution in (("train", options.train.resolution), ("test", options.test.resolution)):
         if resolution % multiple:
-            problems.append(f"{group}.resolution={resolution} is not a multiple of {multiple}, as {model} needs")
+            problems.append(f"{name}.resolution={resolution} is not a multiple of {multiple}, as {model} needs")
     raise_if_any(problems)
-    if options.use_lora and options.train.lora_path is not None:
+    if options.train.lora_path is not None:
         find_lora(options.train.lora_path)
 
 
@@ -142,10 +134,9 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
     if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
+    promised = bool(visible) and visible != "-1"
     if visible is None and shutil.which("nvidia-smi"):
         promised = "GPU " in subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
-    else:
-        promised = bool(visible) and visible != "-1"
     if promised:
         raise ConfigError(
             f"this machine has GPUs, but torch {torch.__version__} sees none: update the driver or install a torch for it, "
@@ -174,14 +165,11 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         sized = [item for item in items if item.height is not None]
         if sized and options.item_size == "aspect":
             logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
-            continue
-        multiple = size_multiple(model) if sized else 0
-        for item in sized:
-            if min(item.height, item.width) < multiple:
-                raise DataError(
-                    f"item {item.item_id} of {where} has the size {item.height}x{item.width}, but both sides need at least "
-                    f"{multiple} pixels (config.item_size='exact')"
-                )
+        elif small := [item for item in sized if min(item.height, item.width) < size_multiple(model)]:
+            raise DataError(
+                f"item {small[0].item_id} of {where} has the size {small[0].height}x{small[0].width}, but both sides need at "
+                f"least {size_multiple(model)} pixels (config.item_size='exact')"
+            )
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:
@@ -216,16 +204,12 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     policy = policy_class(model)
     if length > policy.text_limit:
         raise ConfigError(f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed")
-    tokenizer = load_tokenizer(model)
-    prompts = sorted({item.prompt for item in items})
+    tokenizer, prompts = load_tokenizer(model), {item.prompt for item in items}
     lengths = [len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids) for prompt in prompts]
     longest = max(lengths, default=1)
     if length == 0:
         length = min(policy.text_limit, -(-longest // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
-        logger.info(
-            "max_sequence_length: %d text tokens for prompts of at most %d tokens (the model supports %d)",
-            length, longest, policy.text_limit,
-        )  # fmt: skip
+        logger.info("max_sequence_length: %d text tokens for prompts of at most %d tokens", length, longest)
     truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
     if truncated:
         logger.warning(
@@ -275,25 +259,17 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
     earlier = folder if checkpoint is None else checkpoint.parents[1]
     if not (earlier / "config.yaml").is_file():
         return prompts
-    described = dataclasses.replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    saved = _flat(options_to_dict(load_options(str(earlier / "config.yaml"))))
-    now = _flat(options_to_dict(dataclasses.replace(options, train=described)))
-    changed = [name for name in now if saved.get(name, now[name]) != now[name] and name not in _UNIMPORTANT]
-    for name in changed:
-        logger.warning("resuming with another config.%s: %r -> %r", name, saved[name], now[name])
-    bound = [f"config.{name} ({saved[name]!r} -> {now[name]!r})" for name in changed if name in _BOUND]
+    before, bound = load_options(str(earlier / "config.yaml")), []
+    for name in OPTIONS:
+        saved, now = (attrgetter(name)(each) for each in (before, options))
+        if saved != now and name not in _UNIMPORTANT:
+            logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
+            bound += [f"config.{name} ({saved!r} -> {now!r})"] if name in _BOUND else []
     if (earlier / "plan.json").is_file() and json.loads((earlier / "plan.json").read_text()).get("prompts", prompts) != prompts:
-        bound.append(f"config.dataset ({now['dataset']} holds other training prompts)")
+        bound.append(f"config.dataset ({options.dataset} holds other training prompts)")
     if bound and not options.resume_changed:
         raise ConfigError(
             f"{earlier} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
             "--config.resume_changed=True"
         )
     return prompts
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"train.resolution": 512, …}`` of nested options; dicts of rewards and their arguments stay whole."""
-    groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
-    flat = {name: value for name, value in values.items() if name not in groups}
-    return flat | {f"{group}.{name}": value for group, each in groups.items() for name, value in each.items()}

@@ -23,9 +23,7 @@ class Plan:
     sample_batch_size: int  # images per rollout batch on each process
     rollout_batches: int  # an epoch on each process, when all images have one size
     gradient_steps: int  # optimizer steps in one pass over the epoch's samples
-    samples_per_step: int  # images over all processes behind one optimizer step, before missing ones are left out
     train_batch_size: int  # images per training forward on each process
-    accumulation: int  # training micro-batches per optimizer step on each process (per trained noise step)
     notes: tuple[str, ...] = ()  # where the plan departs from the options, for the log
 
 
@@ -35,15 +33,13 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     A batch larger than a process's share of the epoch is first reduced to that share, so that adding processes does
     not change how many prompts an epoch has where it need not. ``gradient_steps`` is the objective's default.
     """
-    asked = options.sample.batch_size
-    wanted, k = options.sample.unique_sample_num_per_epoch, options.sample.num_images_per_prompt
+    sample, train = options.sample, options.train
+    asked, wanted, k = sample.batch_size, sample.unique_sample_num_per_epoch, sample.num_images_per_prompt
     batch = min(asked, max(1, wanted * k // num_processes))
     unit = num_processes * batch
     step = unit // math.gcd(unit, k)
     prompts = math.ceil(wanted / step) * step
     share = prompts * k // num_processes
-    steps = options.train.gradient_step_per_epoch or gradient_steps
-    per_step = math.ceil(prompts * k / steps)
     notes = []
     if batch != asked:
         notes.append(f"sample.batch_size {asked} exceeds a process's share; {batch} is used")
@@ -60,17 +56,14 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         samples_per_process=share,
         sample_batch_size=batch,
         rollout_batches=share // batch,
-        gradient_steps=steps,
-        samples_per_step=per_step,
-        train_batch_size=options.train.batch_size,
-        accumulation=math.ceil(per_step / num_processes / options.train.batch_size),
+        gradient_steps=train.gradient_step_per_epoch or gradient_steps,
+        train_batch_size=train.batch_size,
         notes=tuple(notes),
     )
 
 
 def samples_guided(options: RunOptions) -> bool:
-    """Whether images are sampled with true CFG, where the model has it: an objective with a guided reference learns to do
-    without."""
+    """Whether images are sampled with true CFG, where the model has it; a guided reference teaches the model to do without."""
     train = options.train
     return train.dgpo_reference != "guided" or get_objective(train.loss_type).group_weights is None
 

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -63,7 +62,6 @@ class Trainer:
         self.epochs_trained = 0  # by this process, since it was started
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
-        self.started = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)  # of each phase of the current epoch
 
     @property
@@ -97,18 +95,30 @@ class Trainer:
 
     def epoch(self) -> None:
         """Sample groups of images, score them, turn the scores into advantages, update the weights, log."""
+        run, state, progress = self.run, self.state, self.progress
         self.seconds, started = defaultdict(float), time.perf_counter()
         self._seed_everything()
-        samples, observer = self.state.sampler.samples(), SampleObserver()
-        with contextlib.closing(ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)) as queue:
+        samples, observer = state.sampler.samples(), SampleObserver()
+        with contextlib.closing(ScoreQueue(run.rewards.train, self.options.sample.reward_batch_size)) as queue:
             rollouts = self._sample(samples, queue, observer)
-            self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
+            with self._timed("train"):  # needs no scores, so it runs while the last images are scored
+                run.updater.prepare(rollouts)
+                if run.probe:
+                    run.probe.prepare()
             scores = self._scores(queue, len(samples.item_ids))
-        result = self._advantages(scores, samples, rollouts)
-        losses = self._update(rollouts, result)
-        observed = self._measure(rollouts, observer) | {"time/reward_overlap_fraction": queue.overlap_fraction}
-        observed |= of_epoch(scores, samples.item_ids, [bool(i.metadata.get("open")) for i in self.run.train_items])
-        self._finish_epoch(time.perf_counter() - started)
+        result = self._advantages(scores, rollouts)
+        with self._timed("train"):
+            losses = run.updater.run(rollouts, result.advantages, result.kept, progress.epoch, self._signaled)
+        with self._timed("health"):
+            observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
+            observed |= run.probe.measure() if run.probe else {}
+        observed |= of_epoch(scores, samples.item_ids, [bool(item.metadata.get("open")) for item in run.train_items])
+        observed["time/reward_overlap_fraction"] = queue.overlap_fraction
+        self.seconds["epoch"] = time.perf_counter() - started
+        progress.train_seconds += self.seconds["epoch"]
+        progress.epoch += 1
+        self.epochs_trained += 1
+        state.sampler.advance()
         self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
 
     # --- parts of an epoch ----------------------------------------------------------------------------------------------
@@ -126,36 +136,24 @@ class Trainer:
         self.seconds[phase] += time.perf_counter() - started
 
     def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts:
-        snapshot = self.run.objective.sampling_snapshot(self.state.step)
+        run, policy = self.run, self.state.policy
+        adapter = run.objective.sampling_snapshot(self.state.step)
 
         def on_images(images: list, numbers: list[int]) -> None:
-            for each in filter(None, (observer, self.run.features)):
+            for each in filter(None, (observer, run.features)):
                 each.add(images, numbers)
 
         try:
-            with self._timed("sample"), lora.snapshot(self.state.policy, snapshot) if snapshot else contextlib.nullcontext():
+            with self._timed("sample"), lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext():
                 return sample_epoch(
-                    self.state.policy,
-                    self.run.train_items,
-                    samples,
-                    queue,
-                    self.options,
-                    self.state.strategy,
-                    batch_size=self.run.plan.sample_batch_size,
-                    epoch=self.state.sampler.epoch,
-                    on_images=on_images,
+                    policy, run.train_items, samples, queue, self.options, self.state.strategy,
+                    batch_size=run.plan.sample_batch_size, epoch=self.state.sampler.epoch, on_images=on_images,
                     should_stop=lambda: self._signaled() or queue.failed(),
-                )
+                )  # fmt: skip
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
                 self._scores(queue, len(samples.item_ids))  # raises the error of the reward that failed
             raise
-
-    def _prepare(self, rollouts: Rollouts) -> None:
-        with self._timed("train"):
-            self.run.updater.prepare(rollouts)
-            if self.run.probe:
-                self.run.probe.prepare()
 
     def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
@@ -163,9 +161,7 @@ class Trainer:
         self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
-    def _advantages(
-        self, scores: Mapping[str, np.ndarray], samples: EpochSamples, rollouts: Rollouts
-    ) -> AdvantageResult:
+    def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         """Advantages from the rewards that have a weight; the others are only monitored."""
         train, trained, features = self.options.train, {name: scores[name] for name in self.run.rewards.weights}, None
         share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
@@ -178,12 +174,12 @@ class Trainer:
             )
         if self.run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
-            features = self.run.features.gathered(latents, len(samples.item_ids))
+            features = self.run.features.gathered(latents, len(rollouts.item_ids))
         try:
             return compute_advantages(
                 trained,
-                samples.item_ids,
-                [self.run.train_items[i].prompt for i in samples.item_ids],
+                rollouts.item_ids,
+                [self.run.train_items[i].prompt for i in rollouts.item_ids],
                 reward_weights=self.run.rewards.weights,
                 aggregate_fn=self.run.rewards.aggregate_fn,
                 global_std=self.options.sample.global_std,
@@ -195,23 +191,6 @@ class Trainer:
             )
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")
-
-    def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
-        with self._timed("train"):
-            return self.run.updater.run(rollouts, result.advantages, result.kept, self.progress.epoch, self._signaled)
-
-    def _measure(self, rollouts: Rollouts, observer: SampleObserver) -> dict[str, float]:
-        """Statistics of the images, and how far the weights are from the base model."""
-        with self._timed("health"):
-            observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
-            return observed | (self.run.probe.measure() if self.run.probe else {})
-
-    def _finish_epoch(self, seconds: float) -> None:
-        self.progress.epoch += 1
-        self.progress.train_seconds += seconds
-        self.seconds["epoch"] = seconds
-        self.epochs_trained += 1
-        self.state.sampler.advance()
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
         """Write and log the epoch's numbers, and look for signs of collapse."""
@@ -236,13 +215,11 @@ class Trainer:
 
     def _evaluate_if_due(self, finished: bool = False) -> None:
         epoch, frequency = self.progress.epoch, self.options.eval_freq
-        due = self.options.test.at_start if epoch == 0 else frequency > 0 and epoch % frequency == 0
+        due = finished or frequency > 0 and epoch % frequency == 0
         evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
-        if (finished or due) and epoch not in evaluated:
-            self._evaluate(time.perf_counter(), epoch)
-
-    def _evaluate(self, started: float, epoch: int) -> None:
-        folder = self.run.folder / "eval" / files.checkpoint_name(epoch)
+        if not due or epoch in evaluated:
+            return
+        folder, started = self.run.folder / "eval" / files.checkpoint_name(epoch), time.perf_counter()
         self._seed_everything()
         with self.state.averaged():
             metrics = evaluate(
@@ -308,7 +285,7 @@ class Trainer:
         except NonFiniteError as error:
             if error.weights_changed:
                 self._stop(str(error), save=False)
-            folder = self._write_checkpoint(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
+            folder = self.run.checkpoints.save(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
             self._stop(f"{error} State at that point: {folder}", save=False)
 
     def _stop(self, why: str, signal_number: int | None = None, save: bool = True) -> NoReturn:
@@ -321,21 +298,14 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint of the last finished epoch, unless there is one already."""
         if self.saved_epoch != self.progress.epoch:
-            self._write_checkpoint()
+            self.run.checkpoints.save()
             self.saved_epoch = self.progress.epoch
-
-    def _write_checkpoint(self, name: str | None = None) -> Path:
-        self.progress.elapsed, self.started = self._elapsed(), time.perf_counter()
-        return self.run.checkpoints.save(name)
-
-    def _elapsed(self) -> float:
-        return self.progress.elapsed + time.perf_counter() - self.started
 
     def _write(self, phase: str, metrics: Mapping[str, float]) -> None:
         """A row of metrics.jsonl, and the same numbers for the tracker."""
         if self.accelerator.is_main_process:
-            epoch = self.progress.epoch
-            head = {"epoch": epoch, "step": self.state.step, "time": self._elapsed(), "phase": phase}
-            self.run.metrics.write(head | {"train_time": self.progress.train_seconds} | dict(metrics))
+            epoch, seconds = self.progress.epoch, self.progress.train_seconds
+            head = {"epoch": epoch, "step": self.state.step, "train_time": seconds, "phase": phase}
+            self.run.metrics.write(head | dict(metrics))
             self.run.tracker.log(metrics, epoch)
         self.accelerator.wait_for_everyone()

@@ -59,13 +59,36 @@ class Updater:
     def prepare(self, rollouts: Rollouts) -> None:
         """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1; needs no
         scores (docs/method.md §6)."""
-        mode = self.options.train.old_log_prob
+        state, mode, size = self.state, self.options.train.old_log_prob, self.options.train.batch_size
         if not self.objective.needs_noise_steps or mode == "rollout":
             return
-        if self.state.recompute_old is None:
-            self.state.recompute_old = mode == "recompute" or self._deviates(rollouts)
-        if self.state.recompute_old:
-            self._recompute(rollouts)
+        batches = rollouts.batches(range(len(rollouts.samples)), size)
+        if state.recompute_old is None:
+            state.recompute_old = mode == "recompute" or self._deviates(rollouts, batches[0])
+        if not state.recompute_old:
+            return
+        for numbers, is_dummy in state.strategy.synced_batches(batches, np.array([0])):
+            recomputed = recompute_old(state.policy, rollouts.stack(numbers), self.options.speed.compile)
+            for place, number in enumerate([] if is_dummy else numbers):
+                steps = [step.select(slice(place, place + 1)) for step in recomputed.noise_steps]
+                rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
+
+    def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
+        """Whether the micro-batch ``numbers`` recomputes to something else than was recorded, by the objective's limit."""
+        policy, options = self.state.policy, self.options
+        if policy.dtype == torch.float32 and not options.speed.compile:
+            return False
+        steps = self._steps(Pass(rollouts, np.zeros(len(rollouts.item_ids)), epoch=0), numbers)
+        with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
+            each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
+        deviation = torch.stack(each, dim=1).mean().item()
+        off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
+        logger.log(
+            logging.WARNING if off else logging.INFO,
+            "what training recomputes of the first samples is off by %.1e of the limit (config.train.old_log_prob): old "
+            "log-probabilities are %s", deviation, "recomputed before each update" if off else "those of the rollout",
+        )  # fmt: skip
+        return off
 
     def run(
         self,
@@ -97,8 +120,7 @@ class Updater:
                 if chosen := chunk[kept[chunk]].tolist():
                     mine = [local[position] for position in chosen if position in local]
                     batches = rollouts.batches(mine, self.options.train.batch_size)
-                    weights = self._group_weights(data, batches)
-                    sums = self._backward(data, batches, weights, len(chosen), None if collected else should_stop)
+                    sums = self._backward(data, batches, len(chosen), None if collected else should_stop)
                     collected.append(self._optimizer_step(sums, epoch))
         self._check_weights()
         self._follow(every_step=False)
@@ -153,18 +175,14 @@ class Updater:
         ]
 
     def _backward(
-        self,
-        data: Pass,
-        batches: list[np.ndarray],
-        weights: Mapping[int, np.ndarray],
-        kept: int,
-        should_stop: Callable[[], bool] | None = None,
+        self, data: Pass, batches: list[np.ndarray], kept: int, should_stop: Callable[[], bool] | None = None
     ) -> dict[str, torch.Tensor]:
         """Gradients of all micro-batches, one step of the schedule at a time.
 
         Returns the sums of the loss and of this process's metrics / ``kept`` (maxima of ``*_max``), 0-dim each.
         """
         sums: dict[str, torch.Tensor] = {}
+        weights = self._group_weights(data, batches) if self.objective.group_weights else {}
         for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0]), should_stop):
             steps = self._steps(data, numbers)
             for place, step in enumerate(steps):
@@ -189,8 +207,6 @@ class Updater:
 
     def _group_weights(self, data: Pass, batches: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
-        if self.objective.group_weights is None:
-            return {}
         rollouts, train, rows = data.rollouts, self.options.train, []
         with torch.no_grad():
             for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
@@ -228,31 +244,3 @@ class Updater:
             state.ema.update(state.step)
         self._follow(every_step=True)
         return found | {"grad_norm": norm / strategy.accelerator.num_processes}
-
-    # --- old log-probabilities in low precision -------------------------------------------------------------------------
-
-    def _recompute(self, rollouts: Rollouts) -> None:
-        batches = rollouts.batches(range(len(rollouts.samples)), self.options.train.batch_size)
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
-            recomputed = recompute_old(self.state.policy, rollouts.stack(numbers), self.options.speed.compile)
-            for place, number in enumerate([] if is_dummy else numbers):
-                steps = [step.select(slice(place, place + 1)) for step in recomputed.noise_steps]
-                rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
-
-    def _deviates(self, rollouts: Rollouts) -> bool:
-        """Whether the first micro-batch recomputes to something else than was recorded, by the objective's limit."""
-        policy, options = self.state.policy, self.options
-        if policy.dtype == torch.float32 and not options.speed.compile:
-            return False
-        numbers = rollouts.batches(range(len(rollouts.samples)), options.train.batch_size)[0]
-        steps = self._steps(Pass(rollouts, np.zeros(len(rollouts.item_ids)), epoch=0), numbers)
-        with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
-            each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
-        deviation = torch.stack(each, dim=1).mean().item()
-        off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
-        logger.log(
-            logging.WARNING if off else logging.INFO,
-            "what training recomputes of the first samples is off by %.1e of the limit (config.train.old_log_prob): old "
-            "log-probabilities are %s", deviation, "recomputed before each update" if off else "those of the rollout",
-        )  # fmt: skip
-        return off

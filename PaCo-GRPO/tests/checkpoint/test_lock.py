@@ -6,11 +6,10 @@ import sys
 
 import pytest
 from forked_runs import REFUSED, message, run
-from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
+from tiny_run import ROOT, as_arguments, load_script, overrides_for
 
 from paco_grpo.checkpoint.files import lock_folder
 from paco_grpo.options import ConfigError
-from paco_grpo.training.build import build_run
 
 HOLD = """
 import sys
@@ -53,14 +52,6 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(trainer, tiny_flux_
 def test_all_processes_of_the_second_trainer_end(trainer, tiny_flux_dir, tmp_path):
     assert run(tiny_flux_dir, tmp_path, 2) == [REFUSED] * 2
     assert all("in use by another trainer" in message(tmp_path, rank) for rank in (0, 1))
-
-
-def test_a_run_that_fails_lets_go(tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path)
-    (tmp_path / "prompts" / "test_metadata.jsonl").write_text("{}\n")
-    for _ in range(2):
-        with pytest.raises(Exception, match="prompt"):
-            build_run(options)
 
 
 def test_a_lock_file_that_is_a_link_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from named import NAMES, load
 
 from paco_grpo.options import ConfigError, make_options
-from paco_grpo.training.checks import contradictions, raise_if_any
+from paco_grpo.training.checks import contradictions
 
 GOOD = [("dataset", "prompts"), ("train.reward_fn", "{'jpeg_compressibility': 1}")]
 
@@ -58,14 +58,10 @@ def test_all_problems_are_reported_at_once():
     lines = str(caught.value).splitlines()
     assert [line.partition("=")[0] for line in lines[:2]] == ["config.train.batch_size", "config.train.old_log_prob"]
     assert "'rollout'" in lines[1] and "config.seed" in lines[2]
-    with pytest.raises(ConfigError) as caught:
-        raise_if_any(contradictions(make_options({}, [("sample.noise_steps", "77")])))
-    assert [line.split(" ")[0] for line in str(caught.value).splitlines()] == [
-        "config.dataset", "config.train.reward_fn", "config.sample.noise_steps=(77,):",
-    ]  # fmt: skip
+    found = contradictions(make_options({}, [("sample.noise_steps", "77")]))
+    assert [line.split(" ")[0] for line in found] == ["dataset", "train.reward_fn", "sample.noise_steps=(77,):"]
 
 
-def test_misspelt_names_are_corrected():
-    wrong = [("train.reward_fn_kwargs.jpeg_compress.x", "1"), ("train.aggregate_fn_kwargs.reward_weights", "{'jpeg_compress': 1}")]
-    found = "\n".join(contradictions(make_options({}, [*GOOD, *wrong])))
-    assert found.count("Did you mean 'jpeg_compressibility'") == 2
+def test_a_misspelt_reward_is_corrected():
+    (found,) = contradictions(make_options({}, [*GOOD, ("train.reward_fn_kwargs.jpeg_compress.x", "1")]))
+    assert "Did you mean 'jpeg_compressibility'" in found

@@ -16,7 +16,7 @@ def pixels(image):
 
 
 def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
-    options = tiny_edit_options("toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs="1", test__at_start="True")
+    options = tiny_edit_options("toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs="1", eval_freq="1")
     train(options)
     run_dir = Path(options.save_dir) / options.run_name
     folder = run_dir / "eval" / "epoch_0001"

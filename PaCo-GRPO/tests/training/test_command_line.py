@@ -2,13 +2,10 @@
 
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,20 +37,6 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, n
     assert load_script("train").main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
-
-
-
-
-def test_the_first_command_of_the_readme(tmp_path, monkeypatch):
-    """Copied as it stands, but for the number of images."""
-    monkeypatch.chdir(ROOT)
-    page = Path("README.md").read_text()
-    command = re.search(r"train_flux\.sh (toy_t2is --config.run_name=first .*?)\n```", page, flags=re.DOTALL)[1]
-    name, *words = shlex.split(command.replace("\\\n", " "))
-    few = {"save_dir": tmp_path, "num_epochs": 1, "sample.num_images_per_prompt": 4, "test.num_images": 1, "test.resolution": 64}
-    words += [f"--config.{option}={value}" for option, value in few.items()]
-    assert load_script("train").main(["--config", f"config/grpo.py:{name}", *words]) == 0
-    assert (tmp_path / "first" / "checkpoints" / "epoch_0001").is_dir()
 
 
 def test_an_error_while_training_is_not_a_refused_start(monkeypatch, tiny_flux_dir, tmp_path, capsys):

@@ -32,7 +32,7 @@ def folder_of(config) -> Path:
 def finished(tiny_flux_dir, tmp_path_factory):
     """Three epochs without interruption, with evaluations; used by several tests, read only."""
     folder = tmp_path_factory.mktemp("finished")
-    config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, test__at_start=True, **THREE_EPOCHS)
+    config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, **THREE_EPOCHS)
     train(config)
     return config
 

@@ -89,7 +89,7 @@ def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
 
 def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
     runs = tmp_path / "runs"
-    for name in ("", "run", "mine"):
+    for name in ("", "run", "run", "mine"):  # the second time, the first one's lock is gone
         if name == "mine":
             (runs / "mine" / "notes").mkdir(parents=True)
         with pytest.raises(Exception, match="nowhere"):
