@@ -93,7 +93,7 @@ def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
         if name == "mine":
             (runs / "mine" / "notes").mkdir(parents=True)
         with pytest.raises(Exception, match="nowhere"):
-            build_run(tiny_options(tiny_flux_dir, tmp_path, run_name=name, dataset=tmp_path / "nowhere"))
+            build_run(tiny_options(tiny_flux_dir, tmp_path, save_dir=runs, run_name=name, dataset=tmp_path / "nowhere"))
     assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
 
 
