@@ -88,8 +88,8 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """The options in a file.
 
     Args:
-        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is what the file's ``get_config``
-            knows or, without one, a function of the file. Both return a ``ConfigDict``.
+        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
+            that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
         overrides: Pairs of dotted option name and text, as on the command line. Entries of a table are set one by one
             (``train.reward_fn.NAME``), or the whole table at once.
 
@@ -112,12 +112,12 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
 
 
 def _load_python(path: Path, name: str) -> ConfigDict:
-    names, arguments = runpy.run_path(str(path), run_name=_MODULE), [name] if name else []
-    function = names.get("get_config")
+    names = runpy.run_path(str(path), run_name=_MODULE)
+    function, arguments = names.get(name), []
+    if getattr(function, "__module__", "") != _MODULE or name.startswith("_") or name == "get_config":
+        function, arguments = names.get("get_config"), [name] if name else []
     if function is None:
-        function, arguments = names.get(name), []
-        if getattr(function, "__module__", "") != _MODULE:
-            raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
+        raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
     try:
         found = function(*arguments)
     except KeyError as error:

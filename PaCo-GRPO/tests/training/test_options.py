@@ -258,9 +258,6 @@ def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
                 build_run(options)
         else:
             latents[reference, text] = sampled(build_run(options))[1]
-    other = changes | {"train__loss_type": "awm", "train__dgpo_reference": "guided", "sample__negative_prompt": "' '"}
-    run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "awm", **other))
-    assert torch.equal(sampled(run)[1], latents["base", "' '"]), "another objective does not read it"
     never = latents["base", "None"]
     assert torch.equal(latents["guided", "' '"], never) and not torch.equal(latents["base", "' '"], never)
 
