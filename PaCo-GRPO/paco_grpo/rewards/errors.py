@@ -1,4 +1,4 @@
-"""The error of this room."""
+"""The exception that reward code raises."""
 
 
 class RewardError(RuntimeError):
