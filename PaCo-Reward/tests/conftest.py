@@ -24,7 +24,7 @@ def load(name: str, file: Path):
     return module
 
 
-fake_judge_module = load("paco_reward_fake_judge", HERE.parent / "judge" / "tests" / "fake_judge.py")
+load("paco_reward_fake_judge", HERE.parent / "judge" / "tests" / "fake_judge.py")
 tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
 pairing_tools = load("pairing_tools", HERE / "pairing_tools.py")
 training_tools = load("training_tools", HERE / "training_tools.py")
@@ -33,12 +33,6 @@ bench_tools = load("bench_tools", HERE / "bench_tools.py")
 world = pairing_tools.world
 bench, rank, examples, edits = bench_tools.bench, bench_tools.rank, bench_tools.examples, bench_tools.edits
 answering_judge = bench_tools.answering_judge
-
-
-@pytest.fixture(scope="session")
-def fake_judge():
-    """The HTTP judge of the judge package's tests, as a module."""
-    return fake_judge_module
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import sys
 import pytest
 from bench_tools import RANK_FOLDER, BrightnessJudge
 from evaluation import command_line
+from pairing_tools import fake_judge
 from PIL import Image
 
 from paco_eval.engines import make_engine, server_engine
@@ -138,7 +139,7 @@ def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_j
         assert (None in expected) == (model == judge_dir)
 
 
-def test_a_server_and_one_that_goes_away(fake_judge, edits, monkeypatch, capsys):
+def test_a_server_and_one_that_goes_away(edits):
     judge = fake_judge.FakeJudge(models=["PaCo-Reward-7B"])
     with judge:
         assert edits.main("--server", judge.url) == 0

@@ -11,7 +11,7 @@ import pytest
 from bench_tools import TASKS, BrightnessJudge, edit_lines
 from calculate_statistics import GROUPS, KINDS, group_table, parse_row, task_table
 from evaluation import command_line, load_bench
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -33,6 +33,7 @@ def share(rows, kind):
     return sum(right) / len(right) if right else float("nan")
 
 
+@settings(max_examples=40)
 @given(rows_of_results)
 def test_tables_of_random_results(rows):
     results = pd.DataFrame([{"model": "m"} | parse_row(row) for row in rows])
