@@ -249,7 +249,7 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
     """
     if known := KNOWN.get(model):
         modules = {name: _module(*module, dtype, device) for name, module in known.modules.items()}
-        tokenizers = {name: _tokenizer(tokens, modules) for name, tokens in known.tokenizers.items()}
+        tokenizers = {name: _tokenizer(tokens) for name, tokens in known.tokenizers.items()}
         scheduler = FlowMatchEulerDiscreteScheduler(**known.scheduler)
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
     folder = Path(model).expanduser()
@@ -297,7 +297,7 @@ def _module(class_name: str, config: Any, dtype: torch.dtype, device: torch.devi
         torch.set_default_dtype(before)
 
 
-def _tokenizer(tokens: Tokens, modules: dict[str, nn.Module]) -> Any:
+def _tokenizer(tokens: Tokens) -> Any:
     """Gives about as many tokens as the real one; every piece of text is ``<unk>``."""
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>"))
     # about 1.5 pieces per word with punctuation, close to what real tokenizers need for English
@@ -313,16 +313,8 @@ def _tokenizer(tokens: Tokens, modules: dict[str, nn.Module]) -> Any:
             transformers.PixtralImageProcessor(), made, chat_template=tokens.chat_template
         )
     if tokens.processor == "qwen2_vl":
-        vision = modules["text_encoder"].config.vision_config
-        sizes = {
-            "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2,
-            "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "min_pixels": 56 * 56,
-            "max_pixels": 28 * 28 * 1280,
-        }  # fmt: skip
-        return transformers.Qwen2VLProcessor(
-            transformers.Qwen2VLImageProcessor(**sizes), made, transformers.Qwen2VLVideoProcessor(**sizes),
-            chat_template="",
-        )  # fmt: skip
+        images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+        return transformers.Qwen2VLProcessor(images, made, videos, chat_template="")
     return made
 
 
