@@ -117,16 +117,14 @@ class JudgeScorer:
                     verdicts[index] = Verdict(None, str(error))
             if chats:
                 logits = self.first_token_logits(list(chats.values()))
-                answers = zip(logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True)
-                verdicts |= zip(chats, [self._verdict(*answer, top) for answer in answers], strict=True)
+                for index, row, p_yes in zip(chats, logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True):
+                    if not np.isfinite(row[[self.yes_id, self.no_id]]).all():
+                        verdicts[index] = Verdict(None, "the model's logits are not finite")
+                    elif np.isnan(p_yes):
+                        verdicts[index] = Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
+                    else:
+                        verdicts[index] = Verdict(float(p_yes))
         return [verdicts[index] for index in range(len(pairs))]
-
-    def _verdict(self, logits: np.ndarray, p_yes: float, top: int | None) -> Verdict:
-        if not np.isfinite(logits[[self.yes_id, self.no_id]]).all():
-            return Verdict(None, "the model's logits are not finite")
-        if np.isnan(p_yes):
-            return Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
-        return Verdict(float(p_yes))
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
         """The whole answer to each pair, greedily decoded: Yes or No, then reasons. Raises BadChat, UnreadableImage."""
@@ -165,13 +163,8 @@ class JudgeScorer:
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The text of a chat's messages, as the model's chat template renders it."""
-        return self.processor.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.processor.chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **CHAT_OPTIONS,
-        )
+        options = {"chat_template": self.processor.chat_template, "tokenize": False, "add_generation_prompt": True}
+        return self.processor.tokenizer.apply_chat_template(messages, **options, **CHAT_OPTIONS)
 
     def inputs(self, chats: Sequence[Chat]) -> Any:
         """Model inputs of B chats, padded on the left: input_ids (B, L), pixel_values, …"""
@@ -186,10 +179,10 @@ class JudgeScorer:
         return outputs.logits[:, -1].float().cpu().numpy()
 
     @torch.inference_mode()
-    def generate(self, chats: Sequence[Chat], max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """The greedy answers, (B, at most ``max_new_tokens``) token ids. ``options``: of transformers' ``generate``."""
+    def generate(self, chats: Sequence[Chat], max_new_tokens: int) -> torch.Tensor:
+        """The greedy answers, (B, at most ``max_new_tokens``) token ids."""
         inputs = self.inputs(chats)
-        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return ids[:, inputs["input_ids"].shape[1] :]
 
 

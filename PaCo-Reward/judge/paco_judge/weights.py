@@ -104,11 +104,18 @@ def main(path: str, *adapters: str) -> int:
             files = set(json.loads(Path(path, _INDEX).read_text())["weight_map"].values())
             if absent := sorted(name for name in files if not Path(path, name).is_file()):
                 raise WrongWeights(f"the weights in {path} lack the files {_some(absent)}")
-        config = json.loads(Path(path, "config.json").read_text()) if Path(path).is_dir() else None
-        if config is not None and (not config.get("architectures") or "quantization_config" in config):
-            print("they are quantized" if "quantization_config" in config else "config.json names no architecture")
-            return 3
-        model = _on_meta(path)
+        if Path(path).is_dir():
+            config = json.loads(Path(path, "config.json").read_text())
+            if "quantization_config" in config or not config.get("architectures"):
+                print("they are quantized" if "quantization_config" in config else "config.json names no architecture")
+                return 3
+        import transformers
+        from transformers.integrations import accelerate
+
+        # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
+        accelerate.is_accelerate_available = lambda *_: True
+        model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+        model = from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
         tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for folder in adapters:
             check_adapter(tensors, folder, tensors_in(path))
@@ -120,16 +127,6 @@ def main(path: str, *adapters: str) -> int:
         print(f"{type(error).__name__}: {first[:200]}")
         return 3
     return 0
-
-
-def _on_meta(path: str) -> "PreTrainedModel":
-    import transformers
-    from transformers.integrations import accelerate
-
-    # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
-    accelerate.is_accelerate_available = lambda *_: True
-    model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
-    return from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
 
 
 if __name__ == "__main__":
