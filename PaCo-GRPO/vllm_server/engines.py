@@ -180,10 +180,3 @@ def process_environment(engine: str, gpus: Sequence[str], environment: Mapping[s
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
         child.setdefault("GOMP_SPINCOUNT", "1000")  # threads would otherwise spin on cores that the trainer needs
     return child
-
-
-def gateway_command(settings: LaunchSettings, urls: Mapping[str, str]) -> list[str]:
-    """The gateway's command line, without the API key: everybody can read command lines. ``urls``: by served name."""
-    words = [sys.executable, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
-    words += ["--max-body-mb", str(settings.max_body_mb)]
-    return words + [word for name, url in urls.items() for word in ("--upstream", f"{name}={url}")]

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -119,8 +118,6 @@ def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequ
         where = ".".join(map(str, first["loc"]))
         message = f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; use vLLM for other requests"
         raise ApiError(message, param=str(first["loc"][0])) from invalid
-    if request.top_logprobs and not request.logprobs:
-        raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
     if (count := len(request.chat()[1])) > max_images:
         message = f"{count} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
         raise ApiError(message, param="messages")
@@ -308,9 +305,6 @@ def main() -> int:
     parser.add_argument("--max-body-mb", type=float, default=32)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # More threads would starve the HTTP side and the trainer on small machines.
-    threads = os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // 2))
     try:
         scorer = JudgeScorer.from_pretrained(arguments.model)
     except (OSError, ValueError) as error:

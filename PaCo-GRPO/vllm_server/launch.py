@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from vllm_server.engines import check_weights, choose_engine, engine_command, gateway_command, process_environment
+from vllm_server.engines import check_weights, choose_engine, engine_command, process_environment
 from vllm_server.plan import LaunchError, LaunchSettings, divide_gpus, read_models, visible_gpus
 from vllm_server.state import GATEWAY, Server, end, label_folder, locked, read, write
 
@@ -71,9 +71,13 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
     if gateway:
         print("Gateway in front")
         urls = {name: server.url for server in servers for name in server.names}
-        url, command = _local_url(settings.host, settings.port), gateway_command(settings, urls)
+        command = [sys.executable, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
+        command += ["--max-body-mb", str(settings.max_body_mb)]  # no key: everybody can read command lines
+        command += [f"--upstream={name}={url}" for name, url in urls.items()]
         # First, since it occupies the public port while models load.
-        servers.insert(0, Server(GATEWAY, "", url, GATEWAY, tuple(urls), (), command))
+        servers.insert(
+            0, Server(GATEWAY, "", _local_url(settings.host, settings.port), GATEWAY, tuple(urls), (), command)
+        )
     sys.stdout.flush()
     for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
         check_weights(model)

@@ -244,10 +244,6 @@ def divide_gpus(
             room = 0.6 * settings.gpu_memory_utilization * memory
             size = parallel_size(share, model.config, enough=model.weight_bytes / room)
             copies = share // size
-            notes.append(
-                f"{model.name}: VLLM_TP={size}, VLLM_REPLICAS={copies}, because its weights have "
-                f"{model.weight_bytes / 2**30:.1f} GiB and a GPU {memory / 2**30:.0f}"
-            )
         copies = copies or 1
         size = size or parallel_size(share // copies, model.config)
         own = tuple(gpus[first : first + min(share, size * copies)])

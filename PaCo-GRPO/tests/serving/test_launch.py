@@ -24,7 +24,7 @@ from paco_judge.questions import build_messages
 from vllm_server import engines
 from vllm_server.launch import launch
 from vllm_server.plan import LaunchError, LaunchSettings
-from vllm_server.state import Server, end, locked, runtime_root
+from vllm_server.state import Server, end, locked
 
 
 def test_launch_status_stop(shell):
@@ -99,7 +99,6 @@ def test_which_engine_serves(shell, monkeypatch, tmp_path):
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),
-        ({"VLLM_ENGINE": "vllm", "VLLM_PYTHON": "/nowhere/python"}, "/nowhere/python"),
         ({"PACO_RUNTIME_DIR": "{cwd}/open"}, "others can write"),
     ],
 )
@@ -198,16 +197,6 @@ def test_a_lock_that_is_a_link_is_not_emptied(tmp_path):
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
     with locked(tmp_path / "lock", "label"):
         assert (tmp_path / "precious").read_text() == "data"
-
-
-def test_state_outlives_a_login(tmp_path):
-    """XDG_RUNTIME_DIR vanishes at logout, old files vanish from /tmp; servers go on."""
-    login = {"XDG_RUNTIME_DIR": str(tmp_path / "login"), "HOME": str(tmp_path / "home")}
-    root = runtime_root(login)
-    assert root.parent == tmp_path / "home" / ".local" / "state" / "paco-rl" and root.stat().st_mode & 0o777 == 0o700
-    assert runtime_root(login | {"XDG_STATE_HOME": str(tmp_path / "state")}).parent == tmp_path / "state" / "paco-rl"
-    assert runtime_root(login | {"PACO_RUNTIME_DIR": str(tmp_path / "own")}) == tmp_path / "own"
-    assert not (tmp_path / "login").exists()
 
 
 def check_scores(shell, scorer, tiny, tolerance: float) -> None:

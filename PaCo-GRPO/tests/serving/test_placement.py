@@ -107,41 +107,28 @@ def planned(monkeypatch, model, two):
     monkeypatch.chdir(model.parent)
 
     def plan_of(**variables):
-        variables = {
-            "VLLM_MODEL_PATHS": "model",
-            "VLLM_MODEL_NAMES": "Judge",
-            "VLLM_PORT": str(free_port()),
-        } | variables
-        return {s.name: s for s in launch.make_plan(LaunchSettings.from_environment(variables), variables)}
+        one = {"VLLM_MODEL_PATHS": "model", "VLLM_MODEL_NAMES": "Judge", "VLLM_PORT": str(free_port())}
+        servers = launch.make_plan(LaunchSettings.from_environment(one | variables), one | variables)
+        return {server.name: server for server in servers}
 
     return plan_of
 
 
 def test_vllm_on_a_cpu(planned, model):
-    variables = {
-        "VLLM_HOST": "0.0.0.0",
-        "VLLM_EXTRA_ARGS": "--seed 3",
-        "VLLM_MAX_IMAGES": "5",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    (judge,) = planned(**variables).values()
+    variables = {"VLLM_HOST": "0.0.0.0", "VLLM_EXTRA_ARGS": "--seed 3", "VLLM_MAX_IMAGES": "5", "VLLM_LABEL": "a"}
+    (judge,) = planned(**variables, CUDA_VISIBLE_DEVICES="").values()
     words = judge.command[3:]  # after the interpreter, -c and the program
     assert words[:2] == ["serve", str(model)], "relative folders become absolute"
     assert option(words, "--host") == "0.0.0.0" and judge.url.startswith("http://127.0.0.1:")
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
-    environment = process_environment(
-        "vllm", (), variables | {"PYTHONPATH": "/nowhere", "VLLM_LABEL": "a", "VLLM_X": "b"}
-    )
-    assert not {*variables, "PYTHONPATH", "VLLM_LABEL"} - {"CUDA_VISIBLE_DEVICES"} & environment.keys()
+    assert option(words, "--allowed-media-domains") == "no/remote/media", "vLLM reads an empty list as every host"
+    assert option(planned(VLLM_MEDIA_HOSTS="a.b")["Judge"].command, "--allowed-media-domains") == "a.b"
+    environment = process_environment("vllm", (), variables | {"PYTHONPATH": "/nowhere", "VLLM_X": "b"})
+    assert not environment.keys() & {*variables, "PYTHONPATH"}
     assert environment["VLLM_X"] == "b" and environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
-
-
-def test_vllm_fetches_from_the_given_hosts_only(planned):
-    for hosts, option_is in (("", "no/remote/media"), ("a.b", "a.b")):  # vLLM reads an empty list as every host
-        assert option(planned(VLLM_MEDIA_HOSTS=hosts)["Judge"].command, "--allowed-media-domains") == option_is
 
 
 def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
@@ -170,7 +157,7 @@ def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
     assert option(judge, "--data-parallel-size") == "2" and "--enable-lora" not in judge
     assert option(other, "--lora-modules") == f"tuned={adapter}" and "--data-parallel-size" not in other
     assert servers["gateway"].names == ("Judge", "Other", "tuned")
-    assert f"tuned={servers['Other'].url}" in servers["gateway"].command
+    assert f"--upstream=tuned={servers['Other'].url}" in servers["gateway"].command
 
 
 SETTINGS = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/m/judge/"})
