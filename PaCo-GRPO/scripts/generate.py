@@ -102,7 +102,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
     """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None)."""
     require_promised_gpu(os.environ)
     check_items(options, {"given": items})
-    judge = None
+    adapter, judge = find_adapter(own.adapter) if own.adapter else None, None
     if own.best is not None and (own.best < 1 or not own.judge):
         raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
@@ -117,8 +117,8 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
         options = dataclasses.replace(options, max_sequence_length=text_length(options, [*sets[0], *sets[1]]))
     text_length(options, items)
     policy = load_generator(options, device)
-    if own.adapter:
-        add_lora(policy, lora_path=find_adapter(own.adapter))
+    if adapter:
+        add_lora(policy, lora_path=adapter)
     apply_speed(options, policy)
     return options, policy, judge
 
