@@ -1,5 +1,6 @@
 """Options from configuration files, the command line and saved runs."""
 
+import copy
 import shutil
 import textwrap
 from dataclasses import FrozenInstanceError, replace
@@ -162,6 +163,9 @@ def test_options_do_not_change_after_parsing():
         options.train.resolution = 64
     options.train.reward_fn["x"] = 1.0
     assert again.train.reward_fn == make_options({}).train.reward_fn == {}
+    copied = copy.deepcopy(config_dict())  # as configuration files do
+    copied.train.reward_fn = {"package.module:factory": 1.0}
+    assert make_options(copied.to_dict()).train.reward_fn == {"package.module:factory": 1.0}
     config_dict().train.reward_fn["x"] = 1.0
     assert config_dict().train.reward_fn.to_dict() == {}
 
