@@ -65,6 +65,10 @@ def check_run(options: RunOptions) -> Objective:
     if objective and objective.snapshots and not options.use_lora:
         problems.append(f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter")
     raise_if_any(problems)
+    if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
+        logger.warning("config.sample.num_images_per_prompt=1: images of different prompts are compared with each other")
+    if train.learning_rate == 0:
+        logger.warning("config.train.learning_rate=0: nothing is trained")
     check_model(options)
     return objective
 
@@ -163,12 +167,13 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         if problem:
             raise DataError(f"config.pretrained.model={model} {problem}")
         sized = [item for item in items if item.height is not None]
+        multiple = size_multiple(model) if sized else 0
         if sized and options.item_size == "aspect":
             logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
-        elif small := [item for item in sized if min(item.height, item.width) < size_multiple(model)]:
+        elif small := [item for item in sized if min(item.height, item.width) < multiple]:
             raise DataError(
                 f"item {small[0].item_id} of {where} has the size {small[0].height}x{small[0].width}, but both sides need at "
-                f"least {size_multiple(model)} pixels (config.item_size='exact')"
+                f"least {multiple} pixels (config.item_size='exact')"
             )
 
 

@@ -30,6 +30,13 @@ def test_contradiction_names_the_option(overrides, named):
     assert named in str(caught.value) and str(caught.value).startswith("config.")
 
 
+@pytest.mark.parametrize("overrides", [{"sample.num_images_per_prompt": "1", "sample.latents_per_prompt": "1"}, {"train.learning_rate": "0"}])
+def test_options_that_train_nothing_are_warned_about(tmp_path, caplog, overrides):
+    model = {"pretrained.model": str(small_files(tmp_path)), "test.reward_fn": "", "train.reward_fn": "{'ocr': 1}", "train.reward_fn_kwargs": ""}
+    check_run(load_named("toy_t2is", *(model | overrides).items()))
+    assert next(iter(overrides)) in caplog.text
+
+
 @pytest.mark.parametrize("name", ["kontext_editing", "ocr"])
 def test_a_missing_public_set_names_its_download(name):
     options = load_named(name, ("dataset", f"/nowhere/{Path(load_named(name).dataset).name}"))
