@@ -225,6 +225,7 @@ def test_the_transformers_engine_gives_the_scores_of_the_scorer(shell, judge_fol
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)  # a busy machine takes ten minutes to import vLLM
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
 def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer, tiny):
     real = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_START_TIMEOUT": "800"}
