@@ -75,6 +75,7 @@ JUDGE_TOKENS, JUDGE_PARAMETERS = 300, 8.3e9
 TEXT_TOKENS, ANSWER_TOKENS = 150, 100  # of a pair in judge training, besides its two images
 ROOT = Path(__file__).resolve().parents[2]
 DATASET = ROOT / "PaCo-GRPO" / "dataset" / "T2IS"
+PUBLISHED_JUDGE = ROOT / "PaCo-Reward" / "config" / "paco_reward_lora.yaml"
 PROMPT = "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. " * 4
 
 
@@ -765,21 +766,24 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory_gb", type=float, help="or its memory alone, as sold")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
     parser.add_argument(
-        "--judge", nargs="?", type=Path, const=ROOT / "PaCo-Reward" / "config" / "paco_reward_lora.yaml", metavar="YAML",
+        "--judge", nargs="?", type=Path, const=PUBLISHED_JUDGE, metavar="YAML",
         help="judge training with this file (default: the published one) and key=value instead of RL",
     )  # fmt: skip
     parser.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
     parser.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU (benchmarks/judge_load.py)")
     arguments, rest = parser.parse_known_args(given)
+    if arguments.judge and "=" in str(arguments.judge) and not arguments.judge.exists():  # --judge key=value
+        arguments.judge, rest = PUBLISHED_JUDGE, [str(arguments.judge), *rest]
     wrong: tuple[type[Exception], ...] = ConfigError, UnknownModelError, PolicyLoadError
     pairs = 0.0
     try:
         card, memory, flops = card_of(arguments)
         if arguments.judge:
+            wrong, name = (*wrong, ImportError, OSError), arguments.judge.stem
             from paco_reward.config import load_config
             from paco_reward.errors import PacoRewardError
 
-            wrong, name = (*wrong, PacoRewardError, OSError), arguments.judge.stem
+            wrong = (*wrong, PacoRewardError)
             found = estimate_judge(load_config(arguments.judge, rest), name, arguments.processes)
         else:
             options, name = read_options(rest)
@@ -790,7 +794,8 @@ def main(given: Sequence[str] | None = None) -> int:
             processes = arguments.gpus - (each if pairs else 0) if arguments.gpus else arguments.processes
             found = estimate(options, name, processes)
     except wrong as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = "; --judge needs PaCo-Reward in this environment (bash setup.sh)" * isinstance(error, ImportError)
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 - whatever the code raises on a GPU is the finding
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/paco_grpo/" in f.filename]

@@ -1,6 +1,7 @@
 """scripts/estimate.py: closed forms of FLOPs and memory on tiny models, planted defects that only CUDA shows, the command."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def test_parameters_of_a_judge(name, parameters, width, mlp, attention, layers):
     assert sum(p.numel() for p in model.parameters()) - trained == parameters
 
 
-def test_the_command_for_judge_training(tmp_path, capsys):
+def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
     text = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -223,3 +224,9 @@ def test_the_command_for_judge_training(tmp_path, capsys):
     assert estimate.main([*common, "lora_rnk=8"]) == 2
     assert "lora_rnk" in capsys.readouterr().err
     assert estimate.main(["--judge", str(tmp_path / "missing.yaml")]) == 2
+    assert "missing.yaml" in capsys.readouterr().err
+    assert estimate.main(["--judge", "lora_rnk=8"]) == 2
+    assert "lora_rnk" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "paco_reward.config", None)
+    assert estimate.main(["--judge"]) == 2
+    assert "PaCo-Reward" in capsys.readouterr().err
