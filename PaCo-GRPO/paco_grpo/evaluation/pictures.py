@@ -19,8 +19,8 @@ _TRACKED_IMAGES, _SHEET_PAIRS = 8, 24
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation's ``eval_data.jsonl``."""
-    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rows of an evaluation's ``eval_data.jsonl``; of bytes, since str.splitlines also splits at U+2028 in a prompt."""
+    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_bytes().splitlines()]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

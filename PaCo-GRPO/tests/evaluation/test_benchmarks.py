@@ -42,6 +42,11 @@ def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
         summarize_prompts(a, rows({0: [1.0]}))
 
 
+def test_a_prompt_may_hold_a_line_separator(tmp_path):
+    (tmp_path / "eval_data.jsonl").write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_rows(tmp_path) == [{"prompt": "a\u2028b"}]
+
+
 def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
     """Judge, OpenCLIP and PickScore; stopped after the first adapter, and continued."""
     config, checkpoint = trained_run.folder / "saved.yaml", trained_run.folder / "checkpoints" / "epoch_0002"
