@@ -79,7 +79,7 @@ def test_problems_of_options(world, tmp_path, change, named):
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: without idx, one file a line."""
     first = lines[0] | {"idx": None, "note": "a line\u2028separator"}  # not a line break in jsonl
-    file = write_lines(tmp_path / "lines.jsonl", [first | {"file": f"p0_{g}.png", "seed": g} for g in range(3)])
+    file = write_lines(tmp_path / "lines.jsonl", [first | {"image": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)])
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     (item,) = read_prompts(file, world / "grids", True)
     assert item.folder == "0000" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"

@@ -51,12 +51,19 @@ class PromptRow(Row):
     idx: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     theme: str | None = None
     split: Literal["train", "test", ""] | None = None
-    files: Files = Field([], validation_alias=pydantic.AliasChoices("image", "file", "images"))
+    image: Files = []
+    file: Files = []
+    images: Files = []
 
     @model_validator(mode="after")
     def _panels_match_the_layout(self) -> "PromptRow":
         split_prompt(self.prompt)
         return self
+
+    @property
+    def files(self) -> list[str]:
+        """Those of the first key that names any: tables write null into the others."""
+        return self.image or self.file or self.images
 
 
 class CandidateSet(Row):
