@@ -27,6 +27,12 @@ def test_order_two_against_numpy():
     np.testing.assert_allclose(found.item(), first + middle * -0.5, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("steps", "places"), [(None, range(9)), (1, [0, 8]), (3, [0, 3, 5, 8]), (8, range(9)), (20, range(9))])
+def test_fewer_steps_are_evenly_spaced_and_keep_the_ends(steps, places):
+    sigmas = torch.linspace(0.9, 0, 9)
+    assert torch.equal(Sampling(10, tail_steps=steps).tail(sigmas), sigmas[list(places)])
+
+
 def toy(**options):
     policy = ToyPolicy()
     conditioning = policy.encode([Item(i, str(i)) for i in (0, 1)])
