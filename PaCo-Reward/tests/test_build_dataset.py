@@ -172,6 +172,9 @@ def test_a_stopped_run_resumes_without_loss_or_repetition(world, tmp_path):
         assert needed < done < 2 * needed and all_bytes(tmp_path) == whole
         build(world, tmp_path, server=server.url, **setting)
         assert len(server.requests) == done
+        journal.write_bytes(b"[1]\n" + journal.read_bytes())
+        with pytest.raises(PacoRewardError, match=r"reasons\.jsonl"):
+            build(world, tmp_path, server=server.url, **setting)
 
 
 def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):

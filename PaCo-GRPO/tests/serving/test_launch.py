@@ -55,7 +55,12 @@ def test_an_activated_environment_with_nothing_but_vllm(shell):
     shell.environment |= {"PATH": f"{shell.vllm}/bin:/usr/bin:/bin", "CONDA_PREFIX": str(shell.vllm)}
     first = shell.launch().splitlines()[0]
     assert first.startswith("Engine: vllm") and str(shell.vllm) in first
-    assert [row["state"] for row in shell.status()] == ["healthy"]
+    broken = shell.folder.parent / "broken" / "state.json"
+    broken.parent.mkdir()
+    broken.write_text("[{")
+    assert [row["state"] for row in shell.status()] == ["healthy"]  # of the other label
+    assert shell.run("status.sh", "--json")[0] == 1
+    broken.unlink()
 
 
 def test_which_engine_serves(shell, monkeypatch, tmp_path):

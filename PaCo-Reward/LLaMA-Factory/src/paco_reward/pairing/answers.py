@@ -33,7 +33,7 @@ def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, tex
     """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
 
     A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. A warning says why there is none.
-    Raises PacoRewardError: The server gives no answers.
+    Raises PacoRewardError: The server gives no answers, or that file is damaged.
     """
     file = output / "work" / ("reasons.jsonl" if texts else "scores.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,10 @@ def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, tex
     with file.open("a+b") as journal:
         whole, _, _ = file.read_bytes().rpartition(b"\n")  # a kill may have cut the last line off
         journal.truncate(len(whole) + bool(whole))
-        known = {row["key"]: row["value"] for row in map(json.loads, whole.splitlines())}
+        try:
+            known = {row["key"]: row["value"] for row in map(json.loads, whole.splitlines())}
+        except (ValueError, LookupError, TypeError) as error:
+            raise PacoRewardError(f"{file} has a damaged line ({error}); remove that line to ask again") from error
         todo, errors = [one for one, key in keys.items() if key not in known], []
         for start in tqdm(range(0, len(todo), _PAIRS_AT_ONCE), desc=what, unit_scale=_PAIRS_AT_ONCE):
             own = todo[start : start + _PAIRS_AT_ONCE]
