@@ -4,8 +4,8 @@ repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="$repo/quickstart/out"
 seed=0 fresh="" stages=0 child="" overrides=()
 
-# parse ARGUMENT …    Sets seed, minutes, fresh and overrides; other arguments go to the function `other`, if there is one.
-parse() {
+# begin ARGUMENT …    Reads the arguments, prepares the environment and the folder `out`; results of the same settings are kept.
+begin() {
     while [[ $# -gt 0 ]]; do
         case "$1" in
             --seed=* | --minutes=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
@@ -20,10 +20,7 @@ parse() {
     done
     [[ "$seed" =~ ^[0-9]+$ ]] || { echo "--seed must be a whole number, not '$seed'" >&2; exit 2; }
     [[ "$minutes" =~ ^[0-9]+(\.[0-9]+)?$ ]] || { echo "--minutes must be a number, not '$minutes'" >&2; exit 2; }
-}
 
-# begin SETTING …     Prepares the environment and the folder `out`, whose results are kept if the settings are the same.
-begin() {
     bash "$repo/setup.sh"
     source "$repo/tools/python.sh" # glibc's settings
     export PATH="$repo/.venv/bin:$PATH" PYTHON="$repo/.venv/bin/python" VIRTUAL_ENV="$repo/.venv"
@@ -37,7 +34,7 @@ begin() {
     trap 'echo; echo "interrupted; run it again to continue" >&2; exit 130' INT TERM HUP
     trap end EXIT
     local settings
-    settings="$(printf '%s\n' "$@" "${overrides[@]}" | cat - "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml | sha256sum)"
+    settings="$(printf '%s\n' "$seed" "$minutes" "${overrides[@]}" | cat - "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml | sha256sum)"
     if [[ -n "$fresh" || "$(cat "$done_file.settings" 2>/dev/null)" != "$settings" ]]; then
         [[ -n "$fresh" || ! -e "$done_file" ]] || echo "other settings or configurations than last time: starting over"
         discard

@@ -9,14 +9,13 @@
 set -euo pipefail
 minutes=5 total=3
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-parse "$@"
 out="$out/editing" done_file="$out/done"
 discard() { rm -rf "$out"; }
 cleanup() { :; }
-begin "$seed" "$minutes"
+begin "$@"
 
 if stage edits 0.2 "World: render scenes and instructions"; then
-    run quickstart 1-edits python -m paco_toy.edits --seed "$seed" --out "$out/edits"
+    run quickstart 1-edits python -m paco_toy.build_world edits --seed "$seed" --out "$out/edits"
     finish
 fi
 if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
@@ -26,7 +25,7 @@ if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
     finish
 fi
 if stage report 0.2 "Report"; then
-    run quickstart 3-summary python -m paco_toy.summary "$out" --editing --seed "$seed"
+    run quickstart 3-summary python -m paco_toy.summary "$out" run --seed "$seed"
     run PaCo-GRPO 3-report python -m paco_grpo.report "$out/run" --title "RL of a toy editor" --out "$out/report.html"
     finish
 fi

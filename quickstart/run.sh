@@ -9,15 +9,15 @@
 set -euo pipefail
 minutes=6.5 total=6
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-parse "$@"
 done_file="$out/done"
 label="paco-quickstart-$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has other servers
 discard() { find "$out" -mindepth 1 -maxdepth 1 -not -name editing -exec rm -rf {} +; }
 stop_server() { (cd "$repo/PaCo-GRPO" && VLLM_LABEL="$label" bash vllm_server/stop.sh 9>&- >/dev/null 2>&1) || true; }
 cleanup() { stop_server; }
-begin "$seed" "$minutes"
+begin "$@"
 
-world="$out/world" drawn="$out/world/drawn" toy=../quickstart # as seen from PaCo-Reward and PaCo-GRPO
+world="$out/world" toy=../quickstart # as seen from PaCo-Reward and PaCo-GRPO
+toy_data=(python -m paco_toy.build_world --seed "$seed")
 pairs=(--grids $toy/out/world/drawn/grids --metadata $toy/out/world/drawn/metadata.jsonl
     --output $toy/out/world/reward_data --name toy_pairs --seed "$seed")
 tests=toy_pairs_full_test,toy_pairs_open_test,toy_pairs_none_test,toy_pairs_weak_test
@@ -25,14 +25,12 @@ accuracy=(paco-reward accuracy --model $toy/models/judge --dataset_dir $toy/out/
 
 if stage world 1 "World: render prompts and grids, build the judge's pairs"; then
     rm -rf "$world"
-    run quickstart 1-world python -m paco_toy.build_world --seed "$seed" --out "$world"
-    run quickstart 1-draw python -m paco_toy.reward_data draw --out "$drawn" --seed "$seed"
+    run quickstart 1-world "${toy_data[@]}" world --out "$world"
     run PaCo-Reward 1-sets paco-reward build-dataset "${pairs[@]}" --sets_only
-    run quickstart 1-annotate python -m paco_toy.reward_data annotate --out "$drawn" --sets "$world/reward_data/sets.jsonl"
+    run quickstart 1-annotate "${toy_data[@]}" annotate --out "$world/drawn" --sets "$world/reward_data/sets.jsonl"
     run PaCo-Reward 1-pairs paco-reward build-dataset "${pairs[@]}" \
         --rankings $toy/out/world/drawn/rankings.jsonl --reasons_file $toy/out/world/drawn/reasons.jsonl
-    run quickstart 1-finish python -m paco_toy.reward_data finish --out "$drawn" --data "$world/reward_data" \
-        --flux models/flux --seed "$seed"
+    run quickstart 1-finish "${toy_data[@]}" finish --out "$world/drawn" --data "$world/reward_data" --flux models/flux
     finish
 fi
 
@@ -90,7 +88,7 @@ fi
 stop_server
 
 if stage report 0.3 "Report"; then
-    run quickstart 6-summary python -m paco_toy.summary "$out" --seed "$seed"
+    run quickstart 6-summary python -m paco_toy.summary "$out" runs/toy_t2is_awm --seed "$seed"
     run PaCo-GRPO 6-report python -m paco_grpo.report "$out/runs/toy_t2is_awm" --title "PaCo-RL quickstart" \
         --judge "$out/judge_base.json" "$out/judge_lora.json" --stage-seconds "$out/stage_seconds.json" --out "$out/report.html"
     finish

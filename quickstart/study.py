@@ -3,20 +3,8 @@
     .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, with a judge of its own; 13 min each
     .venv/bin/python quickstart/study.py rewards                       # two runs at a time, judged by quickstart/out/judge
     .venv/bin/python quickstart/study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
-    .venv/bin/python quickstart/study.py objectives --seeds 0
+    .venv/bin/python quickstart/study.py objectives --seeds 0          # the six objectives with the quickstart's reward
     .venv/bin/python quickstart/study.py rewards --table               # no training: the table of finished runs
-
-rewards (`--runs` picks some)
-    base             no training
-    consistency      the judge's consistency alone
-    variety          the quickstart's reward: consistency times the judge's variety between images
-    naming_variety   a control without a judge's consistency: the oracle's share of panels that show what is named, times variety
-    kl_0.1, kl_0.5   consistency, with a KL weight of 0.1 or 0.5 instead of 0.02
-    entropy          consistency, with the perceptual-entropy bonus
-    gardo            consistency, with GARDO's factor on positive advantages
-    consistency_80, variety_80   80 epochs
-objectives
-    ppo, guard_grpo, flow_dppo, nft, awm, dgpo, each with the quickstart's reward
 
 The other judge of results.csv has another base, other pairs and another wording. In a second clone: `python -m toy_models.build
 judge --seed 7 --out ../quickstart/models` from tools/; `theme` and `pair` changed in PaCo-Reward/judge/paco_judge/questions.toml;
@@ -46,7 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from paco_toy.summary import MEASURES, commit, judge_id, judge_measures, policy_measures
@@ -87,9 +74,10 @@ OBJECTIVES = {
 LATENTS = {"train.diversity_features": "latents"}
 STUDIES = {
     "rewards": {
-        "base": Kind({}),
+        "base": Kind({}),  # no training
         "consistency": Kind(CONSISTENCY),
-        "variety": Kind(VARIETY),
+        "variety": Kind(VARIETY),  # as in the quickstart
+        # A control without a judge's consistency: the oracle's share of panels that show what is named.
         "naming_variety": Kind({f"{ORACLE}alignment": 1.0, "between_images": 8.0}),
         "kl_0.1": Kind(CONSISTENCY, {"train.beta": 0.1}),
         "kl_0.5": Kind(CONSISTENCY, {"train.beta": 0.5}),
@@ -145,11 +133,10 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
 def agreement_columns(folder: Path) -> dict[str, float]:
     """w, b and kappa of each judge, from ``agreement_command``'s results."""
     (found,) = json.loads((folder / "agreement" / "results.json").read_text())["agreement"].values()
-    columns = {}
+    values, columns = {"w": "within", "b": "between", "kappa": "kappa"}, {}
     for judge, reward in JUDGES.items():
-        if each := found.get(f"all, {reward}"):
-            values = {"w": "within", "b": "between", "kappa": "kappa"}
-            columns |= {f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each[key]}
+        each = found.get(f"all, {reward}") or {}
+        columns |= {f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each.get(key)}
     return columns
 
 
@@ -177,17 +164,13 @@ def read_results() -> pd.DataFrame:
 
 def keep(row: Mapping[str, Any]) -> None:
     """Add a finished run."""
-    known = read_results()
-    new = pd.DataFrame([row])
-    columns = [*known.columns, *(name for name in new.columns if name not in known.columns)]
-    pd.concat([known, new])[columns].to_csv(RESULTS, index=False, float_format="%.4f")
+    pd.concat([read_results(), pd.DataFrame([row])]).to_csv(RESULTS, index=False, float_format="%.4f")
 
 
 def mean_and_error(values: Sequence[float]) -> str:
     """Mean over seeds and its standard error from their spread; of one seed, the value alone."""
-    values = np.asarray(values, dtype=float)
-    values = values[~np.isnan(values)]
-    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    values = pd.Series(values, dtype=float).dropna()
+    error = f" ± {values.sem():.3f}" if len(values) > 1 else ""
     return f"{values.mean():+.3f}{error}" if len(values) else ""
 
 
@@ -219,19 +202,9 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train(
-    study: str,
-    todo: Sequence[tuple[str, int]],
-    judge: Path,
-    other: Path | None,
-    question: Path | None,
-    epochs: int,
-    jobs: int,
-) -> None:
-    """Train ``jobs`` runs at a time, one thread each, beside a server of each judge; each finished run becomes a row.
-
-    ``question``: the other judge's wording, if it has its own.
-    """
+def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> None:
+    """Train some runs at a time, one thread each, beside a server of each judge; each finished run becomes a row."""
+    judge, other, question = arguments.judge, arguments.other_judge, arguments.other_question
     other_options = {} if other is None else OTHER | ({"question": str(question.resolve())} if question else {})
     OUT.mkdir(parents=True, exist_ok=True)
     servers = []
@@ -255,14 +228,15 @@ def train(
                 subprocess.run(command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True)
 
             if name != "base":
-                run(["bash", "scripts/single_node/train_flux.sh", *arguments_of(name, STUDIES[study][name], seed, epochs)])
+                options = arguments_of(name, STUDIES[arguments.study][name], seed, arguments.epochs)
+                run(["bash", "scripts/single_node/train_flux.sh", *options])
             minutes = (time.monotonic() - began) / 60
             run(agreement_command(folder, seed, other_options))
         policy = policy_measures(folder) if name != "base" else {}
         more = {"minutes": minutes, "warnings": warnings_of(log.read_text(errors="replace"))}
-        return row_of(study, name, seed, judge_id(judge), policy, more | agreement_columns(folder))
+        return row_of(arguments.study, name, seed, judge_id(judge), policy, more | agreement_columns(folder))
 
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(arguments.jobs)
     try:
         for server in servers:
             subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
@@ -311,12 +285,11 @@ def main() -> None:
                 more = {"judge_accuracy": judged["judge"]["lora"]["accuracy"], "kendalltau": judged["rank"]["kendalltau"]}
                 keep(row_of(study, study, seed, "own", policy_measures(out / "runs" / "toy_t2is_awm"), more))
         elif todo:
-            other = (arguments.other_judge, arguments.other_question)
-            train(study, todo, judge, *other, arguments.epochs, arguments.jobs)
+            train(todo, arguments)
     results = read_results().query("study == @study")
     print(table(results))
-    for against in ("variety",) if study == "rewards" else ():
-        print(f"differences, paired by seed:\n\n{table(results, against)}")
+    if study == "rewards":
+        print(f"differences, paired by seed:\n\n{table(results, 'variety')}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Runs a command with a log: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
 
-While it runs, the last line of its output is shown, with a progress bar. Exit status: the command's. When it fails, its last
-lines are shown. When this process is ended, the command and everything it started end, too. The peak memory of
-all processes of the quickstart goes to `peak_mb` beside the folder of logs.
+While it runs, the last line of its output is shown, with a progress bar; when it fails, its last lines. When this process is
+ended, the command and everything it started end, too. The peak memory of the quickstart goes to `peak_mb` beside the logs.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def resident_mb() -> int:
 
 def last_lines(log: Path, count: int) -> list[str]:
     """The last lines of a log that are not empty; a progress bar rewrites its line with carriage returns."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 4000))
-        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
-    return [line for line in lines if line.strip()][-count:]
+    lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace")[-4000:])
+    return [line.strip() for line in lines if line.strip()][-count:]
 
 
 def with_bar(line: str) -> str:
@@ -67,7 +64,7 @@ def run(log: Path, command: list[str]) -> int:
         while process.poll() is None:
             if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
                 shown, peak = time.monotonic(), max(peak, resident_mb())
-                show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(last_lines(log, 1)[0].strip())}")
+                show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(*last_lines(log, 1))}")
             time.sleep(0.1)
     finally:
         for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ():
@@ -84,17 +81,12 @@ def run(log: Path, command: list[str]) -> int:
     return process.returncode if process.returncode >= 0 else 1
 
 
-def main() -> int:
-    """Command line; 130 when it was interrupted."""
+if __name__ == "__main__":
     with contextlib.suppress(AttributeError, OSError):  # SIGTERM when the parent dies, however it dies (Linux: PR_SET_PDEATHSIG)
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        return run(Path(sys.argv[1]), sys.argv[2:])
+        sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))
     except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.exit(130)

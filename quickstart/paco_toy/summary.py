@@ -1,4 +1,4 @@
-"""The quickstart's results in numbers: `python -m paco_toy.summary OUT [--editing]` writes summary.json and summary.txt there."""
+"""The quickstart's results in numbers: `python -m paco_toy.summary OUT RUN` writes summary.json and summary.txt to OUT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import math
 import platform
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import yaml
 
 from paco_judge.images import read_image
 from paco_toy.oracle import read_grids, read_prompt
-from paco_toy.world import ATTRIBUTES
+from paco_toy.world import ATTRIBUTES, read_jsonl
 
 REPO = Path(__file__).resolve().parents[2]
 # What an evaluation measures -> its label. Consistency is of full prompts only: open ones have agreement.
@@ -33,23 +32,24 @@ MEASURES = {
     "distinct": "panels differ in view",
 }
 EDIT_MEASURES = {"oracle_edit": "edit score, the reward", "oracle_followed": "instruction followed", "oracle_kept": "the rest is kept"}
-_RESAMPLES = 400  # of the prompts, for the standard error of the diversity
+LABELS = MEASURES | EDIT_MEASURES
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def oracle_scores(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray], float]]:
-    """What the oracle and the judge say of the images of an evaluation folder.
+def scores_of(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray], float]]:
+    """What the oracle and the judge say of the images of an evaluation folder; of an editor's, its rewards.
 
     Returns:
         Measure -> float64 (B,), NaN where it does not apply to the prompt; and the diversity of some of the images, int (N,): the
         mean of ``Reading.choice`` over the attributes that their prompts leave open, NaN if there is none.
     """
-    rows = read_rows(folder / "eval_data.jsonl")
+    rows = read_jsonl(folder / "eval_data.jsonl")
+
+    def rewards(name: str) -> np.ndarray:
+        return np.array([row["rewards"].get(name) for row in rows], dtype=np.float64)
+
+    if "oracle_edit" in rows[0]["rewards"]:
+        return {name: rewards(name) for name in EDIT_MEASURES}, lambda some: math.nan
     if any(row["file"] is None for row in rows):
         raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
     named = [read_prompt(row["prompt"])[0] for row in rows]
@@ -57,7 +57,7 @@ def oracle_scores(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.nda
     scores = {
         "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
         "agreement": reading.agreement(named),
-        "reward": np.array([row["rewards"].get("consistency_score") for row in rows], dtype=np.float64),
+        "reward": rewards("consistency_score"),
         "alignment": reading.alignment(named),
         "valid": reading.valid.mean(axis=1),
         "distinct": reading.distinctness(),
@@ -70,12 +70,7 @@ def oracle_scores(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.nda
     return scores, choice
 
 
-def _edit_scores(folder: Path) -> tuple[dict[str, np.ndarray], None]:
-    rows = read_rows(folder / "eval_data.jsonl")
-    return {name: np.array([row["rewards"].get(name) for row in rows], dtype=np.float64) for name in EDIT_MEASURES}, None
-
-
-def policy_measures(run: Path, scores_of: Callable = oracle_scores) -> dict[str, Any]:
+def policy_measures(run: Path) -> dict[str, Any]:
     """``before`` and ``after``: means of a run's first and last evaluation; ``change``: paired ``mean`` and ``stderr``; and facts.
 
     The evaluations have the same prompts and noise. The standard error of ``choice``, which is no mean over images, is over
@@ -87,13 +82,11 @@ def policy_measures(run: Path, scores_of: Callable = oracle_scores) -> dict[str,
     (before, choice_before), (after, choice_after) = scores_of(folders[0]), scores_of(folders[-1])
     count = len(next(iter(after.values())))
     found: dict[str, dict] = {"before": {}, "after": {}, "change": {}}
-    for name in {**MEASURES, **EDIT_MEASURES}:
-        if name == "choice" and choice_after and not math.isnan(choice_after(np.arange(count))):
-            first, last = choice_before(np.arange(count)), choice_after(np.arange(count))
-            rng = np.random.default_rng(0)
-            drawn = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
-            error = np.nanstd([choice_after(rows) - choice_before(rows) for rows in drawn])
-            change = last - first
+    for name in LABELS:
+        if name == "choice" and not math.isnan(last := choice_after(np.arange(count))):
+            first, rng = choice_before(np.arange(count)), np.random.default_rng(0)
+            drawn = (rng.integers(count, size=count) for _ in range(400))
+            change, error = last - first, np.nanstd([choice_after(rows) - choice_before(rows) for rows in drawn])
         elif name in after and not np.isnan(after[name]).all():
             first, last = np.nanmean(before[name]), np.nanmean(after[name])
             difference = after[name] - before[name]
@@ -104,18 +97,13 @@ def policy_measures(run: Path, scores_of: Callable = oracle_scores) -> dict[str,
         found["before"][name], found["after"][name] = float(first), float(last)
         found["change"][name] = {"mean": float(change), "stderr": float(error)}
     config = yaml.safe_load((run / "config.yaml").read_text())
-    facts = {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": count}
-    return found | facts | {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
-
-
-def edit_measures(run: Path) -> dict[str, Any]:
-    """The same of an editor's run, by the oracle's rewards in its evaluations."""
-    return policy_measures(run, _edit_scores)
+    found |= {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
+    return found | {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": count}
 
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
-    rows = [row["metrics"] for row in read_rows(path) if not row.get("error")]
+    rows = [row["metrics"] for row in read_jsonl(path) if not row.get("error")]
     values = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}  # None: NaN
     return {name: float(np.nanmean(value)) for name, value in values.items()} | {"items": len(rows)}
 
@@ -123,17 +111,14 @@ def rank_measures(path: Path) -> dict[str, float]:
 def judge_measures(out: Path) -> dict[str, Any]:
     """The judge's accuracy before and after its training, and its rankings."""
     judged = {name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")}
-    files = sorted((out / "rank_results").glob("*.jsonl"))
-    ranks = {path.stem == "histogram": rank_measures(path) for path in files}
+    ranks = {path.stem == "histogram": rank_measures(path) for path in (out / "rank_results").glob("*.jsonl")}
     return {"judge": judged, "rank": ranks[False] | {"histogram": ranks[True]}}
 
 
 def judge_id(folder: Path) -> str:
     """The first characters of the SHA-256 of a judge's weights."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:10]
+    weights = b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+    return hashlib.sha256(weights).hexdigest()[:10]
 
 
 def commit() -> str:
@@ -149,7 +134,7 @@ def commit() -> str:
         return "unknown"
 
 
-def table(summary: dict[str, Any], labels: dict[str, str]) -> str:
+def table(summary: dict[str, Any]) -> str:
     """The small table at the end."""
     lines = [f"{'':<42}{'before':<13}{'after':<13}change"]
 
@@ -166,7 +151,7 @@ def table(summary: dict[str, Any], labels: dict[str, str]) -> str:
     policy = summary["policy"]
     lines.append(f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px")
     for name, change in policy["change"].items():
-        add(f"  {labels[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
+        add(f"  {LABELS[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
     return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_rss_mb']} MB."])
 
 
@@ -174,7 +159,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of a quickstart")
-    parser.add_argument("--editing", action="store_true", help="of editing.sh, not of run.sh")
+    parser.add_argument("run", help="the training's folder in it")
     parser.add_argument("--seed", type=int, required=True)
     arguments = parser.parse_args()
     out = arguments.out
@@ -183,15 +168,13 @@ def main() -> None:
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
     summary = {
         "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,
-        "peak_rss_mb": int((out / "peak_mb").read_text()), "versions": versions,
+        "peak_rss_mb": int((out / "peak_mb").read_text()), "versions": versions, "policy": policy_measures(out / arguments.run),
     }  # fmt: skip
-    if arguments.editing:
-        summary["policy"] = edit_measures(out / "run")
-    else:
-        summary |= judge_measures(out) | {"policy": policy_measures(out / "runs" / "toy_t2is_awm"), "judge_id": judge_id(out / "judge")}
+    if "judge" in seconds:
+        summary |= judge_measures(out) | {"judge_id": judge_id(out / "judge")}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    (out / "summary.txt").write_text(table(summary, EDIT_MEASURES if arguments.editing else MEASURES) + "\n", encoding="utf-8")
+    (out / "summary.txt").write_text(table(summary) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,10 +3,8 @@
 A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in one
 view on white; an image is a 2x2 grid of panels. A full prompt names one character and four different views, so a consistent
 image shows that character four times, in different places. An open prompt leaves one or two attributes of the character open:
-there a consistent image is one whose panels agree on what is not named. The world's words ("colour", "centre") are part of prompts and of the
-committed weights, hence their spelling.
-
-S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
+there a consistent image is one whose panels agree on what is not named. "Colour" and "centre" are spelled as in the committed
+weights. S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -14,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+Random = np.random.Generator
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS = {
     "red": (0.86, 0.12, 0.12),
@@ -36,13 +36,13 @@ ATTRIBUTES = {"style": STYLES, "colour": tuple(COLOURS), "shape": SHAPES}  # of 
 POSITIONS = {"centre": (0.5, 0.5), "left": (0.34, 0.5), "right": (0.66, 0.5), "top": (0.5, 0.34), "bottom": (0.5, 0.66)}
 SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
 LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
+OPENINGS = tuple(o for n in (1, 2) for o in itertools.combinations(ATTRIBUTES, n))  # what a prompt can leave open
 # Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
 _SUPERSAMPLE = 3
 OPEN = ""  # an attribute that a prompt does not name
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
 KINDS = ("training character", "held-out character")  # of items: their category in the data sets
-_HELD_OUT_SEED, _HELD_OUT_COUNT = 20251204, 21  # part of the world, not of a run: the same characters for every seed
 
 
 @dataclass(frozen=True, order=True)
@@ -54,12 +54,7 @@ class Character:
     shape: str
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.style, self.colour, self.noun)))
-
-    @property
-    def noun(self) -> str:
-        """What a prompt calls it: the shape, or "character" where that is open."""
-        return self.shape or "character"
+        return " ".join(filter(None, (self.style, self.colour, self.shape or "character")))
 
     @property
     def left_open(self) -> tuple[str, ...]:
@@ -80,14 +75,14 @@ class View:
 
 CHARACTERS = tuple(Character(*c) for c in itertools.product(STYLES, COLOURS, SHAPES))
 VIEWS = tuple(View(*v) for v in itertools.product(SIZES, POSITIONS))
-
-
-@lru_cache(maxsize=1)
-def split_characters() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Indices into CHARACTERS: (for training, held out). Base models know all of them; LoRA and RL see only the first."""
-    order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(CHARACTERS))
-    held_out = tuple(sorted(int(i) for i in order[:_HELD_OUT_COUNT]))
-    return tuple(i for i in range(len(CHARACTERS)) if i not in set(held_out)), held_out
+CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
+VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
+ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each character has
+    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS]) for name, values in ATTRIBUTES.items()
+}
+# Indices into CHARACTERS, the same for every seed. Base models know all of them; LoRA and RL see only KNOWN.
+HELD_OUT = tuple(sorted(np.random.default_rng(20251204).permutation(len(CHARACTERS))[:21].tolist()))
+KNOWN = tuple(i for i in range(len(CHARACTERS)) if i not in HELD_OUT)
 
 
 def _polygon_distance(x: np.ndarray, y: np.ndarray, corners: np.ndarray) -> np.ndarray:
@@ -132,14 +127,7 @@ def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) ->
 
 
 def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """One panel.
-
-    Args:
-        side: Panel side in pixels.
-        jitter: Shift (x, y) as a share of the side.
-    Returns:
-        float32 (side, side, 3) in [0, 1].
-    """
+    """One panel, float32 (S, S, 3) in [0, 1]; jitter: shift (x, y) as a share of the side."""
     distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
@@ -154,10 +142,9 @@ def render_panel(character: Character, view: View, side: int, jitter: tuple[floa
     return image.reshape(side, _SUPERSAMPLE, side, _SUPERSAMPLE, 3).mean(axis=(1, 3))
 
 
-def random_jitter(rng: np.random.Generator) -> tuple[float, float]:
+def random_jitter(rng: Random) -> tuple[float, float]:
     """A shift (x, y) for ``render_panel``, uniform within ±JITTER of the panel's side."""
-    dx, dy = rng.uniform(-JITTER, JITTER, size=2)
-    return float(dx), float(dy)
+    return tuple(rng.uniform(-JITTER, JITTER, size=2).tolist())
 
 
 def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
@@ -165,15 +152,32 @@ def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
     return np.vstack([np.hstack(panels[:2]), np.hstack(panels[2:])])
 
 
+def render_grid(characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None) -> np.ndarray:
+    """Four panels as one (2S, 2S, 3) image; with ``rng``, each has a random jitter."""
+    jitters = [random_jitter(rng) if rng else (0.0, 0.0) for _ in characters]
+    return assemble_grid([render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)])
+
+
 def to_uint8(image: np.ndarray) -> np.ndarray:
     """Pixels in [0, 1] to uint8, rounded."""
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
+
+
+def to_image(image: np.ndarray, rng: Random | None = None) -> Image.Image:
+    """Pixels in [0, 1] as an image; with ``rng``, with light noise (up to 0.08) like a generator's."""
+    noise = rng.normal(scale=rng.uniform(0, 0.08), size=image.shape) if rng else 0
+    return Image.fromarray(to_uint8(image + noise))
 
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     """Writes one JSON object per line; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def with_article(thing: object) -> str:
@@ -183,7 +187,7 @@ def with_article(thing: object) -> str:
 
 def theme(character: Character) -> str:
     """The part of a prompt before its first panel label. It does not speak of open attributes."""
-    return f"2x2 grid layout depicting {with_article(character)}.The same {character.noun} throughout."
+    return f"2x2 grid layout depicting {with_article(character)}.The same {character.shape or 'character'} throughout."
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:
@@ -192,27 +196,18 @@ def grid_prompt(character: Character, views: list[View]) -> str:
     return f"{theme(character)} {panels}"
 
 
-def departed(character: int, rng: np.random.Generator, one_attribute: float = 0.75) -> int:
+def changed(character: Character, attribute: str, rng: Random) -> Character:
+    """The character with another value of an attribute."""
+    rest = [value for value in ATTRIBUTES[attribute] if value != getattr(character, attribute)]
+    return dataclasses.replace(character, **{attribute: str(rng.choice(rest))})
+
+
+def departed(character: int, rng: Random, one_attribute: float = 0.75) -> int:
     """Another character's index: with probability ``one_attribute`` one attribute changed, else any other character."""
     if rng.random() >= one_attribute:
         other = int(rng.integers(len(CHARACTERS) - 1))
         return other + (other >= character)
-    chosen = CHARACTERS[character]
-    attribute = list(ATTRIBUTES)[rng.integers(3)]
-    rest = [v for v in ATTRIBUTES[attribute] if v != getattr(chosen, attribute)]
-    return CHARACTER_INDEX[dataclasses.replace(chosen, **{attribute: str(rng.choice(rest))})]
-
-
-CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
-VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
-ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each character has
-    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS]) for name, values in ATTRIBUTES.items()
-}
-OPENINGS = tuple(
-    o for count in (1, 2) for o in itertools.combinations(ATTRIBUTES, count)
-)  # what a prompt can leave open
-# What the prompt sets leave open: not the shape, of which the base model draws hybrids (a third of the panels are invalid).
-PROMPT_OPENINGS = tuple(o for o in OPENINGS if "shape" not in o)
+    return CHARACTER_INDEX[changed(CHARACTERS[character], list(ATTRIBUTES)[rng.integers(3)], rng)]
 
 
 def opened(character: Character, attributes: Iterable[str]) -> Character:

@@ -7,32 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from paco_toy import reward_data
+from paco_toy import build_world
+from paco_toy.build_world import TESTS, TRAIN
 from paco_toy.oracle import read_prompt
-from paco_toy.reward_data import TESTS, TRAIN
-from paco_toy.world import ATTRIBUTES, CHARACTERS, LABELS, VIEWS, Character, split_characters
+from paco_toy.world import ATTRIBUTES, CHARACTERS, HELD_OUT, KNOWN, LABELS, VIEWS, Character
 
 FLUX = Path(__file__).resolve().parents[1] / "models" / "flux"
 PROMPTS = {"train": 40, "test": 10}
 
 
-def paco_reward(*arguments: object) -> None:
-    command = [str(Path(sys.executable).parent / "paco-reward"), "build-dataset", *map(str, arguments)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("world")
-    reward_data.draw(out, seed=3, prompts=PROMPTS)
-    build = ["--grids", out / "grids", "--metadata", out / "metadata.jsonl", "--output", out / "data", "--name", "toy_pairs"]
-    paco_reward(*build, "--sets_only")
-    ranked, sets = reward_data.annotate(out, out / "data" / "sets.jsonl")
+    build_world.draw(out, seed=3, prompts=PROMPTS)
+    build = [Path(sys.executable).with_name("paco-reward"), "build-dataset", "--grids", out / "grids"]
+    build += ["--metadata", out / "metadata.jsonl", "--output", out / "data", "--name", "toy_pairs"]
+    subprocess.run([*build, "--sets_only"], check=True)
+    ranked, sets = build_world.annotate(out, out / "data" / "sets.jsonl")
     assert 0.5 * sets < ranked < sets
-    paco_reward(*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl")
-    reward_data.finish(out, out / "data", FLUX, seed=3)
+    subprocess.run([*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl"], check=True)
+    build_world.finish(out, out / "data", FLUX, seed=3)
     return out
+
+
+def rows(built: Path, *names: str) -> list[dict]:
+    return [row for name in names for row in json.loads((built / "data" / f"{name}.json").read_text())]
 
 
 def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | None, str, str]]:
@@ -43,8 +42,9 @@ def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | 
         _, folder, *place = image.removesuffix(".png").split("/")
         return None if folder == "broken" else CHARACTERS[drawn[folder][int(place[0])][int(place[1])]]
 
-    rows = [row for name in names for row in json.loads((built / "data" / f"{name}.json").read_text())]
-    return [(*map(shown, row["images"]), row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
+    return [
+        (*map(shown, row["images"]), *(message["content"] for message in row["messages"])) for row in rows(built, *names)
+    ]
 
 
 def asked(question: str) -> Character | None:
@@ -58,14 +58,14 @@ def test_every_answer_is_true_of_the_two_images_as_they_are_shown(built, names):
     found = pairs(built, *names)
     assert len(found) >= 5 * PROMPTS["train" if TRAIN in names else "test"]
     for first, second, _, answer in found:
-        assert answer == reward_data.verdict(first, second)
+        assert answer == build_world.verdict(first, second)
         assert answer.startswith("Yes" if first == second and first else "No")
     yes = sum(answer.startswith("Yes") for *_, answer in found)
     assert yes == len(found) / 2
 
 
 def test_training_shows_training_characters_only_and_tests_name_held_out_ones(built):
-    known, held_out = ({CHARACTERS[c] for c in part} for part in split_characters())
+    known, held_out = ({CHARACTERS[c] for c in part} for part in (KNOWN, HELD_OUT))
     assert {c for first, second, *_ in pairs(built, TRAIN) for c in (first, second) if c} <= known
     assert all(asked(question) in held_out for *_, question, _ in pairs(built, TESTS[0]))
     assert {asked(question) for *_, question, _ in pairs(built, TRAIN)}.isdisjoint(held_out)
@@ -94,15 +94,12 @@ def test_no_pairs_differ_in_one_two_and_three_attributes_or_are_broken(built):
 
 
 def test_broken_panels_of_the_test_are_not_trained_on(built):
-    used = [
-        {image for name in names for row in json.loads((built / "data" / f"{name}.json").read_text()) for image in row["images"]}
-        for names in ((TRAIN,), TESTS)
-    ]
-    assert used[0].isdisjoint(used[1])
+    trained, tested = ({image for row in rows(built, *names) for image in row["images"]} for names in ((TRAIN,), TESTS))
+    assert trained.isdisjoint(tested)
 
 
 def test_the_same_seed_draws_the_same(tmp_path):
     for name in ("a", "b"):
-        reward_data.draw(tmp_path / name, seed=5, prompts={"train": 2})
+        build_world.draw(tmp_path / name, seed=5, prompts={"train": 2})
     for file in sorted(p for p in (tmp_path / "a").rglob("*") if p.is_file()):
         assert file.read_bytes() == (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes()

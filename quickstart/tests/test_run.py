@@ -4,15 +4,15 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-QUICKSTART = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 # Small shell scripts in the places of the real commands: they note that they were called and write what those write.
 NOTE = 'echo "$(basename "$0") $*" >> "$STATE/calls"\n'
 PYTHON = r"""
@@ -29,46 +29,49 @@ RL = NOTE + r"""
 [ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
 exit 0
 """
-ORDER = ["build_world", "reward_data draw", "--sets_only", "reward_data annotate", "--rankings", "reward_data finish", "accuracy",
-         "paco_reward.sh", "accuracy", "export", "eval_vllm", "histogram", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh",
-         "stop.sh", "paco_toy.summary", "paco_grpo.report", "stop.sh"]  # fmt: skip
+ORDER = ["build_world", "--sets_only", "annotate", "--rankings", "finish", "accuracy", "paco_reward.sh", "accuracy", "export",
+         "eval_vllm", "histogram", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary",
+         "paco_grpo.report", "stop.sh"]  # fmt: skip
+COMMANDS = {
+    "setup.sh": "",
+    ".venv/bin/python": PYTHON,
+    ".venv/bin/paco-reward": NOTE,
+    "PaCo-Reward/train/paco_reward.sh": NOTE,
+    "PaCo-GRPO/vllm_server/launch.sh": NOTE + 'touch "$STATE/serving"',
+    "PaCo-GRPO/vllm_server/stop.sh": NOTE + 'rm -f "$STATE/serving"',
+    "PaCo-GRPO/scripts/single_node/train_flux.sh": RL,
+    "PaCo-GRPO/config/grpo.py": "",
+    "PaCo-Reward/config/toy_reward_lora.yaml": "",
+    "PaCo-Reward/evaluation/Consistency_Rank/eval.py": "",
+}
 
 
 @pytest.fixture
 def repo(tmp_path):
     """A folder with our scripts' names in their places."""
-
-    def script(path: str, text: str) -> None:
+    for path, text in COMMANDS.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/bash\n{text}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-    (tmp_path / "quickstart/paco_toy").mkdir(parents=True)
-    (tmp_path / "tools").mkdir()
-    for name in ("run.sh", "common.sh"):
-        shutil.copy(QUICKSTART / name, tmp_path / "quickstart")
-    shutil.copy(QUICKSTART.parent / "tools" / "python.sh", tmp_path / "tools")
-    script("setup.sh", "")
-    script(".venv/bin/python", PYTHON)
-    script(".venv/bin/paco-reward", NOTE)
-    script("PaCo-Reward/train/paco_reward.sh", NOTE)
-    script("PaCo-GRPO/vllm_server/launch.sh", NOTE + 'touch "$STATE/serving"')
-    script("PaCo-GRPO/vllm_server/stop.sh", NOTE + 'rm -f "$STATE/serving"')
-    script("PaCo-GRPO/scripts/single_node/train_flux.sh", RL)
-    script("PaCo-GRPO/config/grpo.py", "")
-    script("PaCo-Reward/config/toy_reward_lora.yaml", "")
-    (tmp_path / "PaCo-Reward/evaluation/Consistency_Rank").mkdir(parents=True)
+        file.chmod(0o755)
+    for path in ("quickstart/run.sh", "quickstart/common.sh", "tools/python.sh"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / path, tmp_path / path)
     return tmp_path
 
 
-def environment(repo: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "REAL": sys.executable, "STATE": str(repo), "FAIL": "", "HANG": "", **more}
+def start(repo: Path, *arguments: str, **more: str) -> subprocess.Popen:
+    # Whoever started the tests in the background had some signals ignored, and bash keeps that.
+    command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh", *arguments]
+    env = {**os.environ, "REAL": sys.executable, "STATE": str(repo), "FAIL": "", "HANG": "", **more}
+    return subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def drive(repo: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "quickstart/run.sh", *arguments], cwd=repo, env=environment(repo, **more), check=False,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+def drive(repo: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    process = start(repo, *arguments, **more)
+    output, error = process.communicate(timeout=120)
+    return process.returncode, output, error
 
 
 def calls(repo: Path) -> list[str]:
@@ -77,64 +80,48 @@ def calls(repo: Path) -> list[str]:
     return text.splitlines()
 
 
-def running(repo: Path) -> list[int]:
+def running(repo: Path) -> list[psutil.Process]:
     """Processes that were started with our stand-in repository."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"STATE={repo}\0".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def hanging(repo: Path) -> subprocess.Popen:
-    """A run whose training does not end."""
-    # Whoever started the tests in the background had some signals ignored, and bash keeps that.
-    command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh"]
-    process = subprocess.Popen(command, cwd=repo, env=environment(repo, HANG="1"), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (repo / "hanging").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
+    return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("STATE") == str(repo)]
 
 
 def test_everything_once_then_nothing_then_fresh(repo):
-    done = drive(repo, "--seed", "3", "--minutes=2", "--config.num_epochs=2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--seed", "3", "--minutes=2", "--config.num_epochs=2")
+    status, output, error = drive(repo, *options)
+    assert status == 0, output + error
     made = calls(repo)
     assert len(made) == len(ORDER) and all(word in call for word, call in zip(ORDER, made, strict=True)), made
-    assert all("--seed 3" in made[i] for i in (0, 1, 2, 4, 5)) and "seed=3" in made[7] and "--config.seed=3" in made[15]
-    assert "--config.num_epochs=2" in made[15] and "--config.max_train_minutes=2" in made[15]
+    assert all("--seed 3" in made[i] for i in (0, 1, 3, 4)) and "seed=3" in made[6] and "--config.seed=3" in made[14]
+    assert "--config.num_epochs=2" in made[14] and "--config.max_train_minutes=2" in made[14]
     assert not (repo / "serving").exists() and running(repo) == []
-    assert "the table" in done.stdout and done.stdout.strip().endswith("quickstart/out/report.html")
-    assert done.stdout.count("/6] ") == 6
+    assert "the table" in output and output.strip().endswith("quickstart/out/report.html")
+    assert output.count("/6] ") == 6
 
-    again = drive(repo, "--seed", "3", "--minutes=2", "--config.num_epochs=2")
-    assert again.returncode == 0 and {call.split()[0] for call in calls(repo)} == {"stop.sh"}
-    assert again.stdout.count("done before") == 6
-    assert drive(repo, "--seed", "3", "--minutes=2", "--config.num_epochs=2", "--fresh").returncode == 0
+    status, output, _ = drive(repo, *options)
+    assert status == 0 and {call.split()[0] for call in calls(repo)} == {"stop.sh"}
+    assert output.count("done before") == 6
+    assert drive(repo, *options, "--fresh")[0] == 0
     assert len(calls(repo)) == len(ORDER)
-    assert "starting over" in drive(repo, "--seed", "4").stdout and len(calls(repo)) == len(ORDER)
+    assert "starting over" in drive(repo, "--seed", "4")[1] and len(calls(repo)) == len(ORDER)
     (repo / "PaCo-GRPO/config/grpo.py").write_text("beta = 0.1")
-    assert "starting over" in drive(repo, "--seed", "4").stdout
+    assert "starting over" in drive(repo, "--seed", "4")[1]
 
 
 def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
-    done = drive(repo, FAIL="1")
-    assert done.returncode == 3
-    assert "judge went away" in done.stderr and "5-rl.log" in done.stderr and "Traceback" not in done.stderr
+    status, _, error = drive(repo, FAIL="1")
+    assert status == 3
+    assert "judge went away" in error and "5-rl.log" in error and "Traceback" not in error
     assert not (repo / "serving").exists() and "stop.sh" in calls(repo)[-1]
-    assert drive(repo).returncode == 0
+    assert drive(repo)[0] == 0
     made = [call.split()[0] for call in calls(repo)]  # the server is started again, the judge is not trained again
     assert made == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python", "python", "stop.sh"]
 
 
 def test_interrupted_it_ends_everything_it_started(repo):
-    process = hanging(repo)
+    process, deadline = start(repo, HANG="1"), time.monotonic() + 120
+    while not (repo / "hanging").exists():  # its training does not end
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
     assert (repo / "serving").exists()
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
@@ -147,7 +134,7 @@ def test_a_taken_port_is_replaced(repo):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = drive(repo, PACO_QUICKSTART_PORT=port)
-    assert done.returncode == 0 and f"port {port} is taken" in done.stdout
+        status, output, _ = drive(repo, PACO_QUICKSTART_PORT=port)
+    assert status == 0 and f"port {port} is taken" in output
     trained = next(call for call in calls(repo) if "train_flux" in call)
     assert "consistency_score.base_url=http://127.0.0.1:" in trained and f":{port}" not in trained

@@ -6,47 +6,36 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 import study
 from paco_grpo.evaluation.agreement import agreement, pairs_of
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
-from paco_toy.summary import EDIT_MEASURES, MEASURES, edit_measures, policy_measures, table
-from paco_toy.world import (
-    CHARACTERS,
-    VIEWS,
-    assemble_grid,
-    grid_prompt,
-    opened,
-    random_jitter,
-    render_panel,
-    to_uint8,
-    write_jsonl,
-)
-
-CONFIG = "train: {resolution: 64}\ntest: {resolution: 128}\n"
+from paco_toy.summary import MEASURES, policy_measures, table
+from paco_toy.world import CHARACTERS, VIEWS, grid_prompt, opened, render_grid, to_image, write_jsonl
 
 
-def evaluation(run, epoch, characters, named, score):
-    """An evaluation of drawn images."""
+def evaluation(run, epoch, rewards, characters=None, named=None):
+    """An evaluation, of drawn images or of edits."""
+    (run / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
     folder = run / "eval" / f"epoch_{epoch:04d}"
     folder.mkdir(parents=True)
-    (run / "config.yaml").write_text(CONFIG)
-    rng, rows = np.random.default_rng(0), []
-    for number, (panels, character) in enumerate(zip(characters, named, strict=True)):
-        drawn = [render_panel(CHARACTERS[c], VIEWS[v], 32, random_jitter(rng)) for v, c in enumerate(panels)]
-        Image.fromarray(to_uint8(assemble_grid(drawn))).save(folder / f"{number:05d}.png")
-        row = {"file": f"{number:05d}.png", "prompt": grid_prompt(character, list(VIEWS[:4])), "rewards": {"consistency_score": score}}
-        rows.append(row)
+    rows = [{"prompt": "p", "rewards": each, "file": f"{i}.png"} for i, each in enumerate(rewards)]
+    for row, panels, character in zip(rows, characters or (), named or ()):
+        to_image(render_grid([CHARACTERS[c] for c in panels], VIEWS[:4], 32)).save(folder / row["file"])
+        row["prompt"] = grid_prompt(character, VIEWS[:4])
     write_jsonl(folder / "eval_data.jsonl", rows)
 
 
 def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     named = [CHARACTERS[0], CHARACTERS[0], opened(CHARACTERS[0], ("style", "colour")), opened(CHARACTERS[5], ("colour",))]
-    evaluation(tmp_path, 0, [[0, 0, 1, 1], [0, 1, 2, 3], [0, 5, 10, 15], [5, 5, 0, 0]], named, 0.4)
-    evaluation(tmp_path, 2, [[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 10, 10], [10, 10, 10, 10]], named, 0.6)
+    shown = {
+        0: [[0, 0, 1, 1], [0, 1, 2, 3], [0, 5, 10, 15], [5, 5, 0, 0]],
+        2: [[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 10, 10], [10, 10, 10, 10]],
+    }
+    for epoch, characters in shown.items():
+        evaluation(tmp_path, epoch, [{"consistency_score": 0.4 + epoch / 10}] * 4, characters, named)
     found = policy_measures(tmp_path)
     assert found["before"]["consistency"] == pytest.approx(1 / 6) and found["after"]["consistency"] == pytest.approx(3 / 4)
     agreement = {when: found[when]["agreement"] for when in ("before", "after")}
@@ -58,16 +47,14 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
 
 
 def test_the_change_of_edits_is_paired(tmp_path):
-    (tmp_path / "config.yaml").write_text(CONFIG)
     before, after = [0.0, 0.0, 1.0, 0.5], [1.0, 0.0, 1.0, 1.0]
     for epoch, scores in ((0, before), (7, [0.0] * 4), (12, after)):
-        rows = [{"prompt": "p", "rewards": {"oracle_edit": s, "oracle_followed": s, "oracle_kept": 1.0}} for s in scores]
-        write_jsonl(tmp_path / f"eval/epoch_{epoch:04d}/eval_data.jsonl", rows)
-    found = edit_measures(tmp_path)
+        evaluation(tmp_path, epoch, [{"oracle_edit": s, "oracle_followed": s, "oracle_kept": 1.0} for s in scores])
+    found = policy_measures(tmp_path)
     assert (found["before"]["oracle_edit"], found["after"]["oracle_edit"], found["epochs"]) == (0.375, 0.75, 12)
     stderr = np.subtract(after, before).std(ddof=1) / 2
     assert found["change"]["oracle_edit"] == pytest.approx({"mean": 0.375, "stderr": stderr})
-    assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_rss_mb": 100}, EDIT_MEASURES)
+    assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_rss_mb": 100})
 
 
 @pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"])

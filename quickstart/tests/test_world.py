@@ -1,4 +1,4 @@
-"""The shapes world and its oracle."""
+"""The shapes world, its oracle and its editing task."""
 
 import json
 from collections import Counter
@@ -9,50 +9,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts
+from paco_toy.edits import build_edits, judge_edits, oracle_edit, oracle_followed, oracle_kept, random_edit, read_edits
 from paco_toy.oracle import Reading, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
     CHARACTERS,
+    KNOWN,
     OPENINGS,
     VIEWS,
     Character,
-    assemble_grid,
     grid_prompt,
     opened,
-    random_jitter,
-    render_panel,
-    to_uint8,
+    render_grid,
+    to_image,
 )
 
-four_views = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4]))
+FOUR_VIEWS = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4]))
 
 
-def draw(characters, views, side, rng):
-    panels = [render_panel(CHARACTERS[c], VIEWS[v], side, random_jitter(rng)) for c, v in zip(characters, views)]
-    return Image.fromarray(to_uint8(assemble_grid(panels)))
+def draw(characters, views=(0, 3, 6, 9), side=32, seed=0):
+    rng = np.random.default_rng(seed)
+    return to_image(render_grid([CHARACTERS[c] for c in characters], [VIEWS[v] for v in views], side, rng))
 
 
-@given(st.integers(0, len(CHARACTERS) - 1), four_views)
-def test_prompts_are_read_back_and_cut_by_the_real_parser(character, views):
-    prompt = grid_prompt(CHARACTERS[character], [VIEWS[v] for v in views])
-    assert read_prompt(prompt) == (CHARACTERS[character], views)
+@given(st.sampled_from(CHARACTERS), st.sampled_from([(), *OPENINGS]), FOUR_VIEWS)
+def test_prompts_are_read_back_cut_by_the_real_parser_and_silent_on_what_is_open(character, attributes, views):
+    named = opened(character, attributes)
+    prompt = grid_prompt(named, [VIEWS[v] for v in views])
+    assert read_prompt(prompt) == (named, views)
     grid = split_prompt(prompt)
     assert (grid.rows, grid.cols) == (2, 2)
     assert [text.strip().rstrip(".") for text in grid.panels] == [str(VIEWS[v]) for v in views]
-
-
-@given(st.sampled_from(CHARACTERS), st.sampled_from(OPENINGS), four_views)
-def test_open_prompts_say_nothing_of_what_is_open(character, attributes, views):
-    prompt = grid_prompt(opened(character, attributes), [VIEWS[v] for v in views])
-    assert read_prompt(prompt) == (opened(character, attributes), views)
-    assert all(
-        getattr(character, name) not in split_prompt(prompt).theme.replace(".", " ").split() for name in attributes
-    )
-    assert len(split_prompt(prompt).panels) == 4
+    assert {getattr(character, name) for name in attributes}.isdisjoint(grid.theme.replace(".", " ").split())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -70,14 +63,9 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(0, len(CHARACTERS) - 1), min_size=4, max_size=4),
-    four_views,
-    st.sampled_from([32, 64]),
-    st.integers(0, 2**31),
-)
+@given(st.lists(st.integers(0, len(CHARACTERS) - 1), min_size=4, max_size=4), FOUR_VIEWS, st.sampled_from([32, 64]), st.integers(0, 2**31))
 def test_the_oracle_is_exact_on_clean_renderings(characters, views, side, seed):
-    reading = read_grids([draw(characters, views, side, np.random.default_rng(seed))])
+    reading = read_grids([draw(characters, views, side, seed)])
     assert reading.valid.all()
     assert reading.character.tolist() == [characters]
     assert reading.view.tolist() == [list(views)]
@@ -96,8 +84,7 @@ def stars(*colours, shape="star"):
 
 def reading_of(*grids):
     characters = np.array(grids)
-    views = np.tile(np.arange(4), (len(grids), 1))
-    return Reading(characters, views, characters >= 0)
+    return Reading(characters, np.tile(np.arange(4), (len(grids), 1)), characters >= 0)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +104,8 @@ def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, align
 
 
 def test_between_images_counts_what_other_images_of_the_prompt_show():
-    rng = np.random.default_rng(0)
     panels = [stars(*["red"] * 4), stars("red", "red", "blue", "blue"), stars(*["red"] * 4), stars(*["blue"] * 4, shape="cross")]
-    images = [draw(each, range(4), 32, rng) for each in panels]
+    images = [draw(each) for each in panels]
     open_prompt, full = grid_prompt(STAR, VIEWS[:4]), grid_prompt(CHARACTERS[0], VIEWS[:4])
     items = [Item(0, open_prompt), Item(0, open_prompt), Item(1, open_prompt), Item(0, open_prompt)]
     # Of the panels' pairs, half are equal; crosses are not what was asked for; an image alone is like no other.
@@ -147,3 +133,35 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
 def test_empty_or_flat_panels_are_invalid(level):
     reading = read_grids([Image.new("RGB", (64, 64), (level,) * 3)])
     assert not reading.valid.any() and reading.consistency()[0] == 0.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([16, 32, 64]))
+def test_edits_are_judged_exactly_on_clean_renderings(seed, side):
+    edit, *more = (random_edit(np.random.default_rng(seed + i), KNOWN, KNOWN) for i in range(5))
+    # Every other panel shows another character elsewhere.
+    others = [edit.result if i == edit.place or other.result == edit.characters[i] else other.result for i, other in enumerate(more)]
+    moved = [v if i == edit.place else VIEWS[(VIEWS.index(v) + 3) % len(VIEWS)] for i, v in enumerate(edit.views)]
+    scenes = [(edit.edited(), edit.views), (edit.characters, edit.views), (others, moved)]
+    images = [to_image(render_grid(*scene, side)) for scene in scenes]
+    followed, kept = judge_edits([*images, Image.new("RGB", (64, 64), "white")], [edit] * 4)
+    assert followed.tolist() == [1, 0, 1, 0]
+    assert kept.tolist() == [1, 1, 2 / 8, 0]
+
+
+def test_the_data_set_of_edits_and_their_rewards(tmp_path):
+    for folder in ("a", "b"):
+        build_edits(tmp_path / folder, seed=3, train=3, test=4)
+    items = load_prompts(tmp_path / "a", "test", "geneval_image")
+    assert [item.metadata["category"] for item in items] == ["training character", "held-out character"] * 2
+    edits = read_edits(items)
+    assert [item.prompt for item in items] == [edit.instruction for edit in edits]
+    references = [item.image for item in items]
+    assert {image.size for image in references} == {(128, 128)}
+    assert oracle_followed()(references, items).tolist() == [0] * 4
+    assert oracle_kept()(references, items).tolist() == [1] * 4
+    perfect = [to_image(render_grid(edit.edited(), edit.views, 32)) for edit in edits]
+    assert oracle_edit()(perfect, items).tolist() == [1] * 4
+    assert oracle_edit()(references, items).tolist() == [0] * 4
+    for file in ("train_metadata.jsonl", "test_metadata.jsonl", "images/test_0001.png"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

@@ -1,76 +1,53 @@
 """A terminal with the published models, all tiny, in its cache."""
 
-import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests")]
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), *(str(REPOSITORY / part / "tests") for part in ("PaCo-GRPO", "PaCo-Reward"))]
 
-from terminal import REPOSITORY, Terminal
+import fakes
+import tiny_judge
+from terminal import Terminal
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import build
 
-TOY = REPOSITORY / "quickstart" / "models"
-PUBLISHED = {
-    "black-forest-labs/FLUX.1-dev": TOY / "flux",
-    "black-forest-labs/FLUX.1-Kontext-dev": TOY / "flux_kontext",
-}
-JUDGES = (
-    "Qwen/Qwen2.5-VL-7B-Instruct",
-    "X-GenGroup/PaCo-Reward-7B",
-    "X-GenGroup/Paco-Reward-7B",
-    "google/gemma-3-4b-it",
-)
-
-
-def load(name: str, file: str):
-    """A module of PaCo-Reward's tests, registered by name."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "PaCo-Reward" / file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.modules.setdefault("paco_reward_fake_judge", fakes.fake_judge)  # its name in PaCo-Reward's tests
 
 
 @pytest.fixture(scope="session")
-def tiny_judge():
-    """The module that makes random judges and pairs."""
-    return load("tiny_judge", "tests/tiny_judge.py")
-
-
-@pytest.fixture(scope="session")
-def pairing_tools():
-    """The module with a model that judges by color."""
-    load("paco_reward_fake_judge", "judge/tests/fake_judge.py")
-    return load("pairing_tools", "tests/pairing_tools.py")
-
-
-@pytest.fixture(scope="session")
-def new_terminal(tmp_path_factory, tiny_judge):
-    """Makes a terminal whose ``vllm`` environment is the given folder."""
-    weights = tmp_path_factory.mktemp("weights")
+def published(tmp_path_factory) -> dict[str, Path]:
+    """Published name → folder of tiny weights of the same class."""
+    weights, toy = tmp_path_factory.mktemp("weights"), REPOSITORY / "quickstart" / "models"
     clip = Path(save_clip(weights / "clip"))
     judge = tiny_judge.save_answering(tiny_judge.save_judge(weights / "random"), weights / "judge")
-    published = PUBLISHED | dict.fromkeys(JUDGES, judge)
-    published["Qwen/Qwen-Image-Edit"] = build("qwen_image_edit", weights / "qwen")
-    published |= dict.fromkeys(("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"), clip)
+    return {
+        "black-forest-labs/FLUX.1-dev": toy / "flux",
+        "black-forest-labs/FLUX.1-Kontext-dev": toy / "flux_kontext",
+        "Qwen/Qwen-Image-Edit": build("qwen_image_edit", weights / "qwen"),
+        "Qwen/Qwen2.5-VL-7B-Instruct": judge,
+        "X-GenGroup/PaCo-Reward-7B": judge,
+        "X-GenGroup/Paco-Reward-7B": judge,
+        "google/gemma-3-4b-it": judge,
+        "yuvalkirstain/PickScore_v1": clip,
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": clip,
+    }
 
-    def make(vllm_environment: Path) -> Terminal:
-        terminal = Terminal(tmp_path_factory.mktemp("home"), vllm_environment)
-        for name, folder in published.items():
-            terminal.publish(name, folder)
-        return terminal
 
-    return make
+@pytest.fixture
+def terminal(published, tmp_path, request):
+    """A terminal of its own for each test.
 
-
-@pytest.fixture(scope="module")
-def terminal(new_terminal):
-    """A terminal whose ``vllm`` environment has no vLLM: the transformers engine serves, and the launcher says so."""
-    terminal = new_terminal(Path(sys.prefix))
+    Its environment ``vllm`` is the test's parameter, if it has one. Else there is no vLLM in it: the transformers engine
+    serves, and the launcher says so.
+    """
+    terminal = Terminal(tmp_path, getattr(request, "param", Path(sys.prefix)), published)
     yield terminal
     terminal.stop_servers()
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

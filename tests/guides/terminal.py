@@ -5,17 +5,34 @@ without a network. Published models are in the hub's cache under their names, as
 is no GPU: lines that select some select none. Everything else is the real thing.
 """
 
+import io
+import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+
+import pyarrow.parquet
+import tiny_judge
+from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REVISION = "0" * 40
-
+# What makes a training fit a laptop; the rest of each configuration is as published.
+TOY_SIZE = {
+    "num_epochs": 1, "mixed_precision": "no", "sample.num_steps": 6, "sample.num_images_per_prompt": 2,
+    "sample.unique_sample_num_per_epoch": 2, "train.resolution": 64, "test.num_steps": 2, "test.num_images": 2,
+    "test.resolution": 64,
+}  # fmt: skip
+TOY_JUDGE = {
+    "max_steps": 1, "global_batch_size": 8, "cutoff_len": 512, "image_max_pixels": 4096, "bf16": False,
+    "preprocessing_num_workers": 1, "dataloader_num_workers": 0, "lora_rank": 4, "plot_loss": False,
+}  # fmt: skip
+DATA_SETS = ("consistency_reward_cot_train", "sharegpt_editing_cot", "consistency_reward_cot_test")  # of the judge
 STAND_INS = r"""
 set -eo pipefail
 clean_path="$PATH"
@@ -34,56 +51,40 @@ git() {
 """
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Terminal:
     """Runs blocks of a guide with bash, one shell for each call; ``clone`` is the copy of the repository."""
 
-    def __init__(self, folder: Path, vllm_environment: Path) -> None:
-        self.clone, self.hub, environments = folder / "PaCo-RL", folder / "hub", folder / "environments"
-        copy_repository(self.clone)
+    def __init__(self, home: Path, vllm_environment: Path, published: Mapping[str, Path]) -> None:
+        self.clone, environments = home / "PaCo-RL", home / "environments"
+        self.clone.mkdir()
+        listed = "git ls-files -z --cached --others --exclude-standard"  # tracked and new files
+        copy = f"{listed} | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory={self.clone}"
+        subprocess.run(["bash", "-c", copy], cwd=REPOSITORY, check=True, stderr=subprocess.DEVNULL)
         environments.mkdir()
         for name in ("paco-grpo", "paco-reward"):
             (environments / name).symlink_to(sys.prefix)
         (environments / "vllm").symlink_to(vllm_environment)
+        for name, model in published.items():
+            entry = home / "hub" / f"models--{name.replace('/', '--')}"
+            (entry / "refs").mkdir(parents=True)
+            (entry / "refs" / "main").write_text(REVISION)
+            shutil.copytree(model, entry / "snapshots" / REVISION)
         keep = ("PATH", "PYTHONPATH", "LANG", "TMPDIR")
         self.environment = {name: os.environ[name] for name in keep if name in os.environ} | {
-            "HOME": str(folder),
-            "CLONE": str(self.clone),
-            "ENVIRONMENTS": str(environments),
-            "HF_HUB_CACHE": str(self.hub),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PACO_RUNTIME_DIR": str(folder / "run"),
-        }
-
-    def publish(self, name: str, model: Path) -> None:
-        """Put a folder of weights into the hub's cache under a published name."""
-        entry = self.hub / f"models--{name.replace('/', '--')}"
-        (entry / "refs").mkdir(parents=True)
-        (entry / "refs" / "main").write_text(REVISION)
-        shutil.copytree(model, entry / "snapshots" / REVISION)
-
-    def start(self, block: str, folder: str | Path = ".", **variables) -> subprocess.Popen:
-        """Start a block in ``folder`` of the clone."""
-        environment = self.environment | {name: str(value) for name, value in variables.items()}
-        return subprocess.Popen(
-            ["bash", "-c", STAND_INS + without_gpus(block)], cwd=self.clone / folder, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            "HOME": str(home), "CLONE": str(self.clone), "ENVIRONMENTS": str(environments), "PACO_RUNTIME_DIR": str(home / "run"),
+            "HF_HUB_CACHE": str(home / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
 
     def run(self, block: str, folder: str | Path = ".", **variables) -> str:
-        """Run a block to its end; returns what it printed. A failure fails the test."""
-        process = self.start(block, folder, **variables)
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output
-        return output
+        """Run a block in ``folder`` of the clone to its end; returns what it printed. A failure fails the test."""
+        block = re.sub(r"CUDA_VISIBLE_DEVICES=\S+", "CUDA_VISIBLE_DEVICES=", block)
+        environment = self.environment | {name: str(value) for name, value in variables.items()}
+        done = subprocess.run(
+            ["bash", "-c", STAND_INS + block], cwd=self.clone / folder, env=environment, start_new_session=True, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     def stop_servers(self) -> None:
         """Stop every server that was launched."""
@@ -91,16 +92,51 @@ class Terminal:
             self.run("conda activate paco-grpo\nbash vllm_server/stop.sh", "PaCo-GRPO", VLLM_LABEL=state.parent.name)
 
 
-def without_gpus(block: str) -> str:
-    """The block on a machine without GPUs."""
-    return re.sub(r"CUDA_VISIBLE_DEVICES=\S+", "CUDA_VISIBLE_DEVICES=", block)
+def check_learning(run: Path, reward: str) -> None:
+    """The judge's scores have reached the weights."""
+    before, trained, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert before["phase"] == after["phase"] == "eval" and trained[f"reward/{reward}_std"] > 0
+    assert trained["reward/missing_share"] == 0 and trained["train/grad_norm"] > 0
 
 
-def copy_repository(target: Path) -> None:
-    """The tracked and new files of the repository, as ``git clone`` gives them."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split("\0")
-    for name in filter(None, names):
-        if (REPOSITORY / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, target / name)
+def save_editing_set(folder: Path) -> None:
+    """What ``python dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        images = []
+        for shade in (40, 120, 200):
+            Image.new("RGB", (64, 64), (shade, 90, 60)).save(data := io.BytesIO(), "PNG")
+            images.append(data.getvalue())
+        columns = {"prompt": ["make the star blue", "make the star red", "make it green"], "image": images}
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet")
+
+
+def save_rank_bench(folder: Path) -> None:
+    """ConsistencyRank-Bench as it is downloaded, with two items: its images are in an archive."""
+    folder.mkdir()
+    names = ["a.png", "b.png", "c.png"]
+    ranks, prompts = [], []
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for index in range(2):
+            for place, name in enumerate(["reference.png", *names]):
+                tiny_judge.picture(10 * index + place).save(data := io.BytesIO(), "PNG")
+                archive.writestr(f"images/{index:04d}/{name}", data.getvalue())
+            ranks.append({"folder": f"{index:04d}", "ref_image": "reference.png", "comp_images": names})
+            ranks[-1]["rank_images"] = names[index:] + names[:index]
+            prompts.append({"idx": index, "prompt": "p", "criteria": {"style": {"a": "Same colors?"}}})
+    for file, rows in (("consistency_full_rank.jsonl", ranks), ("prompt_data.jsonl", prompts)):
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def save_edit_bench(folder: Path) -> Path:
+    """EditReward-Bench with one item of each dimension; returns its file."""
+    rows = []
+    for index, dimension in enumerate(["prompt_following", "consistency", "overall"]):
+        files = [f"{index}_{name}.png" for name in ("input", "better", "worse")]
+        for place, file in enumerate(files):
+            tiny_judge.picture(30 + place).save(folder / file)
+        rows.append({"key": ["better", "worse"], "instruction": "make it blue", "task_type": "color_alter"})
+        rows[-1] |= {"dimension": dimension, "input_image": files[0], "output_images": files[1:]}
+    file = folder / "edits.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

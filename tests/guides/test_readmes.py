@@ -10,16 +10,24 @@ import shutil
 import sys
 from pathlib import Path
 
+import pairing_tools
 import pytest
+import tiny_judge
 import yaml
+from fakes import free_port
 from PIL import Image
-from terminal import REPOSITORY, free_port
-from test_paco_grpo import TOY_SIZE, check_learning, save_editing_set
-from test_paco_reward import DATA_SETS, save_edit_bench, save_rank_bench
-from test_paco_reward import TOY_SIZE as TOY_JUDGE
+from terminal import (
+    DATA_SETS,
+    REPOSITORY,
+    TOY_JUDGE,
+    TOY_SIZE,
+    check_learning,
+    save_edit_bench,
+    save_editing_set,
+    save_rank_bench,
+)
 
-from paco_grpo.report import read_rows
-from paco_toy.reward_data import draw
+from paco_toy.build_world import draw
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +38,7 @@ REPLACED = {
         "bash setup.sh --vllm": f"bash setup.sh --help && ln -sfn {sys.prefix} .venv",  # installs: tools/tests/test_setup.py
         "bash quickstart/run.sh": "bash quickstart/run.sh --help",  # 12 minutes: quickstart/tests/test_whole.py
         "bash quickstart/editing.sh": "bash quickstart/editing.sh --help",  # 8 minutes: quickstart/tests/test_editing.py
-        "subfig_clipT.py": "subfig_clipT.py || true",  # no tiny weights have OpenCLIP's size: tests/guides/test_paco_grpo.py
+        "subfig_clipT.py": "subfig_clipT.py || true",  # no tiny weights have OpenCLIP's size: tests/guides/test_published.py
     },
     "PaCo-GRPO/README.md": {
         "bash setup.sh": "bash setup.sh --help",
@@ -49,7 +57,7 @@ REPLACED = {
         "--dataset NAME": "--dataset consistency_reward_cot_test",
         "--model NAME": "--model Paco-Reward-7B",
         "--output PaCo-Dataset --": "--output ranked_by_people --",  # the other way is tried in the block before
-        "--sets_only": "--sets_only && python -m paco_toy.reward_data annotate --out . --sets ranked_by_people/sets.jsonl",
+        "--sets_only": "--sets_only && python -m paco_toy.build_world annotate --out . --sets ranked_by_people/sets.jsonl",
         "--rankings ranked.jsonl": "--rankings rankings.jsonl",
         ".venv-vllm": ".venv",
         "--tensor_parallel_size 1 --gpu_memory_utilization 0.85": "--engine transformers",
@@ -106,25 +114,14 @@ def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=la
 
 
 @pytest.fixture
-def terminal(new_terminal):
-    """A clone of its own for each page: no server and no checkpoints of the page before."""
-    terminal = new_terminal(Path(sys.prefix))
-    yield terminal
-    terminal.stop_servers()
-
-
-@pytest.fixture
-def port(terminal, open_clip, tiny_judge) -> int:
+def port(terminal, open_clip) -> int:
     """Toy sizes and data in the clone; returns the judge's port."""
     port, clone = free_port(), terminal.clone
-    sizes = dict(option.removeprefix("--config.").split("=") for option in TOY_SIZE)
-    sizes = {name: int(value) if value.isdigit() else value for name, value in sizes.items() if name != "save_dir"}
-    text = TOY_CONFIG.replace("PORT", str(port)).replace("OPEN_CLIP", open_clip).replace("SIZES", repr(sizes))
+    text = TOY_CONFIG.replace("PORT", str(port)).replace("OPEN_CLIP", open_clip).replace("SIZES", repr(TOY_SIZE))
     published = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
     (clone / "PaCo-GRPO" / "config" / "grpo.py").write_text(published + text)
-    toy_judge = yaml.safe_load(TOY_JUDGE.replace("=", ": ").replace(" ", "\n").replace(":\n", ": "))
     for file in (REPOSITORY / "PaCo-Reward" / "config").glob("*.yaml"):
-        values = yaml.safe_load(file.read_text()) | toy_judge
+        values = yaml.safe_load(file.read_text()) | TOY_JUDGE
         (clone / "PaCo-Reward" / "config" / file.name).write_text(yaml.safe_dump(values))
     for name in DATA_SETS:
         tiny_judge.save_pairs(clone / "PaCo-Reward" / "PaCo-Dataset", 8, name)
@@ -155,19 +152,19 @@ def test_trainer(terminal, port):
     for command in EDITORS:  # also the guide's
         assert command in (trainer / "README.md").read_text()
         (run,) = (trainer / "runs").glob(f"{command.split()[-1]}*")
-        check_learning(read_rows(run / "metrics.jsonl"), "consistency_for_editing")
+        check_learning(run, "consistency_for_editing")
     assert (trainer / "evaluation" / "t2is" / "results.md").is_file() and (trainer / "generated" / "sheet.png").is_file()
 
 
-def test_judge(terminal, port, tiny_judge, pairing_tools):
+def test_judge(terminal, port):
     folder = terminal.clone / "PaCo-Reward"
     for number, name in enumerate(("a", "b", "c", "photo", "edit1", "edit2")):
         tiny_judge.picture(number).save(folder / f"{name}.png")
     (folder / "mine.txt").write_text("Are these two images alike?")
     draw(folder, seed=0, prompts={"train": 6, "test": 3})
     (folder / "metadata.jsonl").rename(folder / "prompts.jsonl")
-    save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench", tiny_judge)
-    save_edit_bench(folder / "evaluation" / "Edit-Bench", tiny_judge)
+    save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench")
+    save_edit_bench(folder / "evaluation" / "Edit-Bench")
     with pairing_tools.fake_judge.FakeJudge(pairing_tools.colour_model) as server:
         run_page(terminal, "PaCo-Reward/README.md", port, server.url)
     assert (folder / "scores.html").is_file()

@@ -10,7 +10,6 @@ from terminal import REPOSITORY
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.options import load_options, make_options, options_to_yaml
 
-CONFIG = REPOSITORY / "PaCo-GRPO" / "config"
 RESOLUTIONS = """
 # For simple tasks like GenEval, OCR, or PickScore:
 config.train.resolution = 256
@@ -72,59 +71,55 @@ config.test.reward_fn_kwargs = {
 """
 
 
-@pytest.fixture
-def paste(tmp_path):
+
+
+def paste(tmp_path, snippet, top=""):
     """Options of ``t2is`` with a snippet at the end of its function, and ``top`` at the top of the file."""
-
-    def paste(snippet, top=""):
-        indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
-        original = (CONFIG / "grpo.py").read_text()
-        file = tmp_path / "grpo.py"
-        file.write_text(top + original.replace("    return config\n", f"{indented}\n    return config\n", 1))
-        return load_options(f"{file}:t2is")
-
-    return paste
+    indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
+    original = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
+    file = tmp_path / "grpo.py"
+    file.write_text(top + original.replace("    return config\n", f"{indented}\n    return config\n", 1))
+    return load_options(f"{file}:t2is")
 
 
-def test_resolutions(paste):
-    options = paste(RESOLUTIONS)
-    assert (options.train.resolution, options.test.resolution) == (512, 1024)
+def weights(*values):
+    return dict(zip(("consistency_score", "subfig_clipT", "pickscore"), values, strict=True))
 
 
-@pytest.mark.parametrize(("snippet", "test"), [(REWARDS, (0.1, 1.5, 1)), (WEIGHTED, (0.2, 1, 1))])
-def test_rewards(paste, snippet, test):
-    options, names = paste(snippet), ("consistency_score", "subfig_clipT", "pickscore")
-    assert options.train.reward_fn == dict(zip(names, (0.2, 1, 1), strict=True))
-    assert options.test.reward_fn == dict(zip(names, test, strict=True))
+def judge(model, port):
+    return {"consistency_score": {"model": model, "port": port}}
 
 
-@pytest.mark.parametrize("port", [8000, 8001])
-def test_judges(paste, port):
-    options = paste(JUDGES.replace("8001", str(port)))
-    assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
-    assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": port}}
+@pytest.mark.parametrize(
+    ("snippet", "option", "train", "test"),
+    [
+        (RESOLUTIONS, "resolution", 512, 1024),
+        (REWARDS, "reward_fn", weights(0.2, 1, 1), weights(0.1, 1.5, 1)),
+        (WEIGHTED, "reward_fn", weights(0.2, 1, 1), weights(0.2, 1, 1)),
+        (JUDGES, "reward_fn_kwargs", judge("Paco-Reward-7B", 8000), judge("Gemma-3-4B-IT", 8001)),
+        (JUDGES.replace("8001", "8000"), "reward_fn_kwargs", judge("Paco-Reward-7B", 8000), judge("Gemma-3-4B-IT", 8000)),
+    ],
+)
+def test_options(tmp_path, snippet, option, train, test):
+    options = paste(tmp_path, snippet)
+    assert (getattr(options.train, option), getattr(options.test, option)) == (train, test)
 
 
-def standardized(values, std):
-    """(values − mean) / std."""
-    return (values - values.mean()) / std
+def weighted_advantages(a, b, every_a, every_b):
+    return 0.2 * (a - a.mean()) / every_a.std() + (b - b.mean()) / every_b.std()
 
 
 @pytest.mark.parametrize(
     ("snippet", "top", "expected"),
     [
         (MEAN, "", lambda a, b, every_a, every_b: np.sqrt(a * b)),
-        (
-            ADVANTAGES,
-            "",
-            lambda a, b, every_a, every_b: 0.2 * standardized(a, every_a.std()) + standardized(b, every_b.std()),
-        ),
+        (ADVANTAGES, "", weighted_advantages),
         ("config.train.aggregate_fn = summation_agg_fn\n", OWN, lambda a, b, every_a, every_b: a + b),
     ],
     ids=["mean", "advantages", "own"],
 )
-def test_aggregations(paste, snippet, top, expected):
-    options = paste(snippet, top)
+def test_aggregations(tmp_path, snippet, top, expected):
+    options = paste(tmp_path, snippet, top)
     described = replace(options, train=replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)))
     saved = make_options(yaml.safe_load(options_to_yaml(described)))
     one = {"p": np.array([0.1, 0.2]), "q": np.array([0.3, 0.4])}
@@ -132,6 +127,5 @@ def test_aggregations(paste, snippet, top, expected):
     every = [np.concatenate(list(groups.values())) for groups in (one, other)]
     for read in (options, saved):
         function = get_aggregate_fn(read.train.aggregate_fn, read.train.reward_fn)
-        result = function(consistency_score=one, subfig_clipT=other)
-        for prompt, values in result.items():
+        for prompt, values in function(consistency_score=one, subfig_clipT=other).items():
             np.testing.assert_allclose(values, expected(one[prompt], other[prompt], *every))

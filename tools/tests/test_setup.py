@@ -1,49 +1,37 @@
-"""setup.sh: choice of Python, messages when something is missing, and pins that name no host."""
+"""setup.sh and the scripts' choice of Python: messages when something is missing, and pins that name no host."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
+import venv
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 PINS = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+")
+# What setup.sh needs.
+FILES = [
+    "setup.sh", "PaCo-GRPO/pyproject.toml", "PaCo-Reward/judge/pyproject.toml", "PaCo-Reward/LLaMA-Factory/pyproject.toml",
+    "quickstart/pyproject.toml", "PaCo-Reward/LLaMA-Factory/setup.py", "PaCo-Reward/evaluation/requirements.txt",
+]  # fmt: skip
 
 
 def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_pins(path: Path) -> dict[str, str]:
-    return {normalized(name): version for name, version in (line.split("==") for line in path.read_text().split())}
-
-
-@pytest.fixture
-def clone(tmp_path):
-    """A clone without environments: only what setup.sh itself needs."""
+def test_other_pythons_are_refused_by_version(tmp_path):
     shutil.copytree(REPO / "constraints", tmp_path / "constraints")
-    folders = ("PaCo-GRPO", "PaCo-Reward/judge", "PaCo-Reward/LLaMA-Factory", "quickstart")
-    for name in ("setup.sh", *(f"{folder}/pyproject.toml" for folder in folders), "PaCo-Reward/LLaMA-Factory/setup.py",
-                 "PaCo-Reward/evaluation/requirements.txt"):  # fmt: skip
+    for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
-    return tmp_path
-
-
-def setup(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "PYTHON": sys.executable, **env}
-    command = ["bash", clone / "setup.sh", *arguments]
-    return subprocess.run(command, env=variables, check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
-
-
-def test_other_pythons_are_refused_by_version(clone):
-    path = clone / "fakepython"
-    path.write_text("#!/bin/sh\necho 3.13\n")
-    path.chmod(0o755)
-    done = setup(clone, PYTHON=str(path))
+    other = tmp_path / "fakepython"
+    other.write_text("#!/bin/sh\necho 3.13\n")
+    other.chmod(0o755)
+    done = subprocess.run(["bash", tmp_path / "setup.sh"], env=os.environ | {"PYTHON": str(other)}, capture_output=True, text=True,
+                          timeout=120, stdin=subprocess.DEVNULL, check=False)  # fmt: skip
     assert done.returncode == 1 and "3.11 or 3.12" in done.stderr and "3.13" in done.stderr
 
 
@@ -51,7 +39,46 @@ def test_other_pythons_are_refused_by_version(clone):
 def test_pins_are_names_and_versions_only_and_complete(tag):
     requirements = (REPO / "constraints/requirements.in").read_text().splitlines()
     wanted = {normalized(re.split(r"[=<>\[ ]", line)[0]) for line in requirements if line and line[0] != "#"}
-    assert wanted <= set(read_pins(REPO / f"constraints/{tag}.txt"))
     for name in (tag, f"vllm-{tag}"):
         lines = (REPO / f"constraints/{name}.txt").read_text().splitlines()
         assert len(lines) > 100 and [line for line in lines if not PINS.fullmatch(line)] == []
+        if name == tag:
+            assert wanted <= {normalized(line.split("==")[0]) for line in lines}
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A repository with a .venv and an environment next to it; both have the package ``ours``."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(REPO / "tools" / "python.sh", tmp_path / "tools")
+    for name in (".venv", "active"):
+        venv.create(tmp_path / name, symlinks=True)
+        (site,) = (tmp_path / name).glob("lib/python3*/site-packages")
+        (site / "ours.py").touch()
+    return tmp_path
+
+
+def chosen(clone: Path, *modules: str, **variables: str) -> subprocess.CompletedProcess:
+    code = 'set -euo pipefail; source "$0/tools/python.sh"; choose_python "$@"; echo "$PYTHON"'
+    variables = {"PATH": "/usr/bin:/bin"} | variables
+    command = ["bash", "-c", code, str(clone), *modules]
+    return subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_the_activated_environment_comes_before_the_repositorys(clone, variable):
+    active = {variable: str(clone / "active"), "PATH": f"{clone}/active/bin:/usr/bin:/bin"}
+    assert chosen(clone, "ours", **active).stdout == f"{clone}/active/bin/python\n"
+    assert chosen(clone, "ours").stdout == f"{clone}/.venv/bin/python\n"
+    assert chosen(clone, "ours", PYTHON=f"{clone}/.venv/bin/python", **active).stdout == f"{clone}/.venv/bin/python\n"
+
+
+def test_an_environment_without_the_package_is_passed_over_and_named(clone):
+    (clone / "theirs").mkdir()  # a folder in the working folder is no package
+    active = {"VIRTUAL_ENV": str(clone / "active"), "PATH": f"{clone}/active/bin:/usr/bin:/bin"}
+    next((clone / "active").glob("lib/python3*/site-packages/ours.py")).unlink()
+    found = chosen(clone, "ours", **active)
+    assert found.stdout == f"{clone}/.venv/bin/python\n" and f"{clone}/active/bin/python" in found.stderr
+    for variables in (active, {"PYTHON": f"{clone}/.venv/bin/python"}):
+        missing = chosen(clone, "theirs", **variables)
+        assert missing.returncode == 2 and "theirs" in missing.stderr and "setup.sh" in missing.stderr

@@ -24,30 +24,6 @@ from toy_models import flux, judge, kontext
 MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 110.0, "flux_kontext": 25.0}
 
 
-def build(name: str, models: Path, seconds: float, seed: int) -> None:
-    """Trains and saves one model."""
-    folder = models / name
-    if name == "vae":
-        flux.new_vae(seconds, seed).save_pretrained(models / "flux" / "vae")
-    elif name == "judge":
-        processor = judge.world_processor()
-        model = judge.new_judge(processor, seed)
-        judge.train(model, judge.CaptionBatches(processor, seed), seconds)
-        model.save_pretrained(folder)
-        # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
-        file = folder / "model.safetensors"
-        save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
-        processor.save_pretrained(folder)
-    elif name == "flux":
-        pipe = flux.new_pipeline(AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32), seed)
-        flux.train(pipe, seconds, seed)
-        pipe.to(torch.bfloat16).save_pretrained(folder)
-    else:
-        pipe = kontext.new(models, seed)
-        kontext.train(pipe, seconds, seed)
-        pipe.to(torch.bfloat16).save_pretrained(folder)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,8 +35,27 @@ def main() -> None:
     name, models = arguments.model, arguments.out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(1)
-    build(name, models, 60 * (arguments.minutes or MINUTES[name]), arguments.seed)
-    for path in (*(models / name).rglob("config.json"), *(models / name).glob("model_index.json")):
+    folder, seconds, seed = models / name, 60 * (arguments.minutes or MINUTES[name]), arguments.seed
+    if name == "vae":
+        flux.new_vae(seconds, seed).save_pretrained(models / "flux" / "vae")
+    elif name == "judge":
+        processor = judge.world_processor()
+        model = judge.new_judge(processor, seed)
+        judge.train(model, judge.CaptionBatches(processor, seed), seconds)
+        model.save_pretrained(folder)
+        # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
+        file = folder / "model.safetensors"
+        save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+        processor.save_pretrained(folder)
+    else:
+        if name == "flux":
+            pipe = flux.new_pipeline(AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32), seed)
+            flux.train(pipe, seconds, seed)
+        else:
+            pipe = kontext.new(models, seed)
+            kontext.train(pipe, seconds, seed)
+        pipe.to(torch.bfloat16).save_pretrained(folder)
+    for path in (*folder.rglob("config.json"), *folder.glob("model_index.json")):
         # without the folders in which the weights were built
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))

@@ -195,15 +195,8 @@ def image_ids(side: int) -> torch.Tensor:
     return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
 
 
-def velocity(
-    pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float
-):
-    """The transformer's prediction (B, N, C) for image tokens at times (B,).
-
-    Args:
-        text: Token ids (B, L) of the texts.
-        ids: Positions (N, 3) of the image tokens.
-    """
+def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float):
+    """The transformer's prediction (B, N, C) for image tokens, with positions (N, 3), at times (B,); text: token ids (B, L)."""
     return pipe.transformer(
         hidden_states=tokens, timestep=t, guidance=torch.full((len(t),), guidance),
         pooled_projections=pipe.text_encoder(text).pooler_output,

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from paco_judge.questions import theme_question
-from paco_toy.reward_data import verdict
+from paco_toy.build_world import verdict
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTERS,
@@ -32,6 +32,7 @@ from paco_toy.world import (
     STYLES,
     VIEWS,
     Character,
+    changed,
     departed,
     theme,
     with_article,
@@ -57,11 +58,8 @@ CHAT_TEMPLATE = (
 CAPTION_ONE = "What does the image show?"
 CAPTION_TWO = "What do the two images show?"
 COMPARISON = "What do the two images have in common?"
+PRESENCE = "Does the image show something {}? Answer Yes or No."
 _PIXELS = 56 * 56  # every image becomes 4 x 4 patches of 14 px, merged to 4 tokens
-
-
-def _caption_one(character: Character) -> str:
-    return f"A {character}."
 
 
 def _caption_two(first: Character, second: Character) -> str:
@@ -73,10 +71,6 @@ def _in_common(first: Character, second: Character) -> str:
     if len(shared) == 3:
         return "Everything."
     return f"Only {' and '.join(shared)}." if shared else "Nothing."
-
-
-def _presence_question(thing: str) -> str:
-    return f"Does the image show something {thing}? Answer Yes or No."
 
 
 def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
@@ -106,8 +100,8 @@ def world_processor() -> Qwen2_5_VLProcessor:
     for i, character in enumerate(CHARACTERS):
         other = CHARACTERS[(i * 37 + 11) % len(CHARACTERS)]
         texts += [theme_question(theme(character)), verdict(character, character), verdict(character, other)]
-        texts += [_caption_one(character), _caption_two(character, other)]
-    texts += [_presence_question(thing) for thing in (*STYLES, *COLOURS, *SHAPES)]
+        texts += [f"A {character}.", _caption_two(character, other)]
+    texts += [PRESENCE.format(thing) for thing in (*STYLES, *COLOURS, *SHAPES)]
     return new_processor(texts, 512 - len(SPECIAL_TOKENS))
 
 
@@ -153,15 +147,14 @@ class CaptionBatches:
             second = (first, departed(first, self.rng), second)[self.rng.integers(3)]
             return [first, second], COMPARISON, _in_common(character, CHARACTERS[second])
         if kind < 0.3:
-            return [first], CAPTION_ONE, _caption_one(character)
+            return [first], CAPTION_ONE, f"A {character}."
         if kind < 0.8:
             second = first if self.rng.random() < 0.25 else second
             return [first, second], CAPTION_TWO, _caption_two(character, CHARACTERS[second])
         attribute = list(ATTRIBUTES)[self.rng.integers(3)]
-        shown = getattr(character, attribute)
-        others = [value for value in ATTRIBUTES[attribute] if value != shown]
-        asked = shown if self.rng.random() < 0.5 else str(self.rng.choice(others))
-        return [first], _presence_question(asked), "Yes." if asked == shown else "No."
+        is_shown = self.rng.random() < 0.5
+        asked = getattr(character if is_shown else changed(character, attribute, self.rng), attribute)
+        return [first], PRESENCE.format(asked), "Yes." if is_shown else "No."
 
     def panel(self, character: int) -> torch.Tensor:
         """A panel of a character in any view and size, with noise of up to 0.08: uint8 (3, S, S)."""
@@ -187,9 +180,8 @@ class CaptionBatches:
 def chat_prompt(processor: Qwen2_5_VLProcessor, question: str, images: int) -> str:
     """The text before an answer to a question about images."""
     content = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-    return processor.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": "user", "content": content}]
+    return processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def train(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, seconds: float) -> None:

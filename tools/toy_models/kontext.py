@@ -96,12 +96,6 @@ class PanelProbes(nn.Module):
         return {"asked": 0.5 * sum(found) / len(found), "shape": 0.3 * sum(shapes) / len(shapes)}
 
 
-def _panel_tokens(values: np.ndarray, side: int) -> torch.Tensor:
-    """Values of panels (B, 4), row-major, repeated for their tokens: (B, 4·P²) for panels of P x P tokens (``side``)."""
-    grid = torch.from_numpy(values).unflatten(1, (2, 2))
-    return grid.repeat_interleave(side, 1).repeat_interleave(side, 2).flatten(1)
-
-
 def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
     """Trains transformer and text encoders for a wall-clock time; they end with averaged weights."""
     latents = LatentCache(pipe.vae, tuple(_BATCH), seed)
@@ -126,8 +120,9 @@ def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
             return velocity(pipe, torch.cat([noisy, seen], dim=1), t, text, ids, GUIDANCE)[:, : clean.shape[1]]
 
         errors = flow_errors(predict, clean, pipe.scheduler.config)
-        asked = _panel_tokens(np.eye(4, dtype=np.float32)[[edit.place for edit in edits]], side // 8)
-        shape = _panel_tokens(before % len(SHAPES), side // 8)
+        of_tokens = torch.arange(4).unflatten(0, (2, 2)).repeat_interleave(side // 8, 0).repeat_interleave(side // 8, 1).flatten()
+        asked = torch.eye(4)[[edit.place for edit in edits]][:, of_tokens]  # (B, N): the panel of each token
+        shape = torch.from_numpy(before % len(SHAPES))[:, of_tokens]
         weight = 1 + (ASKED_WEIGHT - 1) * asked
         drawing = (errors.mean(dim=2) * (weight / weight.mean())).mean()
         return {f"drawing {2 * side}px": drawing} | probes.losses(asked.repeat(1, 2), shape.repeat(1, 2))

@@ -6,14 +6,14 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes import free_port
+from terminal import REPOSITORY, TOY_SIZE
 
-REPO = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
@@ -36,16 +36,16 @@ def place(tmp_path):
     and keeps build leftovers out of the repository. Both are removed afterwards: an environment takes gigabytes.
     """
     copy = tmp_path / "clone"
-    run(["git", "clone", "-q", "--depth", "1", f"file://{REPO}", copy], tmp_path)
+    run(["git", "clone", "-q", "--depth", "1", f"file://{REPOSITORY}", copy], tmp_path)
     uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
     run([uv, "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "env"], tmp_path)
     python = tmp_path / "env" / "bin" / "python"
 
     def pip(arguments: list[str], folder: Path) -> None:
         # Without our constraints: what a user who follows the guide gets is what has to work.
-        certificates = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
-        index = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
-        run([uv, "pip", "install", "-q", "--python", python, *arguments], folder, **certificates, **index)
+        names = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
+        variables = {name: os.environ[own] for name, own in names.items() if own in os.environ}
+        run([uv, "pip", "install", "-q", "--python", python, *arguments], folder, **variables)
 
     pip(["setuptools", "wheel"], tmp_path)
     yield copy, python, pip
@@ -61,44 +61,35 @@ def test_paco_reward(place):
     run([python, "-c", "import paco_judge.client, paco_reward.overlay, scipy, torchvision"], copy)
 
 
-def test_paco_grpo(place, tmp_path):
+def test_paco_grpo(place, published, open_clip, tmp_path):
     copy, python, pip = place
-    folder = copy / "PaCo-GRPO"
+    folder, port = copy / "PaCo-GRPO", free_port()
+    judge, clip = published["X-GenGroup/PaCo-Reward-7B"], published["yuvalkirstain/PickScore_v1"]
     pip(["-e", "."], folder)
     run([python, "-m", "pip", "check"], copy)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    made = tmp_path / "made"
     variables = {
         "VIRTUAL_ENV": str(python.parents[1]), "PATH": f"{python.parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
-        "VLLM_ENGINE": "transformers", "VLLM_PORT": port, "VLLM_LABEL": "alone", "PACO_RUNTIME_DIR": str(tmp_path / "run"),
-        "VLLM_MODEL_PATHS": f"{made}/judge,{made}/judge", "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
+        "VLLM_ENGINE": "transformers", "VLLM_PORT": str(port), "VLLM_LABEL": "alone", "PACO_RUNTIME_DIR": str(tmp_path / "run"),
+        "VLLM_MODEL_PATHS": f"{judge},{judge}", "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
     }  # fmt: skip
 
     def bash(*words: str) -> str:
         return run(["bash", *words], folder, **variables)
 
-    def rewards(*words: str) -> str:
-        script = REPO / "tools" / "tests" / "alone_grpo.py"
-        return run([python, script, *words], folder, PYTHONPATH="tests", HF_HUB_OFFLINE="1")
-
-    rewards("prepare", made)
     bash("vllm_server/launch.sh")  # two models: through the gateway
     try:
-        assert "ocr 1.000" in rewards("score", made, port)
+        scores = run([python, Path(__file__).with_name("alone_grpo.py"), port, clip, open_clip], folder, HF_HUB_OFFLINE="1")
+        assert "ocr 1.000" in scores
 
-        clip = {"pickscore": {"model": f"{made}/clip", "processor": f"{made}/clip"}, "subfig_clipT": {"model": f"local-dir:{made}/open_clip"}}
-        options = {
-            "pretrained.model": "../quickstart/models/flux", "run_name": "t2is", "mixed_precision": "no", "max_sequence_length": 32,
-            "train.resolution": 64, "test.resolution": 64, "num_epochs": 1, "sample.num_images_per_prompt": 2,
-            "sample.unique_sample_num_per_epoch": 2, "test.num_steps": 2, "test.num_images": 1,
-            "train.reward_fn_kwargs": clip | {"consistency_score": {"port": int(port), "model": "Paco-Reward-7B"}},
+        clips = {"pickscore": {"model": str(clip), "processor": str(clip)}, "subfig_clipT": {"model": open_clip}}
+        options = TOY_SIZE | {
+            "pretrained.model": "../quickstart/models/flux", "run_name": "t2is", "max_sequence_length": 32,
+            "train.reward_fn_kwargs": clips | {"consistency_score": {"port": port, "model": "Paco-Reward-7B"}},
         }  # fmt: skip
         bash("scripts/single_node/train_flux.sh", "t2is", *(f"--config.{key}={value}" for key, value in options.items()))
         rows = map(json.loads, (folder / "runs" / "t2is" / "metrics.jsonl").read_text().splitlines())
         (row,) = (row for row in rows if row["phase"] == "train")
-        assert row["reward/missing_share"] == 0 and {f"reward/{name}_mean" for name in ("consistency_score", *clip)} <= set(row)
+        assert row["reward/missing_share"] == 0 and {f"reward/{name}_mean" for name in ("consistency_score", *clips)} <= set(row)
         bash("-c", "python -m paco_grpo.report runs/t2is")
     finally:
         bash("vllm_server/stop.sh")
