@@ -73,18 +73,15 @@ EDITORS = (
 )
 TOY_CONFIG = """
 
-def _toy(make):
-    def config():
-        found = make()
-        for reward, arguments in found.train.reward_fn_kwargs.items():
-            arguments["port"] = PORT
-        if "subfig_clipT" in found.train.reward_fn:
-            found.train.reward_fn_kwargs["subfig_clipT"] = {"model": "OPEN_CLIP", "pretrained": None}
-        return _changed(found, SIZES)
-    return config
+def _toy(found):
+    for arguments in found.train.reward_fn_kwargs.values():
+        arguments["port"] = PORT
+    if "subfig_clipT" in found.train.reward_fn:
+        found.train.reward_fn_kwargs["subfig_clipT"] = {"model": "OPEN_CLIP", "pretrained": None}
+    return lambda: _changed(found, SIZES)
 
 
-t2is, kontext_editing, qwen_editing = map(_toy, (t2is, kontext_editing, qwen_editing))
+t2is, kontext_editing, qwen_editing = [_toy(get_config(name)) for name in ("t2is", "kontext_editing", "qwen_editing")]
 """
 
 
