@@ -23,12 +23,12 @@ MARK = "PACO_QUICKSTART_ID"  # in the environment of all processes of one quicks
 
 
 def resident_mb() -> int:
-    """MiB resident in all processes of this quickstart; shared pages count once per process."""
+    """MiB resident in all processes of this quickstart (proportional set size: a page that two share counts half for each)."""
     total, mark = 0, os.environ.get(MARK)
     for process in psutil.process_iter() if mark else ():
         with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
             if process.environ().get(MARK) == mark:
-                total += process.memory_info().rss
+                total += process.memory_full_info().pss
     return total >> 20
 
 

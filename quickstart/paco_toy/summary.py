@@ -152,7 +152,7 @@ def table(summary: dict[str, Any]) -> str:
     lines.append(f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px")
     for name, change in policy["change"].items():
         add(f"  {LABELS[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
-    return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_rss_mb']} MB."])
+    return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_mb']} MB."])
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
     summary = {
         "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,
-        "peak_rss_mb": int((out / "peak_mb").read_text()), "versions": versions, "policy": policy_measures(out / arguments.run),
+        "peak_mb": int((out / "peak_mb").read_text()), "versions": versions, "policy": policy_measures(out / arguments.run),
     }  # fmt: skip
     if "judge" in seconds:
         summary |= judge_measures(out) | {"judge_id": judge_id(out / "judge")}

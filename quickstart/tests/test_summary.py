@@ -54,7 +54,7 @@ def test_the_change_of_edits_is_paired(tmp_path):
     assert (found["before"]["oracle_edit"], found["after"]["oracle_edit"], found["epochs"]) == (0.375, 0.75, 12)
     stderr = np.subtract(after, before).std(ddof=1) / 2
     assert found["change"]["oracle_edit"] == pytest.approx({"mean": 0.375, "stderr": stderr})
-    assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_rss_mb": 100})
+    assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8, "peak_mb": 100})
 
 
 @pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"])
