@@ -16,12 +16,6 @@ def flux(tiny_flux_dir):
     return load("flux", tiny_flux_dir)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("flux", 512), ("qwen_image_edit", 1024)])
-def test_sequence_length_has_a_limit(tiny_folder, name, limit):
-    with pytest.raises(ValueError, match=rf"config\.max_sequence_length.*{limit}"):
-        load(name, tiny_folder(name), max_sequence_length=limit + 1)
-
-
 def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
     flux._texts.max_bytes = 10_000
     flux.encode([Item(i, f"prompt {i}") for i in (0, 1)])

@@ -107,26 +107,25 @@ class Float32RMSNorm(torch.nn.RMSNorm):
         return super().forward(x.float())
 
 
-@pytest.mark.parametrize("name", ["native", "flex"])
-def test_attention_backends_take_float32_queries_and_keys(tiny_flux_dir, monkeypatch, name):
+def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatch):
     """Autocast casts the inputs of F.scaled_dot_product_attention alone."""
     policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
     for module in policy.transformer.modules():
         if type(module) is torch.nn.RMSNorm:
             module.__class__ = Float32RMSNorm
     (expected,) = forward(policy, "flux")
-    set_attention(policy, name)
+    set_attention(policy, "flex")
     backends, dtypes = _AttentionBackendRegistry._backends, []
-    compute = backends[AttentionBackendName(name)]
+    compute = backends[AttentionBackendName("flex")]
 
     def recorded(query, key, value, **others):
         dtypes.extend((query.dtype, key.dtype, value.dtype))
         return compute(query=query, key=key, value=value, **others)
 
-    monkeypatch.setitem(backends, AttentionBackendName(name), recorded)
+    monkeypatch.setitem(backends, AttentionBackendName("flex"), recorded)
     (found,) = forward(policy, "flux")
-    assert dtypes and (name == "native" or set(dtypes) == {torch.bfloat16})
-    torch.testing.assert_close(found, expected, rtol=0, atol=0 if name == "native" else 0.02)  # flex rounds elsewhere
+    assert set(dtypes) == {torch.bfloat16}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # it rounds elsewhere
 
 
 def addresses(modules):
@@ -138,7 +137,6 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     """On a CPU, too, the work is done on a copy, which has other addresses."""
     plain, policy = load(name, tiny_folder(name)), load(name, tiny_folder(name))
     policy.offload(text_encoders=True, vae=True)
-    assert policy.offloads_text_encoders and not plain.offloads_text_encoders
     modules = [*policy.text_encoders(), policy.pipeline.vae]
     home, seen = addresses(modules), []
     for module in policy.text_encoders():
@@ -149,9 +147,6 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     assert seen and not set(seen[0]) & set(home), "computed with the weights at home"
     assert all(at == seen[0] for at in seen), "copied once for all three"
     assert addresses(modules) == home
-    count = len(seen)
-    policy.encode(wanted)
-    assert len(seen) == count, "cached texts need no encoder"
     latents = policy.initial_latents([1, 2], 32, 32)
     for ours, theirs in zip(policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True):
         assert ours.tobytes() == theirs.tobytes()

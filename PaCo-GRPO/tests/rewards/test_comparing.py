@@ -1,9 +1,9 @@
 """Rewards that compare the images of a group: whole groups on however many processes, gaps, failures."""
 
 import multiprocessing
+import os
 
 import numpy as np
-import pytest
 from accelerate import Accelerator
 from fakes import free_port
 from PIL import Image
@@ -24,39 +24,36 @@ def gray(level):
     return Image.new("RGB", (4, 4), (level,) * 3)
 
 
-def scores_on(rank, processes, answers, environment, unscored=""):
+def scores_on(rank, processes, port, answers, unscored):
     """A process's share of the epoch; (rank, the scores or the error, sizes of the calls) goes to ``answers``."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        accelerator, calls = Accelerator(cpu=True), []
-        compare = build_rewards({REWARD: 1.0}, {REWARD: {"calls": calls, "unscored": unscored}})["unlike_others"]
-        queue = ScoreQueue({"gray": lambda images, items: np.array([i.getpixel((0, 0))[0] for i in images]), "c": compare}, 3)
-        mine = list(range(rank, TOTAL, processes))
-        for start in range(0, len(mine), 4):
-            part = mine[start : start + 4]
-            images = [None if p == LEFT_OUT else gray(int(GRAYS[p])) for p in part]
-            queue.submit(images, [ITEMS[p] for p in part], [p // processes for p in part])
-        try:
-            answer = queue.gathered(accelerator, TOTAL, lambda: False)
-        except ScoringError as error:
-            answer = str(error)
-        answers.put((rank, answer, calls))
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+    accelerator, calls = Accelerator(cpu=True), []
+    compare = build_rewards({REWARD: 1.0}, {REWARD: {"calls": calls, "unscored": unscored}})["unlike_others"]
+    queue = ScoreQueue({"gray": lambda images, items: np.array([i.getpixel((0, 0))[0] for i in images]), "c": compare}, 3)
+    mine = list(range(rank, TOTAL, processes))
+    for start in range(0, len(mine), 4):
+        part = mine[start : start + 4]
+        images = [None if p == LEFT_OUT else gray(int(GRAYS[p])) for p in part]
+        queue.submit(images, [ITEMS[p] for p in part], [p // processes for p in part])
+    try:
+        answer = queue.gathered(accelerator, TOTAL, lambda: False)
+    except ScoringError as error:
+        answer = str(error)
+    answers.put((rank, answer, calls))
 
 
-def scores_with(processes, **options):
+def scores_with(processes, unscored=""):
     """The answers of all processes, by rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_runs"])
-    answers = context.Queue()
-    port = free_port()
-    started = []
-    for rank in range(processes):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port),
-                       "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-        environment = environment if processes > 1 else {}
-        started.append(context.Process(target=scores_on, args=(rank, processes, answers, environment), kwargs=options))
-        started[-1].start()
+    answers, port = context.Queue(), free_port()
+    started = [context.Process(target=scores_on, args=(rank, processes, port, answers, unscored)) for rank in range(processes)]
+    for process in started:
+        process.start()
     found = sorted((answers.get(timeout=240) for _ in started), key=lambda answer: answer[0])
     for process in started:
         process.join(60)

@@ -271,17 +271,6 @@ def test_what_cannot_be_asked_is_refused():
         ConsistencyScore("http://127.0.0.1:9", deadline_s=2).check()
 
 
-def test_training_and_testing_may_use_other_judges():
-    """Cross-model evaluation: the same reward with another model on another port."""
-    item, name = Item(0, "make it blue", image=RED), "consistency_for_editing"
-    for model, p_yes in (("small", 0.25), ("large", 0.75)):
-        with judge_that(lambda parts, p_yes=p_yes: p_yes, model) as judge:
-            reward = build_rewards({name: 1.0}, {name: {"base_url": judge.url, "model": model}})[name]
-            reward.check()
-            assert reward([BLUE], [item]) == pytest.approx([p_yes])
-            assert {request["model"] for request in judge.requests} == {model}
-
-
 def test_a_run_records_what_its_rewards_ask(tmp_path):
     rewards = build_rewards({"grid_layout": 1.0, "jpeg_compressibility": 1.0, "consistency_for_editing": 0.0})
     write_records(rewards, tmp_path)

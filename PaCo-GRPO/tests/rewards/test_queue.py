@@ -67,16 +67,11 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
 
 
-def failing(images, items):
-    raise ConnectionError("gone")
-
-
 def test_failed_reward_is_named():
-    queue = ScoreQueue({"judge": failing})
+    queue = ScoreQueue({"judge": lambda images, items: 1 / 0})
     submit(queue, [1])
-    with pytest.raises(ScoringError, match="judge: ConnectionError: gone") as caught:
+    with pytest.raises(ScoringError, match="judge: ZeroDivisionError"):
         queue.results(1)
-    assert isinstance(caught.value.__cause__, ConnectionError)
     assert queue.failed()
 
 

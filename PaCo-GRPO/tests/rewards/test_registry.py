@@ -23,7 +23,6 @@ def test_import_path_kwargs_and_device():
 @pytest.mark.parametrize(
     ("reward_fn", "kwargs", "named"),
     [
-        ({"jpeg_compresibility": 1}, {}, f"'{JPEG}'"),
         ({JPEG: 1}, {JPEG: {"qualty": 3}}, "'qualty'.*'quality'"),
         ({JPEG: 1}, {"jpeg_compresibility": {}}, f"'{JPEG}'"),
         ({"reward_factories:factry": 1}, {}, "'factry'.*'factory'"),
@@ -32,7 +31,6 @@ def test_import_path_kwargs_and_device():
         ({"reward_factories:not_callable": 1}, {}, "not a callable"),
         ({"consistency_score": 1}, {"consistency_score": {"base_url": "foo"}}, "consistency_score.*'foo'"),
         ({JPEG: 1}, {JPEG: {"server": "http://x", "quality": 3}}, "'quality'.*--kwargs"),
-        ({JPEG: 1}, {JPEG: {"server": "http://x", "deadline": 3}}, "'deadline_s'"),
     ],
 )
 def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
@@ -61,7 +59,6 @@ GRID = Item(
         ("consistency_score", {}, NO_TEXT),
         ("consistency_score", {"question": "criteria"}, GRID),
         ("grid_layout", {}, NO_TEXT),
-        ("subfig_clipI", {}, NO_TEXT),
         ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT),
         ("reward_factories:checking", {"longest": 200}, Item(9, "x" * 201)),
     ],

@@ -88,15 +88,15 @@ class Shell:
         assert status == 0, errors
         return output
 
-    def failed_launch(self, expected: int = 1, **variables) -> str:
+    def failed_launch(self, **variables) -> str:
         """A launch that fails; its errors."""
         status, _, errors = self.run("launch.sh", **variables)
-        assert status == expected and "Traceback" not in errors
+        assert status == 1 and "Traceback" not in errors
         return errors
 
-    def launch_in_foreground(self, **variables) -> subprocess.Popen:
-        process = self.start("launch.sh", "--foreground", **variables)
-        read_until(process, "Ready:")
+    def launch_in_foreground(self) -> subprocess.Popen:
+        process = self.start("launch.sh", "--foreground")
+        assert any("Ready:" in line for line in process.stdout)
         return process
 
     def stop(self, **variables) -> None:
@@ -115,11 +115,6 @@ class Shell:
 
     def status(self, **variables) -> list[dict]:
         return json.loads(self.run("status.sh", "--json", **variables)[1])
-
-
-def read_until(process: subprocess.Popen, text: str) -> str:
-    """The first line of a process's output with ``text``."""
-    return next(line for line in process.stdout if text in line)
 
 
 def all_ended(pids: list[int]) -> None:

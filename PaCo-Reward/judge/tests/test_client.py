@@ -41,12 +41,6 @@ def client(judge: FakeJudge, **settings) -> JudgeClient:
     return JudgeClient(judge.url, **({"model": judge.models[0], "deadline_s": 20.0} | settings))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_the_request_follows_the_protocol():
     with FakeJudge() as judge:
         image_a, image_b, question = picture(1), picture(2), 'a "quoted" thème\n\x00'
@@ -210,8 +204,9 @@ def test_a_forked_process_has_connections_of_its_own():
 
 
 def test_a_missing_judge_is_reported_at_once():
+    with FakeJudge() as ended:
+        scorer = JudgeClient(ended.url)
     start = time.monotonic()
-    scorer = JudgeClient(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(JudgeError, match=r"launch\.sh"):
         scorer.check()
     with pytest.raises(JudgeError):

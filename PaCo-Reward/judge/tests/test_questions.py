@@ -11,7 +11,6 @@ from paco_judge.questions import (
     editing_texts,
     load_editing_questions,
     load_question,
-    record,
     shipped,
     theme_question,
 )
@@ -102,14 +101,3 @@ def test_messages_are_images_then_text_each_image_after_its_label():
     (labeled,) = build_messages(["data:a", "data:b"], "same?", RequestForm("<img{n}>: "))
     label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
     assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
-
-
-def test_a_record_holds_text_hash_and_form(template):
-    text = "{theme}: gleich? é"
-    recorded = record((load_question(template(text)),), RequestForm("<{n}>", "jpeg", "variants"))
-    assert recorded == {
-        "questions": [{"name": "mine", "template": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}],
-        "image_labels": "<{n}>",
-        "image_format": "jpeg",
-        "answer_tokens": "variants",
-    }

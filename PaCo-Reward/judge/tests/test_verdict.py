@@ -56,13 +56,6 @@ def test_logits_batch_and_summed_ids():
     assert p_yes_from_logits(np.zeros((2, 3, 5)), 0, 1).shape == (2, 3)
 
 
-def test_a_verdict_is_a_probability_or_an_error():
-    assert Verdict(0.5).ok and not Verdict(None, "gone").ok
-    for bad in ((None, None), (0.5, "gone"), (1.5, None), (math.nan, None)):
-        with pytest.raises(ValueError):
-            Verdict(*bad)
-
-
 def test_scores_of_images():
     assert verdict.mean_score([Verdict(0.25), Verdict(0.75)]) == 0.5
     assert verdict.mean_score([Verdict(0.25), Verdict(None, "gone")]) is None
