@@ -1,7 +1,5 @@
 """Reward factories and an OCR reader that tests name by import path."""
 
-import time
-
 import numpy as np
 
 
@@ -25,16 +23,6 @@ def infinite():
 
 def not_callable():
     return 3
-
-
-def sleeping(seconds: float = 0.1):
-    """Brightness, from a judge that takes ``seconds`` for a call."""
-
-    def score(images, items):
-        time.sleep(seconds)
-        return np.array([np.asarray(image, dtype=np.float64).mean() for image in images])
-
-    return score
 
 
 def checking(longest: int):

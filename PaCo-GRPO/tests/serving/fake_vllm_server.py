@@ -24,10 +24,10 @@ if fault.partition(" ")[0] not in (arguments.served_model_name, fault.partition(
 names = [arguments.served_model_name, *(module.partition("=")[0] for module in arguments.lora_modules)]
 if folder := os.environ.get("FAKE_VLLM_RECORD"):
     child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
-    record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "pids": [os.getpid(), child.pid]}
+    record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}
     Path(folder).mkdir(exist_ok=True)
     part = Path(folder, f"{arguments.port}.part")
-    part.write_text(json.dumps(record | {"name": arguments.served_model_name, "port": arguments.port}))
+    part.write_text(json.dumps(record))
     part.rename(part.with_suffix(".json"))
 if "stubborn" in fault:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         choice = {"message": {"role": "assistant", "content": request["model"]}}
-        self.answer({"choices": [choice], "port": arguments.port, "served": names})
+        self.answer({"choices": [choice]})
 
     def answer(self, content):
         body = json.dumps(content).encode()
