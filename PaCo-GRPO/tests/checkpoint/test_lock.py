@@ -1,9 +1,5 @@
 """Two trainers never share a run folder."""
 
-import signal
-import subprocess
-import sys
-
 import pytest
 from forked_runs import REFUSED, message, run
 from tiny_run import ROOT, as_arguments, load_script, overrides_for
@@ -11,30 +7,17 @@ from tiny_run import ROOT, as_arguments, load_script, overrides_for
 from paco_grpo.checkpoint.files import lock_folder
 from paco_grpo.options import ConfigError
 
-HOLD = """
-import sys
-from pathlib import Path
-from paco_grpo.checkpoint.files import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-print('held', flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
-def trainer(tmp_path):
-    """Another process that holds the run folder."""
-    folder = tmp_path / "runs" / "run"
-    folder.mkdir(parents=True)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder], **pipes)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+def held(tmp_path):
+    """The lock of the run folder, as another trainer holds it."""
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    lock = lock_folder(tmp_path / "runs" / "run")
+    yield lock
+    lock.release()
 
 
-def test_a_second_trainer_is_refused_until_the_first_is_gone(trainer, tiny_flux_dir, tmp_path, capsys):
+def test_a_second_trainer_is_refused_until_the_first_is_gone(held, tiny_flux_dir, tmp_path, capsys):
     train = load_script("train").main
     overrides = overrides_for(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=1)
     command = ["--config", f"{ROOT}/config/grpo.py:toy_t2is", *as_arguments(overrides)]
@@ -42,14 +25,13 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(trainer, tiny_flux_
     error = capsys.readouterr().err.splitlines()[-1]
     assert "in use by another trainer" in error and "--config.run_name" in error
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
+    held.release()
     assert train(command) == 0
     lock_folder(tmp_path / "runs" / "run").release()  # the run has ended in this process, and with it the lock
 
 
 @pytest.mark.slow
-def test_all_processes_of_the_second_trainer_end(trainer, tiny_flux_dir, tmp_path):
+def test_all_processes_of_the_second_trainer_end(held, tiny_flux_dir, tmp_path):
     assert run(tiny_flux_dir, tmp_path, 2) == [REFUSED] * 2
     assert all("in use by another trainer" in message(tmp_path, rank) for rank in (0, 1))
 

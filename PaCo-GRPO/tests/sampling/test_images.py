@@ -50,20 +50,3 @@ def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
     for counts in ([2, 1, 2], [2, 1]):
         with pytest.raises(ValueError, match="VAE is gone"):
             run(counts)
-
-
-class Diverging(Decoding):
-    """The second image of each batch is not finite."""
-
-    def initial_latents(self, seeds, height, width):
-        latents = super().initial_latents(seeds, height, width)
-        latents[1] = float("nan")
-        return latents
-
-
-def test_an_image_that_is_not_finite_is_none():
-    policy, got, items = Diverging(), [], [Item(0, "x")] * 3
-    inputs = lambda batch: {"conditioning": policy.encode(items), "item_ids": range(3), "seeds": range(3)}
-    list(sample_images(policy, [(Batch([4, 5, 6], 8, 8), False)], inputs, lambda *images: got.append(images), Sampling(2)))
-    ((images, _),) = got
-    assert [image is None for image in images] == [False, True, False]

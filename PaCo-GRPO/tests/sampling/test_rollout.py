@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
 from paco_grpo.sampling.denoise import Sampling, rollout, sample_noise_steps, step_noise
-from paco_grpo.types import Item, Rollout
+from paco_grpo.types import Item
 
 
 def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), shared=None, **kwargs):
@@ -75,19 +75,6 @@ def test_same_latent_shares_the_steps_before_the_first_noise_step():
     torch.testing.assert_close(mixed.clean_latents[[0, 2, 1, 3]], shared.clean_latents, rtol=0, atol=1e-6)
     second = toy_rollout(policy, ids=(0,), seeds=(11,), shared=(10,), noise_steps=(2,))
     torch.testing.assert_close(second.clean_latents, shared.clean_latents[1:2], rtol=0, atol=1e-6)
-
-
-def test_select_and_cat():
-    record = toy_rollout(ToyPolicy())
-    back = Rollout.cat([record.select([0, 1]), record.select(torch.tensor([2])), record.select(slice(3, None))])
-    assert len(back) == len(back.noise_steps[0]) == 4 and (back.height, back.width, back.cps) == (8, 12, False)
-    pairs = [(back, record), (back.conditioning, record.conditioning), *zip(back.noise_steps, record.noise_steps, strict=True)]
-    for one, other in pairs:
-        for name, value in vars(other).items():
-            assert torch.equal(value, getattr(one, name)) if isinstance(value, torch.Tensor) else True, name
-    for other in (toy_rollout(ToyPolicy(), num_steps=6), toy_rollout(ToyPolicy(), noise_steps=(1,))):
-        with pytest.raises(ValueError, match="cannot join"):
-            Rollout.cat([record, other])
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data())

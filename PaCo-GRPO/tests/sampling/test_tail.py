@@ -8,17 +8,13 @@ from toy_policy import ToyPolicy
 from paco_grpo.sampling.denoise import Sampling, integrate, rollout
 from paco_grpo.types import Item
 
-MEAN, STD = 1.5, 0.4  # of a gaussian that a flow turns noise into
-
-
-def velocity(x, sigma):
-    """E[noise − x_0 | x_σ = x] for x_0 ~ N(MEAN, STD²), x_σ = (1 − σ)·x_0 + σ·noise: the flow that training finds."""
-    variance = (1 - sigma) ** 2 * STD**2 + sigma**2
-    return (sigma - (1 - sigma) * STD**2) / variance * (x - (1 - sigma) * MEAN) - MEAN
-
 
 def test_order_two_against_numpy():
     """Two steps by hand, of unequal length."""
+
+    def velocity(x, sigma):
+        return x**2 - sigma * x + sigma**2
+
     sigmas, x = np.array([0.9, 0.5, 0.0]), 0.7
     first = x + velocity(x, 0.9) * -0.4
     middle = velocity(first, 0.5) + (-0.5 / (2 * -0.4)) * (velocity(first, 0.5) - velocity(x, 0.9))
