@@ -41,10 +41,6 @@ def test_attention_counts_both_products_of_all_heads():
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
     assert run_on_cpu(nn.Identity(), attend, (2, 3, 128, 64)).flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
-    device = estimate.FakeDevice("cuda")
-    with estimate.fake_cuda(device):
-        x = torch.empty(2, 3, 128, 64, dtype=torch.bfloat16, device="cuda")
-        assert estimate.measured(device, lambda: attend(None, x)).flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
 
 
 def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
@@ -223,8 +219,6 @@ def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
     assert "nobody/nothing" in capsys.readouterr().err
     assert estimate.main([*common, "lora_rnk=8"]) == 2
     assert "lora_rnk" in capsys.readouterr().err
-    assert estimate.main(["--judge", str(tmp_path / "missing.yaml")]) == 2
-    assert "missing.yaml" in capsys.readouterr().err
     assert estimate.main(["--judge", "lora_rnk=8"]) == 2
     assert "lora_rnk" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "paco_reward.config", None)

@@ -59,8 +59,8 @@ TINY = {
 }
 
 
-def write_prompts(folder: Path, train: int = 4, test: int = 3) -> Path:
-    """A geneval prompt set of two-panel items."""
+def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int = 0) -> Path:
+    """A geneval prompt set of two-panel items; the ``first_open`` ones leave the subject open."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
         rows = [
@@ -68,6 +68,7 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3) -> Path:
                 "prompt": f"{i}{split} 1x2 grid. [LEFT]: a{i}. [RIGHT]: b{i}.",
                 "idx": f"{i:03d}",
                 "category": ["even", "odd"][i % 2],
+                "open": i < first_open,
             }
             for i in range(count)
         ]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from named import CONFIG, load
 
-from paco_grpo.options import OPTIONS, ConfigError, RunOptions, config_dict, load_options, make_options, options_to_yaml
+from paco_grpo.options import ConfigError, RunOptions, config_dict, load_options, make_options, options_to_yaml
 from paco_grpo.options.parse import parse_command_line
 
 
@@ -94,7 +94,6 @@ def test_a_wrong_value_or_name_is_named(name, text, named):
 
 def test_a_file_that_changes_nothing_has_the_defaults(load_file):
     assert load_file("") == make_options({}) == RunOptions()
-    assert {name: value_of(RunOptions(), name) for name in OPTIONS} == {n: o.get_default(call_default_factory=True) for n, o in OPTIONS.items()}
 
 
 def test_tables_in_a_file(load_file):
@@ -117,7 +116,6 @@ def test_tables_in_a_file(load_file):
         "pkg.mod:factory": {"size": 3, "nested": {"a.b": None}},
         "ocr": {"server": "x", "scale": 0.5, "count": 2},
     }
-    assert all(type(table) is dict for table in (options.train.reward_fn, options.train.reward_fn_kwargs["ocr"]))
     assert make_options(yaml.safe_load(options_to_yaml(options))) == options
 
 
@@ -125,7 +123,6 @@ def test_tables_in_a_file(load_file):
     ("line", "named"),
     [
         ("config.train.resoluton = 64", "config.train.resoluton.*config.train.resolution"),
-        ("config.train.learning_rate = 'fast'", "config.train.learning_rate='fast'"),
         ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
         ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
     ],

@@ -1,9 +1,8 @@
 """Converters on small files with the public sets' columns; without a hub the error says what to do."""
 
-import importlib.util
+import importlib
 import io
 import json
-import sys
 import tarfile
 import urllib.error
 from pathlib import Path
@@ -19,14 +18,10 @@ from paco_judge.grid import split_prompt
 FOLDER = Path(__file__).resolve().parents[2] / "dataset"
 
 
-@pytest.fixture(scope="module")
-def fetch():
-    sys.path.insert(0, str(FOLDER))  # as when it is run: `python dataset/fetch.py`
-    spec = importlib.util.spec_from_file_location("fetch_public", FOLDER / "fetch.py")
-    module = sys.modules["fetch_public"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(FOLDER))
+@pytest.fixture
+def fetch(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)  # as when it is run: `python dataset/fetch.py`
+    return importlib.import_module("fetch")
 
 
 def encoded(color, kind="PNG") -> bytes:

@@ -89,10 +89,7 @@ def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
 
 def test_evaluate_with_images_per_prompt(tiny_flux_dir, tmp_path, capsys):
     """Two open prompts and one that describes everything; a judge whose answers are known."""
-    prompts = write_prompts(tmp_path / "prompts", test=3)
-    file = prompts / "test_metadata.jsonl"
-    lines = [json.loads(line) | {"open": number < 2} for number, line in enumerate(file.read_text().splitlines())]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = write_prompts(tmp_path / "prompts", test=3, first_open=2)
     config = tmp_path / "config.yaml"
     config.write_text(options_to_yaml(tiny_options(tiny_flux_dir, tmp_path)))
     evaluate = load_script("evaluate")

@@ -9,7 +9,7 @@ from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.monitoring.health import judge_epoch, judge_evaluation
-from paco_grpo.monitoring.observe import BaseProbe, SampleObserver, distinctness
+from paco_grpo.monitoring.observe import BaseProbe, SampleObserver
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import TrainingStopped
@@ -49,26 +49,17 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first], ["judge"]) == []
 
 
-def test_distinctness_is_the_spread_within_groups():
-    rng = np.random.default_rng(0)
-    thumbnails, items = rng.random((7, 5)), np.array([3, 0, 3, 0, 3, 0, 9])
-    expected = np.sqrt(np.mean([thumbnails[items == i].std(axis=0) ** 2 for i in (0, 3)]))
-    assert distinctness(thumbnails, items) == pytest.approx(expected)
-    assert distinctness(np.repeat(thumbnails[:1], 7, axis=0), items) == pytest.approx(0, abs=1e-12)
-    assert np.isnan(distinctness(thumbnails[:1], items[:1]))
-
-
 def test_statistics_of_samples_against_numpy():
     rng, observer = np.random.default_rng(0), SampleObserver()
-    pixels = rng.integers(0, 256, (4, 16, 16, 3), dtype=np.uint8)
-    latents = torch.from_numpy(rng.standard_normal((4, 6, 3)).astype(np.float32))
+    pixels = rng.integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
+    latents = torch.from_numpy(rng.standard_normal((5, 6, 3)).astype(np.float32))
     observer.add([Image.fromarray(image) for image in pixels[:3]], [0, 1, 3])
-    observer.add([Image.fromarray(pixels[3])], [2])
-    items = np.array([5, 5, 2, 2])
+    observer.add([Image.fromarray(image) for image in pixels[3:]], [2, 4])
+    items = np.array([5, 5, 2, 2, 7])  # the last one is alone
     found = observer.metrics(list(latents[:, None]), items)
     assert found["health/latent_std"] == pytest.approx(latents.numpy().std(axis=(1, 2)).mean())
-    thumbnails = pixels[[0, 1, 3, 2]].reshape(4, -1) / 255
-    assert found["health/distinctness"] == pytest.approx(distinctness(thumbnails, items))
+    groups = pixels[[0, 1, 3, 2]].reshape(2, 2, -1) / 255
+    assert found["health/distinctness"] == pytest.approx(np.sqrt(np.mean(groups.std(axis=1) ** 2)))
 
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):

@@ -1,14 +1,11 @@
 """Options against collapse in a tiny run: features reach the advantages on one and on two batches, κ is in metrics.jsonl."""
 
-import dataclasses
-import json
-
 import numpy as np
 import pytest
 import torch
 from fakes import fake_judge
 from tiny_pipelines import save_clip
-from tiny_run import rows_of, tiny_options, train
+from tiny_run import rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.options import ConfigError
@@ -50,11 +47,9 @@ def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path
         )  # fmt: skip
         with pytest.raises(ConfigError, match="between_images.*open"):
             build_run(options)
-        file = tmp_path / "prompts" / "train_metadata.jsonl"
-        lines = [json.loads(line) | {"open": True} for line in file.read_text().splitlines()]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        train(dataclasses.replace(options, run_name="open"))
-        (row,) = rows_of(dataclasses.replace(options, run_name="open"), "train")
+        write_prompts(tmp_path / "prompts", first_open=4)
+        train(options)
+        (row,) = rows_of(options, "train")
     within, between = row["reward/consistency_score_mean"], 1 - row["reward/between_images_mean"]
     assert (row["reward/within"], row["reward/between"]) == pytest.approx((within, between))
     assert row["reward/kappa"] == pytest.approx((within - between) / (1 - between))

@@ -22,15 +22,9 @@ def make(tiny_flux_dir, tmp_path_factory):
 def test_exact_options_change_no_bit(make):
     plain = train(make()).run.state.parameters
     run = build_run(make(speed__offload_vae=True))
-    policy = run.state.policy
-    policy.offload(text_encoders=True, vae=True)  # as on CUDA
+    run.state.policy.offload(text_encoders=True, vae=True)  # as on CUDA
     Trainer(run).fit()
     assert all(torch.equal(parameter, plain[name]) for name, parameter in run.state.parameters.items())
-    weight = next(policy.pipeline.vae.parameters())
-    home = weight.data_ptr()
-    with policy._offloaded_vae.on_device():
-        assert weight.data_ptr() != home  # a copy
-    assert policy.offloads_text_encoders and weight.data_ptr() == home
 
 
 def test_compilation_and_attention_are_set(make):
