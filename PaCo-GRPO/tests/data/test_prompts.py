@@ -41,13 +41,10 @@ def test_items_carry_their_row(tmp_path):
     ("row", "named"),
     [
         (b"{not json", ""),
-        (b'{"prompt": "\xff"}', "UTF-8"),
-        (b'{"prompt": ' + b"[" * 100_000, ""),
         ({"text": "x"}, "field 'prompt'"),
         ({"prompt": "  "}, "field 'prompt'"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
         ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
-        ({"prompt": "x", "height": 10**400, "width": 1}, "'height'"),
         ({"prompt": "x", "category": {"a": 1}}, "field 'category'"),
         ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
         ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),

@@ -56,6 +56,7 @@ def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]
     assert load_script("evaluate").main(arguments) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert rows_of(options, "train")[-1]["health/velocity_change"] > 0.01  # the adapter matters
     for one, two in zip(data(evaluation), data(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
