@@ -1,12 +1,8 @@
 """Shared by all PaCo-GRPO tests: one thread, and tiny random pipeline folders."""
 
 import functools
-import os
 import sys
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch

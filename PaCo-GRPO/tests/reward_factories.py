@@ -57,6 +57,31 @@ def read_size(image):
     return f"is {image.width} x {image.height}!"
 
 
+def failing(after: int = 1000):
+    """Scores ``after`` images, then fails."""
+    seen = []
+
+    def score(images, items):
+        seen.extend(images)
+        if len(seen) > after:
+            raise RuntimeError("the reward broke")
+        return np.arange(1.0, len(images) + 1)
+
+    return score
+
+
+def no_scores():
+    return lambda images, items: np.full(len(images), np.nan)
+
+
+def negative():
+    return lambda images, items: -np.arange(1.0, len(images) + 1)
+
+
+def failing_aggregation(**rewards):
+    raise ValueError("cannot join these")
+
+
 def unlike_others(calls=None, unscored=""):
     """Distance of an image's brightness from the mean of the others of its item."""
 

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_run import load_script, rows_of, tiny_options, train
 
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
-from paco_grpo.evaluation.pictures import captioned, comparison_sheet
+from paco_grpo.evaluation.pictures import captioned, comparison_sheet, read_rows
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.types import Item
@@ -27,10 +27,6 @@ def trained(trained_run):
 def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image, np.int16)
-
-
-def data(folder):
-    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_text().splitlines()]
 
 
 def test_evaluation_set_repeats_items_with_new_seeds():
@@ -57,7 +53,7 @@ def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     assert load_script("evaluate").main(arguments) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert rows_of(options, "train")[-1]["health/velocity_change"] > 0.01  # the adapter matters
-    for one, two in zip(data(evaluation), data(tmp_path), strict=True):
+    for one, two in zip(read_rows(evaluation), read_rows(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
     for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
@@ -77,7 +73,7 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, 
     options = tiny_options(tiny_flux_dir, tmp_path, **changes)
     train(options)
     folder = Path(options.save_dir) / options.run_name / "eval" / "epoch_0001"
-    rows = data(folder)
+    rows = read_rows(folder)
     assert [row["file"] is None for row in rows] == [False, True, False, False, False]
     assert rows[1]["rewards"] == {"brightness": None} and len(captioned(folder, 3)) == 2
     comparison_sheet(folder, folder, tmp_path / "sheet.png")
@@ -88,7 +84,7 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, 
 
 def test_categories_are_means_of_their_images(trained):
     options, _, evaluation = trained
-    even = [row["rewards"]["brightness"] for row in data(evaluation) if row["category"] == "even"]
+    even = [row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"]
     error = np.std(even, ddof=1) / np.sqrt(len(even))
     table = (evaluation / "categories.md").read_text()
     assert f"| even | {len(even)} | {np.mean(even):.4f} ± {error:.4f} |" in table

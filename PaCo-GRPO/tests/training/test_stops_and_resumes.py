@@ -2,10 +2,8 @@
 
 import dataclasses
 import logging
-import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tiny_run import rows_of, tiny_options, train, write_prompts
 
@@ -16,48 +14,15 @@ from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
 
-CALLS = {}
-
-
-def failing():
-    """Scores, until so many images were scored."""
-
-    def score(images, items):
-        CALLS["images"] += len(images)
-        if CALLS["images"] > CALLS["fail_after"]:
-            raise RuntimeError("the reward broke")
-        return np.arange(1.0, len(images) + 1)
-
-    return score
-
-
-def no_scores():
-    return lambda images, items: np.full(len(images), np.nan)
-
-
-def negative():
-    return lambda images, items: -np.arange(1.0, len(images) + 1)
-
-
-def failing_aggregation(**rewards):
-    raise ValueError("cannot join these")
-
 
 def rewards(**weights):
-    return repr({f"test_stops_and_resumes:{name}": weight for name, weight in weights.items()})
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    """Options name the rewards above by their module."""
-    monkeypatch.setitem(sys.modules, "test_stops_and_resumes", sys.modules[__name__])
-    CALLS.update(images=0, fail_after=1000)
+    return repr({f"reward_factories:{name}": weight for name, weight in weights.items()})
 
 
 def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(tiny_flux_dir, tmp_path):
     """The second epoch of eight images: the first call of two images is good, the next one fails while sampling goes on."""
-    CALLS["fail_after"] = 10
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1), sample__batch_size=2,
+                           train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
                            sample__reward_batch_size=2, save_freq=0)  # fmt: skip
     with pytest.raises(TrainingStopped, match="the reward broke") as stopped:
         train(options)
@@ -66,7 +31,7 @@ def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_save
 
 
 def test_an_aggregation_that_fails_stops_with_the_state_saved_and_the_tracker_closed(tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path, train__aggregate_fn="test_stops_and_resumes:failing_aggregation")
+    options = tiny_options(tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation")
     trainer, closed = Trainer(build_run(options)), []
     trainer.run.tracker = SimpleNamespace(close=lambda: closed.append(1), log=lambda *_: None)
     with pytest.raises(TrainingStopped, match="aggregate_fn.*cannot join these"):
