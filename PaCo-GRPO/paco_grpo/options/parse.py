@@ -33,23 +33,20 @@ class ConfigError(ValueError):
 
 
 class _Config(ConfigDict):
-    """A ``ConfigDict`` to which plain dicts with any keys can be assigned. Types are checked when it is read."""
+    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths). Types are checked when it is read."""
+
+    def __init__(self, entries: Mapping[str, Any] = {}) -> None:
+        super().__init__(type_safe=False, allow_dotted_keys=True)
+        for key, value in entries.items():
+            self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, _table(value) if isinstance(value, dict) else value)
-
-
-def _table(entries: Mapping[str, Any]) -> ConfigDict:
-    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths)."""
-    result = _Config(type_safe=False, allow_dotted_keys=True)
-    for key, value in entries.items():
-        result[key] = value
-    return result
+        super().__setitem__(key, _Config(value) if isinstance(value, dict) else value)
 
 
 def config_dict() -> ConfigDict:
     """All options with their defaults, for a configuration file to change."""
-    return _table(dataclasses.asdict(RunOptions()))
+    return _Config(dataclasses.asdict(RunOptions()))
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:

@@ -7,7 +7,7 @@ follows from other values (batches per epoch) is computed later, from the real n
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
@@ -233,15 +233,8 @@ class RunOptions:
     speed: SpeedOptions = Field(default_factory=SpeedOptions)
 
 
-def _declared(group: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, declared in group.__pydantic_fields__.items():
-        if dataclasses.is_dataclass(declared.annotation):
-            yield from _declared(declared.annotation, f"{name}.")
-        else:
-            yield prefix + name, declared
-
-
-OPTIONS: dict[str, FieldInfo] = dict(_declared(RunOptions))
-GROUPS: dict[str, type] = {
-    name: declared.annotation for name, declared in RunOptions.__pydantic_fields__.items() if name not in OPTIONS
-}
+_FIELDS = RunOptions.__pydantic_fields__
+GROUPS: dict[str, type] = {n: f.annotation for n, f in _FIELDS.items() if dataclasses.is_dataclass(f.annotation)}
+OPTIONS: dict[str, FieldInfo] = {name: field for name, field in _FIELDS.items() if name not in GROUPS}
+for _group, _kind in GROUPS.items():
+    OPTIONS |= {f"{_group}.{name}": field for name, field in _kind.__pydantic_fields__.items()}
