@@ -48,7 +48,7 @@ from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
-from paco_grpo.policies.lora import START, add_lora, add_snapshot
+from paco_grpo.policies.lora import START, add_lora, add_snapshot, lora_parameters
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.training.plan import Plan, make_plan, samples_guided
 from paco_grpo.types import Item
@@ -88,22 +88,14 @@ _FLOPS = flop_registry | {
 
 
 class FakeDevice(TorchDispatchMode):
-    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all others run for real.
-
-    Args:
-        kind: Of the device whose tensors are counted.
-
-    Attributes:
-        live: Bytes of the fake tensors that exist.
-        peak: Their maximum.
-        flops: Of matrix products, convolutions and attention.
-    """
+    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all others run for real."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind = kind  # of the device whose tensors are counted
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = 0  # bytes of the fake tensors that exist, and their maximum
+        self.flops = 0  # of matrix products, convolutions and attention
         self.seen: weakref.WeakSet = weakref.WeakSet()  # storages that are counted, or need not be
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +208,6 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 @contextlib.contextmanager
 def fake_cuda(device: FakeDevice) -> Iterator[None]:
     """Inside the block CUDA exists and computes nothing; its autocast is active."""
-    nothing = lambda *args, **kwargs: None
     make = torch.tensor
 
     def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
@@ -229,7 +220,7 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # autocast would switch itself off
         "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
         "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.empty_cache": nothing,
+        "torch.cuda.empty_cache": lambda: None,
         "torch.tensor": of_numbers,
         "torch.Tensor.pin_memory": lambda tensor, *args: tensor,
         "torch.nn.functional.scaled_dot_product_attention": _attention,
@@ -323,8 +314,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
     """The policy with its adapters, and with fake weights on the device ``on``."""
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     pipeline = pipeline_of(options.pretrained.model, dtype)
-    module, name = POLICIES[type(pipeline).__name__].split(":")
-    kind = getattr(__import__(module, fromlist=[name]), name)
+    kind = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])
     more = {"image_positions": options.pretrained.image_positions} if kind.text_sees_image else {}
     policy = kind(
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
@@ -337,7 +327,8 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
             add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
         else:
             policy.transformer.float().requires_grad_(True)
-        for snapshot in _snapshots(options):
+        snapshots = [snapshot.name for snapshot in get_objective(train.loss_type).for_run(train).snapshots]
+        for snapshot in [START] * (train.reference == "start") + snapshots:
             add_snapshot(policy, snapshot)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
@@ -345,11 +336,6 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
         place(module, device, on)
     policy.device = torch.device(on)
     return policy
-
-
-def _snapshots(options: RunOptions) -> list[str]:
-    objective = get_objective(options.train.loss_type).for_run(options.train)
-    return [START] * (options.train.reference == "start") + [snapshot.name for snapshot in objective.snapshots]
 
 
 @dataclass
@@ -501,11 +487,10 @@ def _map(function: Callable, value: Any) -> Any:
 
 def _bytes(value: Any) -> int:
     """Bytes of the tensors in a module, a list or a batch."""
-    tensors: list[torch.Tensor] = []
-    if isinstance(value, nn.Module):
-        value = list({id(t): t for t in (*value.parameters(), *value.buffers())}.values())
-    _map(lambda t: tensors.append(t) or t, value)
-    return sum(tensor.nbytes for tensor in tensors)
+    sizes: list[int] = []
+    parts = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value
+    _map(lambda tensor: sizes.append(tensor.nbytes) or tensor, parts)
+    return sum(sizes)
 
 
 def _quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
@@ -525,15 +510,12 @@ def _weights(
     policy: Policy, options: RunOptions, processes: int, saved: int
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes by part that stay on the device, bytes by part that come only to compute, and bytes of the gradients."""
-    snapshots = tuple(f".{name}." for name in _snapshots(options))
-    named = list(policy.transformer.named_parameters())
-    trained = [p for _, p in named if p.requires_grad]
-    old = [p for name, p in named if any(part in name for part in snapshots)]
-    gradients = _bytes(trained)
+    gradients = _bytes([p for p in policy.transformer.parameters() if p.requires_grad])
+    old = _bytes([p for p in lora_parameters(policy) if not p.requires_grad])
     resident = {
-        "transformer": _bytes(policy.transformer) - gradients - _bytes(old) - saved,
+        "transformer": _bytes(policy.transformer) - gradients - old - saved,
         "adapter" if options.use_lora else "trained weights": gradients,
-        "old adapter": _bytes(old),
+        "old adapter": old,
         "optimizer": gradients // 2 if options.train.use_8bit_adam else 2 * gradients,
         "average": gradients if options.train.ema else 0,
     }
@@ -598,11 +580,7 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
-    """Judge training on pairs of the largest images. The language model runs on fake tensors, the vision tower is computed.
-
-    Args:
-        config: Of the training's YAML file.
-    """
+    """Judge training on pairs of the largest images. The language model runs on fake tensors, the vision tower is computed."""
     from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
 
     model, arguments = build_judge(config)
@@ -679,15 +657,7 @@ def split(found: Estimate, flops: float, pairs: float, rate: float, generating: 
     """Seconds of an epoch on ``generating`` GPUs with a judge on ``serving`` others.
 
     The judge starts when the first batch is sampled and cannot finish before the last one is; all its pairs take
-    images · pairs / (serving · rate).
-
-    Args:
-        found: One epoch.
-        flops: That a GPU reaches, a second.
-        pairs: Judge questions an image.
-        rate: Pairs a second that one GPU of the judge answers.
-        generating: GPUs that sample and train.
-        serving: GPUs of the judge.
+    images · pairs / (serving · rate). ``flops`` and ``rate`` are of one GPU and second, ``pairs`` of one image.
     """
     plan, size = found.plan, found.plan.sample_batch_size
     per_image = {
