@@ -24,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import snapshot_download
 
 from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
 from paco_judge.grid import split_prompt
@@ -209,15 +210,13 @@ def download(public: PublicSet, name: str) -> Path:
     urls = [f"{public.place}/{file}" for file in public.files] if public.place.startswith("https:") else []
     try:
         if not urls:
-            from huggingface_hub import snapshot_download
-
             return Path(snapshot_download(public.place, repo_type="dataset", allow_patterns=list(public.files)))
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         for url, file in zip(urls, public.files, strict=True):
             with urllib.request.urlopen(url, timeout=60) as answer:
                 (folder / file).write_bytes(answer.read())
         return folder
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         command = "; ".join(f"curl -O {url}" for url in urls)
         raise DataError(

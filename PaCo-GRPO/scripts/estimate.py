@@ -172,8 +172,6 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
         if func._schema.is_mutable and tensors:
             tensors[0].known = None
         return None
-    if kwargs.get("dtype") is not None and kwargs["dtype"].is_floating_point:
-        return None
     if not tensors and func._overloadpacket is not aten.arange:
         return None
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -356,12 +354,7 @@ def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
 
 
 def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
-    """Run every kind of work once on fake tensors, and scale it to an epoch.
-
-    Raises:
-        Exception: Whatever the code raises on a GPU: devices or data types that do not match, wrong shapes.
-        UnknownModelError: The architecture of the model is not known.
-    """
+    """Run every kind of work once on fake tensors, and scale it to an epoch; what fails on a GPU is raised here, too."""
     sample, train, test = options.sample, options.train, options.test
     objective = get_objective(train.loss_type).for_run(train)
     plan = make_plan(options, processes, objective.gradient_steps)
@@ -437,7 +430,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     resident |= reward_bytes(options)
     kept = _bytes(images) - _bytes(images.conditioning)
     recorded = sum(_bytes(step) for step in images.noise_steps)
-    per_image = (kept + (noise_steps - 1) * recorded if noisy else kept) // batch
+    per_image = (kept + (noise_steps - 1) * recorded) // batch  # nothing is recorded without noise
     records = per_image * plan.samples_per_process + _bytes(encode.result) * min(plan.prompts, plan.samples_per_process)
     vae = offloaded.get("VAE", 0)
     adds = {
@@ -447,12 +440,11 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         },
         "sample": {"records": records, "denoising": denoise.peak + layer, "decoding meanwhile": decode.peak + vae},
         "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
-        "update": {"records": records, "gradients": gradients},
+        "update": {"records": records, "gradients": gradients}
+        | ({"gradients in one message": gradients} if processes > 1 else {}),
         "evaluate": {"denoising": show.peak + layer},
         "show": {"decoding": decode_test.peak + vae},
     }
-    if processes > 1:
-        adds["update"]["gradients in one message"] = gradients
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch ({plan.prompts} prompts x {plan.images_per_prompt}), "
         f"sampled {batch} and trained {plan.train_batch_size} at a time"
@@ -556,11 +548,7 @@ def _tested_images(options: RunOptions, notes: list[str]) -> int:
 
 
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``.
-
-    Raises:
-        ConfigError: An argument does not exist.
-    """
+    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``."""
     os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
     from llamafactory.hparams import FinetuningArguments, ModelArguments
     from llamafactory.hparams.parser import _TRAIN_ARGS
@@ -758,10 +746,10 @@ def main(given: Sequence[str] | None = None) -> int:
         else:
             options, name = read_options(rest)
             pairs = pairs_of(options)
-            each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))  # GPUs of one judge
-            if arguments.gpus and arguments.gpus <= (each if pairs else 0):
+            each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory)) if pairs else 0  # GPUs of one judge
+            if arguments.gpus and arguments.gpus <= each:
                 raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
-            processes = arguments.gpus - (each if pairs else 0) if arguments.gpus else arguments.processes
+            processes = arguments.gpus - each if arguments.gpus else arguments.processes
             found = estimate(options, name, processes)
     except wrong as error:
         hint = "; --judge needs PaCo-Reward in this environment (bash setup.sh)" * isinstance(error, ImportError)

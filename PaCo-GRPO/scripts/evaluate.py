@@ -75,10 +75,7 @@ def main(arguments: list[str]) -> int:
 def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     """Every benchmark (or the configuration's test set) with the adapter and, if there is one, its opponent.
 
-    All sets, rewards and adapters are checked before anything is sampled.
-
-    Returns:
-        The tables, also written to ``results.md``.
+    All sets, rewards and adapters are checked before anything is sampled. Returns the tables of all sets.
     """
     names = [name for name in own.benchmarks.split(",") if name]
     sets = {name.partition("=")[0]: options_for(options, name) for name in names} or {"": options}

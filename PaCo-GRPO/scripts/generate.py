@@ -124,11 +124,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
 
 
 def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace) -> int:
-    """Write an image for each (item, seed), scores.jsonl if there is a judge (a missing score is null), and a sheet.
-
-    Returns:
-        The number of images that are kept.
-    """
+    """Write images, scores.jsonl if there is a judge (a missing score is null), and a sheet; returns the number kept."""
     own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
     rows = [{"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True} for i, seed in wanted]
