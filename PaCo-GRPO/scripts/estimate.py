@@ -491,8 +491,8 @@ def _quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
     nf4 has an 8-bit scale for 64 weights, and a float32 for 256 of those scales.
     """
     named = [module for part in parts for module in part.named_modules() if bits]
-    linear = {name: module.weight for name, module in named if isinstance(module, nn.Linear)}
-    layers = [weight for name, weight in linear.items() if "lora_" not in name and "lm_head" not in name]
+    linear = [(name, module.weight) for name, module in named if isinstance(module, nn.Linear)]
+    layers = [weight for name, weight in linear if "lora_" not in name and "lm_head" not in name]
     stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096
     saved = sum(int(weight.nbytes - weight.numel() * stored) for weight in layers)
     return saved, max((weight.nbytes for weight in layers), default=0)
