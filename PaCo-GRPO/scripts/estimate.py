@@ -632,7 +632,7 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
 
 def pairs_of(options: RunOptions) -> float:
     """Judge questions about an image: pairs of sub-figures, two for an edit, 0 without a judge."""
-    names = set(options.train.reward_fn)
+    names = options.train.reward_fn
     if "consistency_score" in names:
         from paco_judge.grid import split_prompt
 

@@ -32,11 +32,10 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
     if name not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}")
     public, kind, rewards = BENCHMARKS[name]
-    given = {**options.train.reward_fn_kwargs, **options.test.reward_fn_kwargs}
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs={reward: given[reward] for reward in rewards if reward in given},
+        reward_fn_kwargs={name: given for name, given in options.test.reward_fn_kwargs.items() if name in rewards},
         num_images=None,
         save_eval_images=True,
     )

@@ -68,13 +68,10 @@ def evaluate(
 
     Args:
         policy: The caller has put the averaged weights in place.
-        items: Test items.
         rewards: Short name → reward of the test.
-        options: Mostly ``options.test``.
         strategy: Process r of P samples images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
-        merge_lora: Merge the LoRA into the base weights while sampling.
         keep_images: A batch whose images are all in ``folder`` is not sampled again.
 
     Returns:

@@ -29,9 +29,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
 
 
-def thumbnail(image: Image.Image, side: int = SHEET_CELL) -> Image.Image:
-    """``image`` with its longer side at ``side`` pixels; enlarged without smoothing."""
-    scale = side / max(image.size)
+def thumbnail(image: Image.Image) -> Image.Image:
+    """``image`` with its longer side at ``SHEET_CELL`` pixels; enlarged without smoothing."""
+    scale = SHEET_CELL / max(image.size)
     filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
 
