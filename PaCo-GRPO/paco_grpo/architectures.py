@@ -26,9 +26,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-
-class UnknownModelError(ValueError):
-    """The architecture of a model is not known; the message lists those that are."""
+from paco_grpo.options import ConfigError
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
         device: Where the parameters are created.
 
     Raises:
-        UnknownModelError: Neither.
+        ConfigError: Neither.
     """
     if known := KNOWN.get(model):
         modules = {name: _module(*module, dtype, device) for name, module in known.modules.items()}
@@ -254,7 +252,7 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
     folder = Path(model).expanduser()
     if not (folder / "model_index.json").is_file():
-        raise UnknownModelError(
+        raise ConfigError(
             f"the architecture of {model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
         )
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
@@ -271,15 +269,13 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: one of ``JUDGES``, a folder, or a cached hub name (UnknownModelError: none)."""
+    """The judge's base model on ``meta``: one of ``JUDGES``, a folder, or a cached hub name (ConfigError: none)."""
     if model in JUDGES:
         return _module(*JUDGES[model], dtype, "meta")
     try:
         config = transformers.AutoConfig.from_pretrained(model)
     except OSError as error:
-        raise UnknownModelError(
-            f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}"
-        ) from error
+        raise ConfigError(f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}") from error
     return _module(config.architectures[0], config, dtype, "meta")
 
 

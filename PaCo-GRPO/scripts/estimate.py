@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from paco_grpo.architectures import UnknownModelError, judge_of, pipeline_of
+from paco_grpo.architectures import judge_of, pipeline_of
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import ConfigError, RunOptions, read_options
@@ -99,7 +99,6 @@ class FakeDevice(TorchDispatchMode):
         self.seen: weakref.WeakSet = weakref.WeakSet()  # storages that are counted, or need not be
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -177,8 +176,6 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     with unset_fake_temporarily():
         args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
-        if func is aten._to_copy.default and not kwargs:
-            return args[0]
         out = func(*args, **kwargs)
     return None if any(v.is_floating_point() for v in tree_leaves(out)) else out
 
@@ -732,7 +729,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(given)
     if arguments.judge and "=" in str(arguments.judge) and not arguments.judge.exists():  # --judge key=value
         arguments.judge, rest = PUBLISHED_JUDGE, [str(arguments.judge), *rest]
-    wrong: tuple[type[Exception], ...] = ConfigError, UnknownModelError, PolicyLoadError
+    wrong: tuple[type[Exception], ...] = ConfigError, PolicyLoadError
     pairs = 0.0
     try:
         card, memory, flops = card_of(arguments)

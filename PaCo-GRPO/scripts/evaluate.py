@@ -128,8 +128,7 @@ def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, o
     found = {adapter: find_adapter(adapter) if adapter else None for adapter in adapters.values()}
     policy, attached = None, False
     for place, adapter in adapters.items():
-        done = partial(begin, place, options, items, rewards, adapter, found[adapter])
-        if main_decides(strategy.accelerator, done):
+        if main_decides(strategy.accelerator, partial(begin, place, options, items, rewards, adapter, found[adapter])):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         if policy is not None and not exchanges:

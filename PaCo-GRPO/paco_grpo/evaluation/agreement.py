@@ -5,9 +5,7 @@ the mean P(Yes) over pairs of panels of different images (1 − ``between_images
 
     κ = (W − B) / (1 − B)
 
-1: panels agree and images differ. 0: panels of one image are no more alike than panels of different images, which is what
-a collapsed generator gives, however consistent it is. κ is about *open* prompts, which leave something unspecified. Where a
-prompt describes everything, b is rightly high, and only w is reported. The form is Cohen's κ (1960), with B as the chance
+of *open* prompts, which leave something unspecified (docs/rewards.md). The form is Cohen's κ (1960), with B as the chance
 level.
 """
 
