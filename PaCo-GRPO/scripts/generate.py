@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from paco_grpo.data.prompts import DataError, common_fields, json_lines, load_prompts, text_of
+from paco_grpo.data.prompts import common_fields, json_lines, load_prompts, read_reference, text_of
 from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions, read_options
@@ -39,7 +39,6 @@ from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, loa
 from paco_grpo.training.checks import check_items, require_promised_gpu, text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
-from paco_judge.images import UnreadableImage, read_image
 
 
 def main(arguments: list[str]) -> int:
@@ -90,10 +89,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
     for number, (where, row) in enumerate(rows):
         names = [images[number % len(images)].absolute()] if images else row.get("images") or [row.get("image")]
         paths = [(file or Path()).parent / name for name in names if name]
-        try:
-            first, *more = [read_image(path, upright=True) for path in paths] or [None]
-        except UnreadableImage as error:
-            raise DataError(f"{where}: {', '.join(map(str, paths))}: {error}") from error
+        first, *more = [read_reference(path, f"{where}: {path}") for path in paths] or [None]
         items.append(Item(number, *common_fields(row, where), metadata=row, image=first, more_images=tuple(more)))
     return items
 

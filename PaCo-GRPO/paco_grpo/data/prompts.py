@@ -143,7 +143,7 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
         for name in names:
             if not isinstance(name, str) or not os.path.isfile(folder / name):  # names may be too long for a file
                 raise DataError(f"{where}: field {field!r} must name a file in {folder}, got {name!r}")
-            own.append(partial(_open_image, folder / name, f"{where}: field {field!r} ({name!r})"))
+            own.append(partial(read_reference, folder / name, f"{where}: field {field!r} ({name!r})"))
         items.append(Item(len(items), prompt, height, width, dict(row), own[0], tuple(own[1:])))
     return items
 
@@ -209,10 +209,10 @@ def _image_of_row(read: Callable[[list[str]], Any], column: str, row: int, numbe
     encoded = encoded.get("bytes") if isinstance(encoded, dict) else encoded
     if not isinstance(encoded, bytes):
         raise DataError(f"{what} has no bytes; save the set with its images embedded")
-    return _open_image(encoded, what)
+    return read_reference(encoded, what)
 
 
-def _open_image(source: Path | bytes, what: str) -> Image.Image:
+def read_reference(source: Path | bytes, what: str) -> Image.Image:
     """RGB, upright according to its EXIF data. Raises DataError."""
     try:
         return read_image(source, upright=True)
