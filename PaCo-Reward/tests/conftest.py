@@ -1,6 +1,5 @@
 """Fixtures: a tiny judge and a tiny pair data set, made once per session."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,26 +12,11 @@ torch.set_num_threads(1)
 # Machines that run tests are shared: time limits belong to pytest, not to single examples.
 settings.register_profile("paco_reward", deadline=None)
 settings.load_profile("paco_reward")
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "PaCo-GRPO" / "tests")]  # a judge on loopback and tiny pipelines are shared
 
-
-def load(name: str, file: Path):
-    """A module by file: test folders of different subprojects may hold files of one name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-load("paco_reward_fake_judge", HERE.parent / "judge" / "tests" / "fake_judge.py")
-tiny_judge = load("paco_reward_tiny_judge", HERE / "tiny_judge.py")
-pairing_tools = load("pairing_tools", HERE / "pairing_tools.py")
-training_tools = load("training_tools", HERE / "training_tools.py")
-load("tiny_pipelines", HERE.parents[1] / "PaCo-GRPO" / "tests" / "tiny_pipelines.py")
-bench_tools = load("bench_tools", HERE / "bench_tools.py")
-world = pairing_tools.world
-bench, rank, examples, edits = bench_tools.bench, bench_tools.rank, bench_tools.examples, bench_tools.edits
-answering_judge = bench_tools.answering_judge
+import tiny_judge
+from bench_tools import answering_judge, bench, edits, examples, rank  # noqa: F401
+from pairing_tools import world  # noqa: F401
 
 
 @pytest.fixture(scope="session")

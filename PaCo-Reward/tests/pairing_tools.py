@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import paco_reward_fake_judge as fake_judge  # registered by conftest.py
 import pytest
+from fakes import fake_judge
 from PIL import Image
 
 from paco_judge.images import load_image

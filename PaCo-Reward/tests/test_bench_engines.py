@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from bench_tools import HERE, RANK_FOLDER
+from fakes import free_port
 
 REPO = HERE.parent.parent
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
@@ -35,9 +35,7 @@ def judge(request, answering_judge, tiny, tmp_path):
 @pytest.fixture
 def server(judge):
     """The URL of the judge, served by vLLM through launch.sh."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": "toy", "VLLM_PORT": str(port)}
     variables |= {"VLLM_ENGINE": "vllm", "VLLM_PYTHON": str(VLLM_PYTHON), "PYTHON": sys.executable}
     variables |= {"VLLM_LABEL": f"bench-engines-{port}", "VLLM_START_TIMEOUT": "1500"}

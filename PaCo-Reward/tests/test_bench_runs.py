@@ -8,7 +8,7 @@ import sys
 import pytest
 from bench_tools import RANK_FOLDER, BrightnessJudge
 from evaluation import command_line
-from pairing_tools import fake_judge
+from fakes import fake_judge
 from PIL import Image
 
 from paco_eval.engines import make_engine, server_engine

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from fakes import fake_judge
 from pairing_tools import (
     GENERATIONS,
     PROMPTS,
@@ -13,7 +14,6 @@ from pairing_tools import (
     all_bytes,
     build,
     colour_model,
-    fake_judge,
     grid,
     of_colour,
     rank_like_people,

@@ -1,13 +1,13 @@
 """paco-reward demo over HTTP, and the same sheet as a file."""
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from fakes import free_port
 from PIL import Image
 
 from paco_judge.scorer import JudgeScorer
@@ -33,9 +33,7 @@ def grid(tmp_path, tiny) -> Path:
 @pytest.fixture
 def page(answering_judge):
     """The command as a user starts it; its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "paco_reward.cli", "demo", "--model", str(answering_judge), "--port", str(port)]
     demo = subprocess.Popen(
         [*command, "--reason_tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

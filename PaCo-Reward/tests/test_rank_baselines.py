@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import tiny_pipelines  # registered by conftest.py
 import torch
 from bench_tools import BrightnessJudge
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_pipelines import save_open_clip
 
 from paco_eval import runner
 from paco_eval.baselines import make_baseline
@@ -16,7 +16,7 @@ from paco_judge.client import Pair
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory):
     """A tiny OpenCLIP in the hub's format."""
-    tiny_pipelines.save_open_clip(folder := tmp_path_factory.mktemp("clip"))
+    save_open_clip(folder := tmp_path_factory.mktemp("clip"))
     return folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairing_tools import fake_judge
+from fakes import fake_judge
 from PIL import Image
 
 from paco_judge import images

@@ -9,13 +9,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), *(str(REPOSITORY / part / "tests") for part in ("PaCo-GRPO", "PaCo-Reward"))]
 
-import fakes
 import tiny_judge
 from terminal import Terminal
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import build
-
-sys.modules.setdefault("paco_reward_fake_judge", fakes.fake_judge)  # its name in PaCo-Reward's tests
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pairing_tools
 import pytest
 import tiny_judge
 import yaml
-from fakes import free_port
+from fakes import fake_judge, free_port
 from PIL import Image
 from terminal import (
     DATA_SETS,
@@ -162,7 +162,7 @@ def test_judge(terminal, port):
     (folder / "metadata.jsonl").rename(folder / "prompts.jsonl")
     save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench")
     save_edit_bench(folder / "evaluation" / "Edit-Bench")
-    with pairing_tools.fake_judge.FakeJudge(pairing_tools.colour_model) as server:
+    with fake_judge.FakeJudge(pairing_tools.colour_model) as server:
         run_page(terminal, "PaCo-Reward/README.md", port, server.url)
     assert (folder / "scores.html").is_file()
     assert json.loads((folder / "PaCo-Dataset" / "dataset_info.json").read_text())
