@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import ImageStat
+from tiny_judge import picture, save_answering
 
 from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
@@ -67,23 +68,27 @@ class BenchCommand:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
 
-@pytest.fixture
-def bench(tiny, tmp_path):
-    """A ConsistencyRank-Bench of five items with three candidates, listed in another order than ranked."""
-    root = tmp_path / "data" / "ConsistencyRank-Bench"
+def save_rank_bench(root, items):
+    """A ConsistencyRank-Bench with three candidates for each item, listed in another order than ranked."""
     ranks, prompts = [], []
-    for index in range(5):
+    for index in range(items):
         folder = root / "images" / f"{index:04d}"
         folder.mkdir(parents=True)
         names = ["c0.png", "c1.png", "c2.png"]
         for seed, name in enumerate(["ref.png", *names]):
-            tiny.picture(100 * index + seed).save(folder / name)
+            picture(100 * index + seed).save(folder / name)
         ranked = names[index % 3 :] + names[: index % 3]
         ranks.append({"folder": f"{index:04d}", "ref_image": "ref.png", "comp_images": names, "rank_images": ranked})
         criteria = {"style": {"a": "Same colours.", "b": ""}, "identity": {"c": "Same shape.", "d": "Same size?"}}
         prompts.append({"idx": index, "prompt": "p", "criteria": criteria})
     (root / "consistency_full_rank.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranks))
     (root / "prompt_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A ConsistencyRank-Bench of five items."""
+    save_rank_bench(root := tmp_path / "data" / "ConsistencyRank-Bench", 5)
     return root
 
 
@@ -94,16 +99,33 @@ def rank(bench, tmp_path):
     return BenchCommand(eval_vllm, bench, tmp_path, arguments)
 
 
-@pytest.fixture(scope="session")
-def examples(tiny):
-    """20 rows of EditReward-Bench with images in memory; rows 3n, 3n+1, 3n+2 have the same edits."""
+def edit_examples(count):
+    """Rows of EditReward-Bench with images in memory; rows 3n, 3n+1, 3n+2 have the same edits."""
     rows = []
-    for index in range(20):
+    for index in range(count):
         seed = 10 * (index // 3)
         rows.append({"key": [f"edit{seed}a", f"edit{seed}b"], "instruction": f'make the "left" shape {seed} px larger'})
-        rows[-1] |= {"input_image": tiny.picture(seed), "output_images": [tiny.picture(seed + i) for i in (1, 2)]}
+        rows[-1] |= {"input_image": picture(seed), "output_images": [picture(seed + i) for i in (1, 2)]}
         rows[-1] |= {"task_type": TASKS[index % 13], "dimension": EDIT_DIMENSIONS[index % 3]}
     return rows
+
+
+def save_edit_bench(file, examples):
+    """``examples`` as JSON lines, with their images as files in the same folder."""
+    lines = []
+    (file.parent / "images").mkdir(parents=True)
+    for index, row in enumerate(examples):
+        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
+        for name, image in zip(files, [row["input_image"], *row["output_images"]]):
+            image.save(file.parent / name)
+        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}))
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def examples():
+    """20 rows of EditReward-Bench."""
+    return edit_examples(20)
 
 
 def edit_lines(file, changes):
@@ -116,20 +138,13 @@ def edit_lines(file, changes):
 
 @pytest.fixture
 def edits(examples, tmp_path):
-    """``evaluation.py`` on ``examples`` as JSON lines, with their images as files in the same folder."""
-    data, lines = tmp_path / "data" / "bench.jsonl", []
-    (data.parent / "images").mkdir(parents=True)
-    for index, row in enumerate(examples):
-        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
-        for file, image in zip(files, [row["input_image"], *row["output_images"]]):
-            image.save(data.parent / file)
-        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}))
-    data.write_text("\n".join(lines) + "\n")
+    """``evaluation.py`` on ``examples``."""
+    save_edit_bench(data := tmp_path / "data" / "bench.jsonl", examples)
     arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
     return BenchCommand(evaluation, data, tmp_path, arguments, "judge")
 
 
 @pytest.fixture(scope="session")
-def answering_judge(tmp_path_factory, tiny):
+def answering_judge(tmp_path_factory):
     """The quickstart's base judge, made to answer."""
-    return tiny.save_answering(TOY_JUDGE, tmp_path_factory.mktemp("answering") / "judge")
+    return save_answering(TOY_JUDGE, tmp_path_factory.mktemp("answering") / "judge")

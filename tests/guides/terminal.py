@@ -12,12 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow.parquet
-import tiny_judge
 from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,7 +79,7 @@ class Terminal:
         environment = self.environment | {name: str(value) for name, value in variables.items()}
         done = subprocess.run(
             ["bash", "-c", STAND_INS + block], cwd=self.clone / folder, env=environment, start_new_session=True, check=False,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
         return done.stdout
@@ -109,34 +107,3 @@ def save_editing_set(folder: Path) -> None:
             images.append(data.getvalue())
         columns = {"prompt": ["make the star blue", "make the star red", "make it green"], "image": images}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet")
-
-
-def save_rank_bench(folder: Path) -> None:
-    """ConsistencyRank-Bench as it is downloaded, with two items: its images are in an archive."""
-    folder.mkdir()
-    names = ["a.png", "b.png", "c.png"]
-    ranks, prompts = [], []
-    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
-        for index in range(2):
-            for place, name in enumerate(["reference.png", *names]):
-                tiny_judge.picture(10 * index + place).save(data := io.BytesIO(), "PNG")
-                archive.writestr(f"images/{index:04d}/{name}", data.getvalue())
-            ranks.append({"folder": f"{index:04d}", "ref_image": "reference.png", "comp_images": names})
-            ranks[-1]["rank_images"] = names[index:] + names[:index]
-            prompts.append({"idx": index, "prompt": "p", "criteria": {"style": {"a": "Same colors?"}}})
-    for file, rows in (("consistency_full_rank.jsonl", ranks), ("prompt_data.jsonl", prompts)):
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def save_edit_bench(folder: Path) -> Path:
-    """EditReward-Bench with one item of each dimension; returns its file."""
-    rows = []
-    for index, dimension in enumerate(["prompt_following", "consistency", "overall"]):
-        files = [f"{index}_{name}.png" for name in ("input", "better", "worse")]
-        for place, file in enumerate(files):
-            tiny_judge.picture(30 + place).save(folder / file)
-        rows.append({"key": ["better", "worse"], "instruction": "make it blue", "task_type": "color_alter"})
-        rows[-1] |= {"dimension": dimension, "input_image": files[0], "output_images": files[1:]}
-    file = folder / "edits.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file

@@ -5,8 +5,9 @@ import shlex
 import httpx
 import pytest
 import tiny_judge
+from bench_tools import edit_examples, save_edit_bench, save_rank_bench
 from fakes import free_port
-from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning, save_edit_bench, save_rank_bench
+from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning
 
 pytestmark = pytest.mark.slow
 VLLM = REPOSITORY / ".venv-vllm"
@@ -97,8 +98,8 @@ bash evaluate_vllm_PaCoReward.sh"""
 @in_vllm
 def test_evaluation(terminal):
     folder = terminal.clone / "PaCo-Reward" / "evaluation"
-    save_rank_bench(folder / "ConsistencyRank-Bench")
-    edits = save_edit_bench(folder / "ConsistencyRank-Bench")
+    save_rank_bench(folder / "ConsistencyRank-Bench", 2)
+    save_edit_bench(edits := folder / "edits" / "edits.jsonl", edit_examples(3))
     output = terminal.run(f"{EVALUATION} --dataset {edits}", folder)
     assert "PaCo-Reward-7B" in (folder / "Consistency_Rank" / "results_summary.txt").read_text().splitlines()[-1]
     (results,) = (folder / "Consistency_Rank" / "results").glob("*.jsonl")

@@ -14,22 +14,14 @@ import pairing_tools
 import pytest
 import tiny_judge
 import yaml
+from bench_tools import edit_examples, save_edit_bench, save_rank_bench
 from fakes import fake_judge, free_port
 from PIL import Image
-from terminal import (
-    DATA_SETS,
-    REPOSITORY,
-    TOY_JUDGE,
-    TOY_SIZE,
-    check_learning,
-    save_edit_bench,
-    save_editing_set,
-    save_rank_bench,
-)
+from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning, save_editing_set
 
 from paco_toy.build_world import draw
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on a busy machine they take more than the usual 600 s
 
 GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
 # Page → {command: what runs instead}. Commands that cannot run here only read their options.
@@ -160,8 +152,8 @@ def test_judge(terminal, port):
     (folder / "mine.txt").write_text("Are these two images alike?")
     draw(folder, seed=0, prompts={"train": 6, "test": 3})
     (folder / "metadata.jsonl").rename(folder / "prompts.jsonl")
-    save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench")
-    save_edit_bench(folder / "evaluation" / "Edit-Bench")
+    save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench", 2)
+    save_edit_bench(folder / "evaluation" / "Edit-Bench" / "edits.jsonl", edit_examples(3))
     with fake_judge.FakeJudge(pairing_tools.colour_model) as server:
         run_page(terminal, "PaCo-Reward/README.md", port, server.url)
     assert (folder / "scores.html").is_file()
