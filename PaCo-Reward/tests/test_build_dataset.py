@@ -42,6 +42,7 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
         examples = accepted(tmp_path / "out", name)
         numbers = stats["datasets"][name]
         assert numbers["yes"] == numbers["no"] == len(examples) / 2 > 0
+        assert numbers["groups"] == {"train": 4, "test": 1}[part]
         assert {example.answer for example in examples} == {"Yes", "No"}
         themes[part] = {example.prompt for example in examples}
         for example in examples:  # each generation of a prompt has its own color
@@ -70,17 +71,6 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
     assert {prefix + pair.question for pair in pairs} == prompts
     with pytest.raises(PacoRewardError, match="--image_labels"):
         labeled_pairs(tmp_path / "out", name)
-
-
-def test_reasons_are_determined_by_the_seed(world, tmp_path):
-    with fake_judge.FakeJudge(colour_model) as server:
-        for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-            stats = build(world, tmp_path / name, seed=seed, server=server.url, reasons=True)
-    a, b, c = (all_bytes(tmp_path / name) for name in "abc")
-    assert a == b != c
-    for example in accepted(tmp_path / "a", "consistency_reward_cot_train"):
-        assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
-    assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
 
 def test_sets_for_people_then_their_rankings(world, tmp_path):
@@ -158,23 +148,29 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
     assert stats["datasets"]["sharegpt_editing_train"]["yes"] == stats["datasets"]["sharegpt_editing_train"]["no"] == 10
 
 
-def test_a_stopped_run_resumes_without_loss_or_repetition(world, tmp_path):
-    setting = {"reasons": True, "test_share": 0.25}
+def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(world, tmp_path):
     with fake_judge.FakeJudge(colour_model) as server:
-        build(world, tmp_path, server=server.url, **setting)
-        needed, whole = len(server.requests), all_bytes(tmp_path)
+        output, setting = tmp_path / "out", {"server": server.url, "reasons": True}
+        stats = build(world, output, **setting)
+        needed, whole = len(server.requests), all_bytes(output)
         for name in ("scores", "reasons"):
-            journal = tmp_path / "work" / f"{name}.jsonl"
+            journal = output / "work" / f"{name}.jsonl"
             journal.write_bytes(journal.read_bytes()[: journal.stat().st_size // 2])  # cut off in a line
-        (tmp_path / "stats.json").unlink()
-        build(world, tmp_path, server=server.url, **setting)
+        (output / "stats.json").unlink()
+        build(world, output, **setting)
         done = len(server.requests)
-        assert needed < done < 2 * needed and all_bytes(tmp_path) == whole
-        build(world, tmp_path, server=server.url, **setting)
+        assert needed < done < 2 * needed and all_bytes(output) == whole
+        build(world, output, **setting)
         assert len(server.requests) == done
         journal.write_bytes(b"[1]\n" + journal.read_bytes())
         with pytest.raises(PacoRewardError, match=r"reasons\.jsonl"):
-            build(world, tmp_path, server=server.url, **setting)
+            build(world, output, **setting)
+        for name, seed in (("again", 0), ("other", 1)):
+            build(world, tmp_path / name, seed=seed, **setting)
+            assert (all_bytes(tmp_path / name) == whole) == (name == "again")
+    for example in accepted(output, "consistency_reward_cot_train"):
+        assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
+    assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
 
 def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):

@@ -14,7 +14,6 @@ from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Verdict
 from paco_reward import sheet
 from paco_reward.answers import Answers, questions_about
-from paco_reward.cli import main
 from paco_reward.demo import asked_about
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
@@ -73,16 +72,6 @@ def test_the_sheet_escapes_what_it_shows():
         assert text not in shown
     assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
     assert "0.250" in shown and "1.000" in shown and "No mean: 1 of 3 pairs have no score" in shown
-
-
-def test_score_writes_the_sheet(tmp_path, tiny, answering_judge, capsys):
-    paths = [str(tmp_path / f"{n}.png") for n in range(2)]
-    for number, path in enumerate(paths):
-        tiny.picture(number).save(path)
-    file = tmp_path / "scores.html"
-    assert main(["score", *paths, "--model", str(answering_judge), "--html", str(file)]) == 0
-    printed = capsys.readouterr().out.split()[-1]
-    assert f"{float(printed):.3f} <small>mean" in file.read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_asked_is_named(grid):

@@ -173,12 +173,10 @@ def test_every_format_holds_the_same(kind, examples, edits, tmp_path):
 def test_unusable_data_sets(edits, tmp_path, capsys):
     edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
     (tmp_path / "none.jsonl").write_text("\n")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR0")
     for dataset, named in (
         (tmp_path / "nowhere", "hf download"),
         (edits.data, "task_type, dimension, input_image"),
         (tmp_path / "none.jsonl", "none.jsonl"),
-        (tmp_path / "bad.parquet", "bad.parquet"),
     ):
         assert edits.main("--dataset", dataset) == 2
         assert named in capsys.readouterr().err

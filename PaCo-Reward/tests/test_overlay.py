@@ -1,4 +1,4 @@
-"""The overlay inside LLaMA-Factory: arguments, loss in every process, LLaMA-Factory's own loss, metrics, templates."""
+"""The overlay inside LLaMA-Factory: loss in every process, LLaMA-Factory's own loss, metrics, templates."""
 
 import importlib.metadata
 import json
@@ -37,16 +37,6 @@ def test_an_untested_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.9")
     with pytest.raises(PacoRewardError, match=r"llamafactory==0\.9\.5"):
         overlay.install()
-
-
-def test_arguments(installed):
-    from llamafactory.hparams import parser
-
-    overlay.install()  # idempotent
-    (arguments,) = (cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
-    assert arguments().first_token_weight is None and arguments().first_token_scheme == "sequence"
-    assert arguments(first_token_weight=0.1).to_dict()["first_token_weight"] == 0.1
-    assert arguments(first_token_accuracy=True).compute_accuracy and not arguments().compute_accuracy
 
 
 def test_a_damaged_training_image_is_named(installed, tiny, tmp_path):
@@ -109,7 +99,7 @@ def trained(judge_dir, data_dir, tmp_path_factory):
     accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     all_at_once = {"max_steps": 1, "first_token_weight": 0.1}
     packed = {"neat_packing": True, "packing": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
-    evaluated = {"eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True, "per_device_eval_batch_size": 4}
+    evaluated = {"eval_dataset": "held_out", "do_eval": True, "first_token_accuracy": True, "per_device_eval_batch_size": 4}
     configs = [
         config("upstream", **accumulated),
         config("upstream_dft", use_dft_loss=True, **accumulated),
@@ -161,9 +151,7 @@ def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_pa
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "first_token_scheme": scheme}
     config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.launch"]
-    log = run_processes(torchrun, [config], tmp_path)
-    for process in (1, 2):
-        assert f"first-token-weighted loss in process {process} of 2: weight 0.1, scheme {scheme}" in log
+    run_processes(torchrun, [config], tmp_path)
     assert_same_training(tmp_path / "two", trained / scheme)
 
 

@@ -55,39 +55,6 @@ def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     assert len(made) == len(expected) and counts["pairs_disputed"] == len(votes) - len(expected)
 
 
-labeled = st.builds(
-    LabeledPair,
-    first=st.integers(0, 30).map(str),
-    second=st.integers(31, 60).map(str),
-    question=st.sampled_from(["q", "r"]),
-    label=st.booleans(),
-    kind=st.sampled_from(["theme", "editing_consistency", "editing_instruction"]),
-    group=st.integers(0, 6).map(str),
-)
-
-
-@given(st.lists(labeled, max_size=60, unique_by=lambda p: (p.first, p.second, p.question, p.kind)), st.integers(0, 9))
-def test_balance_is_exact_and_minimal_and_ignores_the_order(pairs, seed):
-    kept = select.balanced(pairs, seed)
-    for kind in {pair.kind for pair in pairs}:
-        before = Counter(pair.label for pair in pairs if pair.kind == kind)
-        after = Counter(pair.label for pair in kept if pair.kind == kind)
-        assert after[True] == after[False] == min(before[True], before[False])
-    assert set(kept) == set(select.balanced(pairs[::-1], seed))
-    assert kept == [pair for pair in pairs if pair in set(kept)]
-
-
-@given(st.sets(st.integers(0, 200).map(str)), st.floats(0, 0.9), st.integers(0, 99))
-def test_the_split_has_its_share_and_no_empty_side(groups, share, seed):
-    testing = select.groups_for_testing(groups, share, seed)
-    assert testing <= groups and testing == select.groups_for_testing(sorted(groups), share, seed)
-    if share > 0 and len(groups) > 1:
-        assert 1 <= len(testing) < len(groups)
-        assert abs(len(testing) - share * len(groups)) <= 1
-    else:
-        assert not testing
-
-
 def test_groups_are_connected_directly_or_through_others():
     assert connected(["ab", "cd", "ef", "bc", "g", "gg"]) == [0, 0, 2, 0, 4, 4]
 

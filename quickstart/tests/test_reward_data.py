@@ -10,7 +10,7 @@ import pytest
 from paco_toy import build_world
 from paco_toy.build_world import TESTS, TRAIN
 from paco_toy.oracle import read_prompt
-from paco_toy.world import ATTRIBUTES, CHARACTERS, HELD_OUT, KNOWN, LABELS, VIEWS, Character
+from paco_toy.world import CHARACTERS, HELD_OUT, KNOWN, LABELS, VIEWS, Character
 
 FLUX = Path(__file__).resolve().parents[1] / "models" / "flux"
 PROMPTS = {"train": 40, "test": 10}
@@ -83,17 +83,8 @@ def test_full_open_and_missing_themes_come_in_equal_parts(built):
         assert max(counts) - min(counts) <= 1
 
 
-def test_no_pairs_differ_in_one_two_and_three_attributes_or_are_broken(built):
-    found = [(first, second) for first, second, _, answer in pairs(built, TRAIN) if answer.startswith("No")]
-    broken = [pair for pair in found if None in pair]
-    assert 0.2 <= len(broken) / len(found) <= 0.3
-    assert {tuple(c is None for c in pair) for pair in broken} == {(True, False), (False, True), (True, True)}
-    off = [sum(getattr(a, n) != getattr(b, n) for n in ATTRIBUTES) for a, b in found if a and b]
-    assert all(off.count(grade) >= 0.1 * len(found) for grade in (1, 2, 3))
+def test_weak_pairs_show_broken_panels_that_are_not_trained_on(built):
     assert all(None in pair[:2] for pair in pairs(built, TESTS[3]) if pair[3].startswith("No"))
-
-
-def test_broken_panels_of_the_test_are_not_trained_on(built):
     trained, tested = ({image for row in rows(built, *names) for image in row["images"]} for names in ((TRAIN,), TESTS))
     assert trained.isdisjoint(tested)
 

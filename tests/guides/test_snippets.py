@@ -71,8 +71,6 @@ config.test.reward_fn_kwargs = {
 """
 
 
-
-
 def paste(tmp_path, snippet, top=""):
     """Options of ``t2is`` with a snippet at the end of its function, and ``top`` at the top of the file."""
     indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
