@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from peft import LoraConfig, get_peft_model
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)
@@ -29,6 +30,20 @@ def tiny():
 def judge_dir(tmp_path_factory) -> Path:
     """A random judge as a model folder."""
     return tiny_judge.save_judge(tmp_path_factory.mktemp("model") / "judge")
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(tmp_path_factory) -> Path:
+    """A LoRA adapter that changes the judge's scores visibly."""
+    model = tiny_judge.make_model(tiny_judge.make_processor())
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"]))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("adapter") / "lora"
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

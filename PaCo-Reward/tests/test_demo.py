@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,16 +16,6 @@ from paco_reward.answers import Answers, questions_about
 from paco_reward.demo import asked_about
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
-
-
-@pytest.fixture
-def grid(tmp_path, tiny) -> Path:
-    """A 2x2 grid of pictures."""
-    image = Image.new("RGB", (112, 112))
-    for number in range(4):
-        image.paste(tiny.picture(number).resize((56, 56)), (number % 2 * 56, number // 2 * 56))
-    image.save(tmp_path / "grid.png")
-    return tmp_path / "grid.png"
 
 
 @pytest.fixture
@@ -49,17 +38,17 @@ def page(answering_judge):
 
 
 @pytest.mark.slow
-def test_the_page_over_http(page, grid, answering_judge):
+def test_the_page_over_http(page, world, answering_judge):
     from gradio_client import Client, handle_file
 
-    client = Client(page, verbose=False)
+    client, grid = Client(page, verbose=False), world / "grids" / "p0_0.png"
     picture = [{"image": handle_file(str(grid)), "caption": None}]
     shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
     cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]
     pairs = asked_about("judge", [(str(grid), None)], 2, 2, "a paper boat", "").pairs
     verdicts = JudgeScorer.from_pretrained(answering_judge).score(pairs, top=20)
     assert cells == pytest.approx([verdict.p_yes for verdict in verdicts], abs=1e-3)
-    assert shown.count("<dt>") == 6 and "grid.png 1 – grid.png 2" in shown
+    assert shown.count("<dt>") == 6 and "p0_0.png 1 – p0_0.png 2" in shown
     loaded = re.findall(r'<(?:link rel="stylesheet"|script)[^>]*?(?:src|href)="(https?://[^"]+)"', httpx.get(page, timeout=PATIENCE_S).text)
     assert not [url for url in loaded if not url.startswith(page) and "iframe-resizer" not in url], "nothing leaves the machine"
 
@@ -74,7 +63,7 @@ def test_the_sheet_escapes_what_it_shows():
     assert "0.250" in shown and "1.000" in shown and "No mean: 1 of 3 pairs have no score" in shown
 
 
-def test_what_cannot_be_asked_is_named(grid):
-    for count, rows, instruction, named in ((1, 1, "", "not 1"), (1, 100, "", "not 100"), (2, 1, "make it blue", "not both")):
+def test_what_cannot_be_asked_is_named(world):
+    for count, rows, instruction, named in ((1, 1, "", "not 1"), (1, 24, "", "not 24"), (2, 1, "make it blue", "not both")):
         with pytest.raises(ValueError, match=named):
-            asked_about("judge", [(str(grid), None)] * count, rows, 1, "a boat", instruction)
+            asked_about("judge", [(str(world / "grids" / "p0_0.png"), None)] * count, rows, 1, "a boat", instruction)

@@ -4,26 +4,10 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 
 from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
 from paco_reward.export import synthetic_pairs
-
-
-@pytest.fixture(scope="module")
-def adapter_dir(tiny, judge_dir, tmp_path_factory):
-    """A LoRA adapter that changes the judge's scores visibly."""
-    model = tiny.make_model(tiny.make_processor())
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"]))
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    folder = tmp_path_factory.mktemp("adapter") / "lora"
-    model.save_pretrained(folder)
-    return folder
 
 
 def scores(*judge):

@@ -2,16 +2,15 @@
 
 import base64
 import contextlib
-import importlib.util
 import io
 import multiprocessing
 import socket
 import time
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import fake_judge, free_port
 from PIL import Image
 
 from paco_judge import transport
@@ -20,10 +19,6 @@ from paco_judge.grid import pairs, split_image
 from paco_judge.images import UnreadableImage, as_received, data_url
 from paco_judge.questions import RequestForm, build_messages, theme_question
 
-FAKE = Path(__file__).with_name("fake_judge.py")
-_spec = importlib.util.spec_from_file_location("fake_judge", FAKE)
-fake_judge = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_judge)
 FakeJudge, answer = fake_judge.FakeJudge, fake_judge.answer
 
 

@@ -1,10 +1,8 @@
 """The scorer against a plain forward of transformers, for each family, on random weights."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+import tiny_judge
 import torch
 from PIL import Image
 
@@ -12,21 +10,11 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.scorer import BadChat, JudgeScorer
 
-TINY = Path(__file__).parents[2] / "tests" / "tiny_judge.py"
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    spec = importlib.util.spec_from_file_location("tiny_judge", TINY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def folder(request, tiny, tmp_path_factory):
+def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp("judges") / request.param
-    return tiny.save_judge(made) if request.param == "qwen2_5_vl" else tiny.save_new_judge(made, request.param)
+    return tiny_judge.save_judge(made) if request.param == "qwen2_5_vl" else tiny_judge.save_new_judge(made, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +23,10 @@ def scorer(folder):
 
 
 @pytest.fixture(scope="module")
-def pairs(tiny):
+def pairs():
     """Questions and images of different lengths and sizes, so that a batch needs padding."""
-    themes = [*tiny.THEMES, "x", "a paper boat " * 12]
-    return [Pair(tiny.picture(i, 40 + 9 * i), tiny.picture(i + 50), theme_question(t)) for i, t in enumerate(themes)]
+    themes = [*tiny_judge.THEMES, "x", "a paper boat " * 12]
+    return [Pair(tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50), theme_question(t)) for i, t in enumerate(themes)]
 
 
 def p_yes(scorer, pairs, **options):
@@ -59,8 +47,8 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     assert [answer for answer in scorer.reasons(pairs[:2], 5) if answer]
 
 
-def test_equal_images_of_a_batch_pass_the_vision_tower_once(folder, scorer, tiny):
-    images = [tiny.picture(seed, size) for seed, size in ((1, 40), (2, 90), (3, 40))]
+def test_equal_images_of_a_batch_pass_the_vision_tower_once(folder, scorer):
+    images = [tiny_judge.picture(seed, size) for seed, size in ((1, 40), (2, 90), (3, 40))]
     pairs = [Pair(images[i].copy(), images[j].copy(), "same?") for i, j in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 2))]
     together = JudgeScorer.from_pretrained(folder)
     seen = []
