@@ -51,7 +51,6 @@ def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, nam
     [
         {"folder": "p77"},
         {"rank_images": ["00/1.png", "09/1.png"]},
-        {"rank_images": ["00/0.png", "01/1.png"]},
         {"rank_images": ["00/1.png"]},
     ],
 )
