@@ -12,7 +12,7 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_eval.engines import make_engine, server_engine
-from paco_eval.results import BenchError, open_results, read_results, read_rows
+from paco_eval.results import BenchError, read_rows
 from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import JudgeError, Pair
 from paco_judge.questions import RequestForm
@@ -77,13 +77,8 @@ def test_results_from_before_the_weights_were_downloaded_continue(rank, monkeypa
 def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
     file = tmp_path / "m.jsonl"
     file.write_bytes(b'{"model": "m", "index": 0}\n' + line + b"\n")
-    for read in (
-        lambda: open_results(file, [{"index": 0}], {"model": "m"}).__enter__(),
-        lambda: read_results(tmp_path, lambda row: {"index": row["index"]}),
-        lambda: read_rows(file),
-    ):
-        with pytest.raises(BenchError, match=r"m.jsonl line 2"):
-            read()
+    with pytest.raises(BenchError, match=r"m.jsonl line 2"):
+        read_rows(file)  # results and benchmarks are read by it
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):
