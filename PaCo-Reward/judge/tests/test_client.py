@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
-from fakes import fake_judge, free_port
+from fakes import fake_judge
 from PIL import Image
 
 from paco_judge import transport
