@@ -1,6 +1,6 @@
 """The quickstart over seeds, and which reward keeps images different. Finished runs are rows of quickstart/results.csv.
 
-    .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, with a judge of its own; 13 min each
+    .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, judge included; 13 min each
     .venv/bin/python quickstart/study.py rewards                       # two runs at a time, judged by quickstart/out/judge
     .venv/bin/python quickstart/study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
     .venv/bin/python quickstart/study.py objectives --seeds 0          # the six objectives with the quickstart's reward
@@ -15,7 +15,8 @@ oracle, by the judge and by the other judge. `warnings` are the health signals w
 seeds. A row has the commit and the judge (the SHA-256 of its weights) of its run. Runs of another judge are never averaged with
 these; runs of another commit only count as finished with --any_commit. The quickstart's settings were chosen on seeds 0 to 9;
 seeds from 10 on were run once. Rows of the study `hacks` are runs of planted rewards (quickstart/paco_toy/hacks.py of commit
-e2bd40d), with which the health signals were chosen.
+e2bd40d), with which the health signals were chosen. Rows of the study `quickstart` are of an earlier toy world, whose prompts also
+left the shape open (before commit e89da58).
 """
 
 from __future__ import annotations

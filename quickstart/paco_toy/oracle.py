@@ -73,8 +73,9 @@ class Reading:
     def choice(self, named: Sequence[world.Character], attribute: str) -> float:
         """How evenly an open attribute's value is chosen over images: 1 = all values equally often, 0 = always the same.
 
-        The entropy, divided by that of the uniform choice, of the value that most panels of an image have (of those that
-        show what is named; a tie counts in parts), over the images whose prompts leave the attribute open. NaN without any.
+        Each image whose prompt leaves the attribute open counts as the value that most of its panels have (a tie counts in
+        parts; only panels that show what is named). The result is the entropy of these values, divided by the largest
+        possible one. NaN without such an image.
         """
         right = self.shows(named) & np.array([[attribute in c.left_open] for c in named])
         values = np.arange(len(world.ATTRIBUTES[attribute]))

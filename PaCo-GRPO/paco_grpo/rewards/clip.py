@@ -134,7 +134,7 @@ PickScore = partial(ClipScore, model=PICKSCORE, processor=PICKSCORE_PROCESSOR, s
 
 
 class OpenClip(Clip):
-    """Raises ImportError before anything is loaded."""
+    """A model of the package open_clip; ImportError without the package, before weights are loaded."""
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
 

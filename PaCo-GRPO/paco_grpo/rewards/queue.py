@@ -42,9 +42,8 @@ class ScoreQueue:
         threads = {name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()}
         self._sizes = {name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()}
         self._pools = {name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}") for name, n in threads.items()}
-        self._spans: dict[str, list[tuple[float, float]]] = {
-            name: [] for name in self.rewards
-        }  # start and end of calls
+        # start and end of each reward's calls
+        self._spans: dict[str, list[tuple[float, float]]] = {name: [] for name in self.rewards}
         self._comparing = [name for name, reward in self.rewards.items() if getattr(reward, "compares_images", False)]
         # (row, image, item) that are in no call yet: of each reward, and of those that compare images
         self._waiting = {name: [] for name in self.rewards if name not in self._comparing}

@@ -31,7 +31,7 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
         assert reference.size == klein.reference_size(image, item) == (height, width)
         theirs = processor.preprocess(small, height=height, width=width, resize_mode="crop")
         assert torch.equal(processor.preprocess(reference.image, *reference.size), theirs)
-    # training small costs little: the area is that of the generated image
+    # a reference is scaled to the generated image's area, so training at low resolution is cheap
     assert klein.reference_size(picture(0, 200, 300), Item(0, "x", 96, 96)) == (72, 112)  # 78 x 117 before
     with pytest.raises(ValueError, match="item 7 has 100x6 pixels"):
         klein.encode([Item(7, "x", 32, 32, image=picture(0, 6, 100))])

@@ -42,7 +42,7 @@ ITEMS = [Item(i % 2, f"item {i % 2}", metadata={"idx": i % 2}) for i in range(5)
 
 @contextlib.contextmanager
 def running(command, port: int, **environment: str):
-    """A service in a process group of its own, as soon as it answers; yields its URL."""
+    """Starts a service in its own process group, waits until it answers, and yields its URL."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths} | environment
     process = subprocess.Popen([*command, "--port", str(port)], env=environment, start_new_session=True)
