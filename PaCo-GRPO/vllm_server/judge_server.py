@@ -34,6 +34,7 @@ from paco_judge.scorer import BadChat, Chat, JudgeScorer
 
 logger = logging.getLogger(__name__)
 
+_FAILED = "the engine failed on this request; its log says why"
 MAX_BATCH = 64  # requests that are taken from the queue together
 MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, 400 MB as RGB
 # Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
@@ -172,7 +173,11 @@ class Engine:
         """Find each job's answer or error; what is wrong with one costs the others nothing."""
         groups: list[list[Job]] = []  # for one forward each
         for job in jobs:
-            self._open(job)
+            try:
+                self._open(job)
+            except Exception:  # a chat template may refuse a conversation in any way
+                logger.exception("a request failed")
+                job.found = ApiError(_FAILED, 500)
             if job.found is None:
                 longest = max(each.tokens for each in [job, *(groups[-1] if groups else [])])
                 if not groups or longest * (len(groups[-1]) + 1) > self._batch_tokens:
@@ -187,7 +192,7 @@ class Engine:
                 if len(group) > 1:
                     groups += [[job] for job in group]
                 else:
-                    group[0].found = ApiError("the engine failed on this request; its log says why", 500)
+                    group[0].found = ApiError(_FAILED, 500)
 
     def _open(self, job: Job) -> None:
         """Reads the headers of a request's images, and measures its prompt."""

@@ -162,6 +162,20 @@ async def test_a_request_that_breaks_the_model_costs_the_others_nothing(engine, 
     assert failed.status == 500 and sum(bad.question in texts for texts in calls) == 2
 
 
+async def test_a_prompt_that_breaks_the_template_costs_the_others_nothing(engine, http, tiny, monkeypatch):
+    good, bad = pairs_of(tiny, 2)
+    plain = engine.scorer.length
+
+    def length(chat):
+        if chat.messages[-1]["content"][-1]["text"] == bad.question:
+            raise RuntimeError("no user query found")
+        return plain(chat)
+
+    monkeypatch.setattr(engine.scorer, "length", length)
+    codes = [(await http.post("/v1/chat/completions", json=body(pair), timeout=60)).status_code for pair in (bad, good)]
+    assert codes == [500, 200]
+
+
 async def test_logits_that_are_not_numbers_are_an_error_that_is_not_retried(engine, http, tiny, monkeypatch):
     monkeypatch.setattr(engine.scorer, "first_token_logits", lambda chats: np.full((len(chats), 420), np.nan))
     assert (await http.post("/v1/chat/completions", json=body(pairs_of(tiny, 1)[0]))).status_code == 422
