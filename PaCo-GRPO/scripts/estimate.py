@@ -522,7 +522,7 @@ def reward_bytes(options: RunOptions) -> dict[str, int]:
     """Bytes of local reward models on the device, by model; rewards that use the same one share it."""
     found = {}
     for name in options.train.reward_fn | options.test.reward_fn:
-        kwargs = options.train.reward_fn_kwargs.get(name, {})
+        kwargs = (options.test.reward_fn_kwargs | options.train.reward_fn_kwargs).get(name, {})
         elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
         if name in REWARD_PARAMETERS and not elsewhere:
             model, parameters = REWARD_PARAMETERS[name]

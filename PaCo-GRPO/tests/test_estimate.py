@@ -11,6 +11,7 @@ from tiny_run import ROOT, load_script
 from torch import nn
 
 from paco_grpo.architectures import pipeline_of
+from paco_grpo.options.schema import RunOptions, TestOptions
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.performance.quantize import quantizable
 from paco_reward.config import load_config
@@ -194,6 +195,12 @@ def test_parameters_of_a_judge(name, parameters, width, mlp, attention, layers):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == layers * 32 * (3 * (width + mlp) + 2 * (width + attention[0]) + 2 * (width + attention[1]))
     assert sum(p.numel() for p in model.parameters()) - trained == parameters
+
+
+def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
+    test = TestOptions(reward_fn={"pickscore": 1.0}, reward_fn_kwargs={"pickscore": {"device": "cpu"}})
+    assert estimate.reward_bytes(RunOptions(test=test)) == {}
+    assert len(estimate.reward_bytes(RunOptions(test=dataclasses.replace(test, reward_fn_kwargs={})))) == 1
 
 
 def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
