@@ -19,8 +19,6 @@ e2bd40d), with which the health signals were chosen. Rows of the study `quicksta
 left the shape open (before commit e89da58).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ that no judge is needed. ``--repeats`` epochs follow one that warms up; numbers 
 with torchrun. The report goes to ``--output`` as JSON, with hardware, versions and every epoch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -11,8 +11,6 @@ Within a round every server is asked once, in random order; figures are medians 
 and the first round only warms up. Prints tables; writes them, a plot and every round as JSON to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -6,8 +6,6 @@ NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a fol
 downloaded before. The output is written completely or not at all, and is read once as a run would read it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

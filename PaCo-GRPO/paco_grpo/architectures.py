@@ -4,8 +4,6 @@ To add a generator, add one ``Architecture`` to ``KNOWN``: the pipeline, and wha
 says other than the defaults of their classes. Check it by its number of parameters (tests/test_estimate.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

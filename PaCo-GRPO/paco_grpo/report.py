@@ -3,8 +3,6 @@
 It shows what changed, by how much, whether to trust it, and how long it took. The figures also become PNG files next to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib

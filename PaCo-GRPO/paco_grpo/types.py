@@ -3,17 +3,13 @@
 Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent channels, H W pixels, h w latent cells.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-
-if TYPE_CHECKING:
-    from PIL import Image
+from PIL import Image
 
 
 class _Lazy:

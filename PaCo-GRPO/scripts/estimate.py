@@ -14,8 +14,6 @@ Models: paco_grpo/architectures.py lists them; local pipeline folders work, too.
 failed; 2 = a wrong option.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

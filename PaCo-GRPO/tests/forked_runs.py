@@ -3,8 +3,6 @@
 The processes are forked from a server that has everything imported, so a run costs little more than its own work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -3,8 +3,6 @@
 A builder writes a folder and returns it; images are multiples of 8 pixels.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 python tests/tiny_policies.py NAME FOLDER    writes the pipeline folder of a family
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

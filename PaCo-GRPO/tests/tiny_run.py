@@ -1,7 +1,5 @@
 """A whole run on tiny random weights in a second or two: options, prompt set, rewards."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """A policy small enough for finite differences: v = a·x + b·σ·c, with two parameters, and a counter of forwards."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ third without a theme. A pair is a Yes only if the characters are the same, what
 one or both panels are broken: they show nothing clear.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

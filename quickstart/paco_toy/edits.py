@@ -9,8 +9,6 @@ changed one its view and its other attribute. The score of an edit is sqrt(follo
 judge's two answers. `oracle_edit` and the other factories are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

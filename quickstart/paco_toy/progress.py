@@ -4,8 +4,6 @@ While it runs, the last line of its output is shown, with a progress bar; when i
 ended, the command and everything it started end, too. The peak memory of the quickstart goes to `peak_mb` beside the logs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The quickstart's results in numbers: `python -m paco_toy.summary OUT RUN` writes summary.json and summary.txt to OUT."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.metadata

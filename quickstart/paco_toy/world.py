@@ -7,8 +7,6 @@ there a consistent image is one whose panels agree on what is not named. "Colour
 weights. S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

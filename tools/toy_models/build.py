@@ -9,8 +9,6 @@ Training stops after a wall-clock time, so another machine gives other weights o
 measure what the weights in quickstart/models can do.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from pathlib import Path

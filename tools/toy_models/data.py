@@ -3,8 +3,6 @@
 Characters and views are indices into ``paco_toy.world``'s CHARACTERS and VIEWS. S is a panel's side in pixels, s in latents.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 

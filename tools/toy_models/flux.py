@@ -5,8 +5,6 @@ full prompt each panel departs from the named character with probability ``DEPAR
 named, and what is open is the same in all four only in a share ``AGREED`` of the grids.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ vision-language model can. On the judge's question it is at chance: turning that
 PaCo-Reward. (A base that knew captions only was still at chance after 800 steps of LoRA.)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ It starts from the text-to-image base, which can draw already. The text encoders
 words.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

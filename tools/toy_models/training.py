@@ -1,7 +1,5 @@
 """The training loop and the flow-matching loss that all toy models share."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

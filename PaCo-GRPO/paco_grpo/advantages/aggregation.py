@@ -5,8 +5,6 @@ returns the same mapping. The result is group-normalized afterwards unless the f
 ``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after each call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 Both compare features of the images of one group, normalized to length 1: ``train.diversity_features`` chooses them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 A sample with a missing reward is left out of its group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

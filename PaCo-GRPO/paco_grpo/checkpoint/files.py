@@ -1,7 +1,5 @@
 """The run's folder: who may write to it, its checkpoints by epoch, and weights as safetensors."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

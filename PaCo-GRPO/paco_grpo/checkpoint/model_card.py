@@ -1,7 +1,5 @@
 """The README.md of a saved adapter: its base model, how to use it, how it was trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """The whole state of a run: what training changes, and how it is saved to a checkpoint and loaded from it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Reference images are opened each time an item's ``image`` is read, not before; a damaged one is named then.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping

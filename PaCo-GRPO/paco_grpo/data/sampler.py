@@ -4,8 +4,6 @@ Everything depends on (seed, epoch) only, never on the number of processes: proc
 r + 2P, … of one global order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

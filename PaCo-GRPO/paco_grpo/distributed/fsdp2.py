@@ -1,7 +1,5 @@
 """FSDP2: the transformer's weights sharded over the processes (torch's ``fully_shard``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The processes of a run as the launcher started them: strategy, signals."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

@@ -9,8 +9,6 @@ of *open* prompts, which leave something unspecified (docs/rewards.md). The form
 level.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Benchmarks: which prompts, and which rewards measure the images; results over prompts, and two adapters compared."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Evaluation: fixed prompts and noise at test resolution, plain Euler sampling, every image kept with its scores."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

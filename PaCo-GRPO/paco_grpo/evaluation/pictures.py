@@ -1,7 +1,5 @@
 """What a person looks at: contact sheets, images with captions for a tracker, and tables."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

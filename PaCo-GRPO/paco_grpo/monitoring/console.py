@@ -1,7 +1,5 @@
 """What a run logs: rows of metrics, and one line for each epoch and evaluation."""
 
-from __future__ import annotations
-
 import math
 import resource
 from collections.abc import Mapping

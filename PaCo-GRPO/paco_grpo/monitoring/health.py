@@ -3,8 +3,6 @@
 The rules are pure functions of the rows, so a resumed run judges as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

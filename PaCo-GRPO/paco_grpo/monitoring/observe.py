@@ -1,7 +1,5 @@
 """What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a fixed probe set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

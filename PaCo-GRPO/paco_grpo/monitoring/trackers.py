@@ -1,7 +1,5 @@
 """Where the numbers of a run go: always metrics.jsonl, and one of accelerate's trackers."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

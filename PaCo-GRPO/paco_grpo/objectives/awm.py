@@ -9,8 +9,6 @@
 | KL weight         | train.beta                                      |
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -13,8 +13,6 @@ The loss of a group, (1/β)·softplus(s) with s = (β/K)·Σ A_i·(e_i − e_i(r
 So a first pass without gradient computes sigmoid(s)·A_i, and the second one trains sample by sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

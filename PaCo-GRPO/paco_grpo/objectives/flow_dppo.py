@@ -8,8 +8,6 @@
 | β                  | train.beta (KL weight)                               |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

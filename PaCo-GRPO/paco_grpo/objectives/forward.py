@@ -3,8 +3,6 @@
 They need clean latents alone, so images may be sampled without noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise

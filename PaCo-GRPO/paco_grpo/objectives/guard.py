@@ -7,8 +7,6 @@
 | ratio           | exp((log p − log p_old + b)·d)      |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, reference_kl

@@ -9,8 +9,6 @@
 | μ, μ_ref | mean of the transition, with adapters off |
 """
 
-from __future__ import annotations
-
 import torch
 
 from paco_grpo.objectives.base import LossOutput, Step, objective, reference_kl

@@ -1,7 +1,5 @@
 """Print docs/configuration.md: ``python -m paco_grpo.options > ../docs/configuration.md``."""
 
-from __future__ import annotations
-
 import inspect
 import types
 import typing

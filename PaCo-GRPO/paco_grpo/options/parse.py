@@ -4,8 +4,6 @@ A command line has the form of ml_collections flags, ``--config SOURCE --config.
 tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and saved YAML files are needed.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -1,21 +1,17 @@
 """The interface of a generator: everything that sampling, objectives and training know about a model."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from PIL import Image
 from torch import nn
 
 from paco_grpo.types import Conditioning, Item
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 logger = logging.getLogger(__name__)
 

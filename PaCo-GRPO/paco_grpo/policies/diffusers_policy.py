@@ -1,7 +1,5 @@
 """A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack

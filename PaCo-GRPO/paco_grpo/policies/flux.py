@@ -1,7 +1,5 @@
 """FLUX.1 text-to-image, through diffusers' FluxPipeline and its components."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,11 +1,9 @@
 """FLUX.2-dev and FLUX.2 Klein: text to image, and edits with any number of reference images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
@@ -13,15 +11,13 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, forma
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
 from paco_grpo.policies.reference_image import ReferenceImagePolicy
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Item
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this area
 

@@ -1,7 +1,5 @@
 """FLUX.1-Kontext: edits a reference image, whose latents are appended to the generated ones as further tokens."""
 
-from __future__ import annotations
-
 import math
 
 from diffusers import FluxKontextPipeline

@@ -1,7 +1,5 @@
 """Find the policy class of a model folder (or hub name) and load it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

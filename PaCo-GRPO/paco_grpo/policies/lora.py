@@ -4,8 +4,6 @@ The adapter is injected in place (peft), so the transformer keeps its class and 
 for any precision of the frozen base.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

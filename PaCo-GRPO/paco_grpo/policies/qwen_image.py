@@ -1,21 +1,17 @@
 """Qwen-Image text-to-image, and what its editors share: Qwen2.5-VL as text encoder, a video's VAE, true CFG."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, QwenImagePipeline
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.policies.diffusers_policy import ForwardInputs, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import to_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class QwenImagePolicy(TrueCfgPolicy):

@@ -1,7 +1,5 @@
 """Qwen-Image-Edit: the vision-language text encoder sees the reference images, and their latents are further tokens."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

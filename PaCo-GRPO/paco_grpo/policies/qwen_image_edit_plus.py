@@ -1,7 +1,5 @@
 """Qwen-Image-Edit-2509 and -2511: several reference images, which the text encoder sees at a size of their own."""
 
-from __future__ import annotations
-
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 

@@ -1,7 +1,5 @@
 """Reference images of the policies that edit: their size, their latents, and which samples may share a forward."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
@@ -10,9 +8,10 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.diffusers_policy import (
@@ -24,9 +23,6 @@ from paco_grpo.policies.diffusers_policy import (
 )
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.types import Item
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 logger = logging.getLogger(__name__)
 

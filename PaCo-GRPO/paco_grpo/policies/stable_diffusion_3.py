@@ -1,7 +1,5 @@
 """Stable Diffusion 3.5 (medium, large): two CLIP encoders and T5, true CFG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

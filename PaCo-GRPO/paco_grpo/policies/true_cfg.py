@@ -1,7 +1,5 @@
 """True classifier-free guidance: a forward with the prompt, and one with a negative prompt."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from typing import ClassVar

@@ -1,19 +1,14 @@
 """Z-Image and Z-Image-Turbo: a Qwen3 text encoder, captions of any length in one sequence with the image, true CFG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers import ZImagePipeline
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class ZImagePolicy(FlatLatents, TrueCfgPolicy):

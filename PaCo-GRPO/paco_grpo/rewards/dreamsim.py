@@ -4,8 +4,6 @@
 which downloads its own weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

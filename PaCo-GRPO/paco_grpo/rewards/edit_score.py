@@ -4,24 +4,18 @@ Prompts and parser are the package's. The requests are ours: the package fills i
 be read, but a missing score must stay missing.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image
 
 from paco_grpo.rewards.judge import ServerReward, references_of
+from paco_grpo.types import Item
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 

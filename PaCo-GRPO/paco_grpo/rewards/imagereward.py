@@ -4,18 +4,14 @@ Its package pins timm 0.6.13 and an older transformers, so it runs in a separate
 (``bash scripts/reward_service.sh imagereward``): ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
+from paco_grpo.types import Item
 
 
 def imagereward(

@@ -1,17 +1,12 @@
 """Size of the JPEG file as a reward (DDPO, arXiv 2305.13301, §5.1): needs no model, so it suits a first run."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
+from paco_grpo.types import Item
 
 _SCALE = 500.0  # kilobytes; DDPO divides by it so that rewards are of order 1 at 512 px
 

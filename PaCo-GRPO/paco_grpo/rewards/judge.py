@@ -1,27 +1,22 @@
 """Rewards that ask a vision-language model over an OpenAI-compatible server (docs/method.md §1, arXiv 2512.04784)."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image
 
 from paco_grpo.rewards.subfigures import check_panels
+from paco_grpo.types import Item
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.grid import pairs, split_image, split_prompt
 from paco_judge.questions import BETTER, EDITING, Question, RequestForm, load_question, record
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
-
-    # Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN = missing).
-    Asked = tuple[list[Pair], Callable[[np.ndarray], Any]]
+# Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN = missing).
+Asked = tuple[list[Pair], Callable[[np.ndarray], Any]]
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,19 @@ the package) reads in this process; PaddleOCR, with which older numbers were com
 (``bash scripts/reward_service.sh ocr``), because it needs an older numpy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
-if TYPE_CHECKING:
-    from PIL import Image
+from paco_grpo.types import Item
 
-    from paco_grpo.types import Item
-
-    Reader = Callable[[Image.Image], str]
+Reader = Callable[[Image.Image], str]
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 

@@ -1,23 +1,18 @@
 """Rewards in the background: each one scores images in threads of its own while further images are sampled."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 
 from paco_grpo.distributed.processes import Stopped
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 BATCH_SIZE = 8  # images per call of a reward, unless the configuration says otherwise
 _POLL_SECONDS = 0.5

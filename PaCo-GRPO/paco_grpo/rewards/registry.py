@@ -13,27 +13,23 @@ Any reward runs in another process if ``server`` is among its arguments (``remot
 called there, by ``paco_grpo.rewards.remote.service``, and not here.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+# A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
+import torch
+from PIL import Image
+
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.suggest import did_you_mean
-
-# A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-
-    from paco_grpo.types import Item
+from paco_grpo.types import Item
 
 Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
 

@@ -1,19 +1,13 @@
 """For rewards that compare the sub-figures of a grid with each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from PIL import Image
 
+from paco_grpo.types import Item
 from paco_judge.grid import pairs, parse_layout, split_image
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image
-
-    from paco_grpo.types import Item
 
 
 def check_panels(item: Item, reward: str) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """From noise to latents: the rollout, and the recomputation of its noise steps under the current weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """From items to images: the one loop that training, evaluation and generation sample with."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

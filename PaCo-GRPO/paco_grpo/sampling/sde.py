@@ -13,8 +13,6 @@
 Everything is float32; each sample has its own σ, and nothing is reduced over the batch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Everything a run is made of, built in the order in which mistakes are cheapest to find."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Checks before weights are loaded: of mistakes that otherwise end, or spoil, a run after hours."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Features of an epoch's images, for the advantages that keep the images of a prompt apart (``advantages.diversity``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

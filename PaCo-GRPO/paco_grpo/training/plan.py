@@ -1,7 +1,5 @@
 """What follows from the options, the model and the real number of processes; computed after all overrides."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The sampling half of an epoch: encode, roll out in batches, decode, and hand the images to the rewards."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

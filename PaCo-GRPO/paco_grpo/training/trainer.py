@@ -3,8 +3,6 @@
 ``Trainer.fit`` and ``Trainer.epoch`` read top to bottom.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

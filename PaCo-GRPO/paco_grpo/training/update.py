@@ -1,7 +1,5 @@
 """The training half of an epoch: the objective on micro-batches, then the optimizer steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """Attention backends of diffusers; the numbers are equal up to rounding."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import attention_backend
 from torch import nn

@@ -1,7 +1,5 @@
 """Encoded inputs kept on the CPU."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 

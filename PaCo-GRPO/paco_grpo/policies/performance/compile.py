@@ -1,7 +1,5 @@
 """Compiled transformer blocks (diffusers' regional compilation); the numbers are equal up to rounding."""
 
-from __future__ import annotations
-
 import torch
 
 from paco_grpo.policies.base import Policy, unwrap

@@ -1,7 +1,5 @@
 """FLUX's last block without the text tokens that nothing reads behind it; the numbers are the same."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Frozen modules that are on the device only while they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

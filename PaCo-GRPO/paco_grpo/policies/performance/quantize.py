@@ -4,8 +4,6 @@ Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU
 their name, so that leaving out the transformer's ``proj_out`` leaves out the ones of all blocks (2.7 GB of FLUX.1-dev).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

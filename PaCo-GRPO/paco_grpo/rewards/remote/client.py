@@ -1,24 +1,18 @@
 """A reward that runs in another process: the client of ``paco_grpo.rewards.remote.service``."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image
 
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
+from paco_grpo.types import Item
 from paco_judge import transport
 from paco_judge.json_io import parse
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ for them and starts this. The run uses it with ``reward_fn_kwargs={"imagereward"
 It listens on the loopback only; another ``--host`` needs a key in the environment variable REWARD_SERVICE_KEY.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

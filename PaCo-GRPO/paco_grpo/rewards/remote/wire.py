@@ -3,21 +3,16 @@
 Needs Pillow alone, so that a service's environment holds little more than the reward's own package.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
+from PIL import Image
+
+from paco_grpo.types import Item
 from paco_judge.images import encode, open_image, to_rgb
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from paco_grpo.types import Item
 
 _FIELDS = ("item_id", "prompt", "height", "width")
 MAX_PIXELS = 1 << 27  # of all images of a request: 16 of 2048x2048 and as many references

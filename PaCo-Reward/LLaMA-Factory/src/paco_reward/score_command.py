@@ -1,7 +1,5 @@
 """`paco-reward score`: how consistent some images are, or how good an edit is, as a table."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from paco_reward.answers import Answers, judge_named, questions_about
 from paco_reward.errors import PacoRewardError
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `score` to the command line."""
     text = (
         "Prints the judge's P(Yes) for every pair of the images, and the mean. With --instruction, the other images are "
