@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
+from paco_grpo.item import Item
 from paco_grpo.rewards.errors import RewardError
-from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
-from paco_grpo.types import Item
+from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.weights import from_pretrained_strict
 
@@ -20,23 +20,24 @@ CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 
 
-def download(what: str, load: Callable[[], object]) -> None:
-    """What the download commands do: load ``what`` once, so that it is in the cache. Raises SystemExit."""
+Score = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
+
+
+def download(load: Callable[[], object]) -> None:
+    """Load a model once, so that its weights are in the cache. Raises SystemExit."""
     try:
         load()
     except RewardError as error:
         raise SystemExit(f"error: {error}") from error
-    print(f"{what} is in the cache")
 
 
 class Clip:
-    """Unit features of images and texts. The model is loaded by ``load`` (before training) or at the first image; features
-    of texts are kept. Safe for several threads.
+    """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
     Subclasses define ``open``, ``encode_images`` and ``encode_texts``.
     """
 
-    what, command = "", ""  # for messages: the weights, and how they are downloaded
+    what, command = "", ""  # the weights, and how they are downloaded
 
     def __init__(self, device: torch.device | str, dtype: str) -> None:
         if dtype not in ("float32", "float16", "bfloat16"):
@@ -47,7 +48,7 @@ class Clip:
         self._lock = threading.RLock()
 
     def load(self) -> None:
-        """Load the model (downloads it if it is not in the cache). Raises RewardError."""
+        """Load the model, if it is not loaded. Raises RewardError."""
         with self._lock:
             if self._model is None:
                 try:
@@ -62,7 +63,7 @@ class Clip:
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
-        """Unit features (n, C) float32, ``batch_size`` images at a time."""
+        """(n, C) float32, ``batch_size`` images at a time."""
         self.load()
         batches = [images[start : start + batch_size] for start in range(0, len(images), batch_size)]
         found = [self.encode_images([image.convert("RGB") for image in batch]) for batch in batches]
@@ -70,7 +71,7 @@ class Clip:
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str], batch_size: int = 1) -> torch.Tensor:
-        """Unit features (n, C) float32; each text is encoded once per process."""
+        """(n, C) float32."""
         self.load()
         with self._lock:
             new = [text for text in dict.fromkeys(texts) if text not in self._texts]
@@ -84,11 +85,9 @@ class ClipScore(Clip):
     """logit_scale · cos(image, prompt) / scale of a transformers CLIP model.
 
     Args:
-        model: Hub name or folder.
-        processor: Likewise; None = the model's.
-        scale: About the largest score in practice, so that rewards are of order 1; 30 as in Flow-GRPO's released code.
-        device, batch_size: Where it computes, and how many images at once.
-        dtype: Of the weights; float16 takes half the memory and rounds scores by about 1e-3.
+        model, processor: Hub name or folder; the default processor is the model's.
+        scale: About the largest score in practice; 30 as in Flow-GRPO's released code.
+        dtype: float16 takes half the memory and rounds scores by about 1e-3.
     """
 
     def __init__(
@@ -132,11 +131,11 @@ PickScore = partial(ClipScore, model=PICKSCORE, processor=PICKSCORE_PROCESSOR, s
 
 
 class OpenClip(Clip):
-    """A model of the package open_clip; ImportError without the package, before weights are loaded."""
+    """A model of the package open_clip. Raises ImportError without the package, before weights are loaded."""
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
 
-    def __init__(self, model: str, pretrained: str | None, device: torch.device, dtype: str) -> None:
+    def __init__(self, model: str, pretrained: str | None, device: torch.device | str, dtype: str) -> None:
         import open_clip  # noqa: F401
 
         super().__init__(device, dtype)
@@ -158,43 +157,35 @@ class OpenClip(Clip):
         return self._model.encode_text(self._tokenize(texts).to(self.device))
 
 
-_shared = cache(OpenClip)
+open_clip_model = cache(OpenClip)  # one for all rewards of a process
 
 
-def open_clip_model(model: str, pretrained: str | None, device: torch.device | str, dtype: str = "float32") -> OpenClip:
-    """The process's one model of these weights on this device."""
-    return _shared(model, pretrained, torch.device(device), dtype)
-
-
-class SubfigClipT:
-    """Mean cosine similarity of each sub-figure with its own panel text (arXiv 2512.04784, §5).
+def subfig_clipT(
+    model: str = OPEN_CLIP,
+    pretrained: str | None = OPEN_CLIP_WEIGHTS,
+    device: torch.device | str = "cpu",
+    batch_size: int = 32,
+    dtype: str = "float32",
+) -> Score:
+    """Mean cosine similarity of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1].
 
     Args:
-        model, pretrained: OpenCLIP architecture, and the tag or a local file of its weights.
-        device, batch_size: Where it computes, and how many sub-figures (texts) at once.
-        dtype: Of its weights; float16 takes half the memory and rounds scores by about 1e-3.
+        pretrained: OpenCLIP's tag, or a local file, of the weights.
+        batch_size: Sub-figures (texts) at once.
+        dtype: See ``ClipScore``.
     """
+    clip = open_clip_model(model, pretrained, torch.device(device), dtype)
 
-    def __init__(
-        self,
-        model: str = OPEN_CLIP,
-        pretrained: str | None = OPEN_CLIP_WEIGHTS,
-        device: torch.device | str = "cpu",
-        batch_size: int = 32,
-        dtype: str = "float32",
-    ) -> None:
-        self.clip, self.batch_size = open_clip_model(model, pretrained, device, dtype), batch_size
-        self.check = self.clip.load
-
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [−1, 1]."""
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         grids = [split_prompt(item.prompt) for item in items]
         cells = [cell for image, g in zip(images, grids, strict=True) for cell in split_image(image, g.rows, g.cols)]
         texts = [text for grid in grids for text in grid.panels]
-        cosines = self.clip.images(cells, self.batch_size) * self.clip.texts(texts, self.batch_size)
-        cosines = cosines.sum(dim=-1).double().cpu().numpy()
+        cosines = (clip.images(cells, batch_size) * clip.texts(texts, batch_size)).sum(dim=-1).double().cpu().numpy()
         by_image = np.split(cosines, np.cumsum([len(grid.panels) for grid in grids])[:-1])
         return np.array([part.mean() for part in by_image])
+
+    score.check = clip.load
+    return score
 
 
 def subfig_clipI(
@@ -203,10 +194,12 @@ def subfig_clipI(
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     dtype: str = "float32",
-) -> SubfigurePairs:
-    """How similar are the sub-figures to each other? Arguments and model as in ``SubfigClipT``."""
-    clip = open_clip_model(model, pretrained, device, dtype)
-    return SubfigurePairs("subfig_clipI", lambda images: clip.images(images, batch_size), clip.load)
+) -> Score:
+    """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
+    clip = open_clip_model(model, pretrained, torch.device(device), dtype)
+    score = mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))
+    score.check = clip.load
+    return score
 
 
 subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")

@@ -1,19 +1,20 @@
 """subfig_dreamsim: how similar people would find the sub-figures of a grid (DreamSim, arXiv 2306.09344).
 
-1 − DreamSim distance, averaged over pairs. Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``),
-which downloads its own weights.
+Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
-from paco_grpo.rewards.subfigures import SubfigurePairs, check_panels
+from paco_grpo.item import Item
+from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 
 
 def subfig_dreamsim(
@@ -21,13 +22,10 @@ def subfig_dreamsim(
     cache_dir: str = "~/.cache/dreamsim",
     device: torch.device | str = "cpu",
     batch_size: int = 16,
-) -> SubfigurePairs:
-    """DreamSim between sub-figures.
+) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
+    """1 − DreamSim distance, averaged over pairs of sub-figures.
 
-    Args:
-        dreamsim_type: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).
-        cache_dir: Where its weights are, or are downloaded to.
-        device, batch_size: Where it computes, and how many sub-figures at once.
+    ``dreamsim_type``: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).
     """
     from dreamsim import dreamsim
 
@@ -44,7 +42,7 @@ def subfig_dreamsim(
         pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)
         return normalize(torch.cat([model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]), dim=-1)
 
-    return SubfigurePairs("subfig_dreamsim", features)
+    return mean_over_pairs("subfig_dreamsim", features)
 
 
 subfig_dreamsim.check_item = lambda item, kwargs: check_panels(item, "subfig_dreamsim")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from paco_grpo.item import Item
 from paco_grpo.rewards.judge import ServerReward, references_of
-from paco_grpo.types import Item
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from paco_grpo.types import Item
+from paco_grpo.item import Item
 
 _SCALE = 500.0  # kilobytes; DDPO divides by it so that rewards are of order 1 at 512 px
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from paco_grpo.item import Item
 from paco_grpo.rewards.subfigures import check_panels
-from paco_grpo.types import Item
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.grid import pairs, split_image, split_prompt
 from paco_judge.questions import BETTER, EDITING, Question, RequestForm, load_question, record

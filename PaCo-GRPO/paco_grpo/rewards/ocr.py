@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paco_grpo.types import Item
+from paco_grpo.item import Item
 
 Reader = Callable[[Image.Image], str]
 

@@ -4,6 +4,6 @@ import sys
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder, whose modules would hide the standard library's
-    from paco_grpo.rewards.clip import PICKSCORE, PickScore, download
+    from paco_grpo.rewards.clip import PickScore, download
 
-    download(PICKSCORE, PickScore().load)
+    download(PickScore().load)

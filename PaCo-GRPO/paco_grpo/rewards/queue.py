@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.distributed.processes import Stopped
+from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward
-from paco_grpo.types import Item
 
 BATCH_SIZE = 8  # images per call of a reward, unless the configuration says otherwise
 _POLL_SECONDS = 0.5

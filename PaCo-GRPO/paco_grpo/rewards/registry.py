@@ -21,17 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-# A service's environment has neither torch nor the rest of paco_grpo: nothing heavy is imported here.
-import torch
+import numpy as np  # and no torch: the environment of a service need not have it
 from PIL import Image
 
+from paco_grpo.item import Item
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.suggest import did_you_mean
-from paco_grpo.types import Item
 
-Reward = Callable[["Sequence[Image.Image]", "Sequence[Item]"], np.ndarray]
+Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
 
 REWARDS: dict[str, str] = {
     "between_images": "paco_grpo.rewards.judge:BetweenImages",
@@ -46,7 +43,7 @@ REWARDS: dict[str, str] = {
     "ocr": "paco_grpo.rewards.ocr:ocr",
     "pickscore": "paco_grpo.rewards.clip:PickScore",
     "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
-    "subfig_clipT": "paco_grpo.rewards.clip:SubfigClipT",
+    "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
@@ -71,7 +68,7 @@ def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
 def build_rewards(
     reward_fn: Mapping[str, float],
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    device: torch.device | str = "cpu",
+    device: Any = "cpu",
 ) -> dict[str, Reward]:
     """The rewards of a configuration, by short name.
 
@@ -121,7 +118,7 @@ def find_factory(name: str) -> Callable[..., Reward]:
 class CheckedReward:
     """A reward whose arguments, items and scores are checked; see ``build_rewards``."""
 
-    def __init__(self, name: str, kwargs: Mapping[str, Any], device: torch.device | str) -> None:
+    def __init__(self, name: str, kwargs: Mapping[str, Any], device: Any) -> None:
         factory = find_factory(name)
         self.name, self.kwargs = short_name(name), kwargs
         self._check_item = getattr(factory, "check_item", None)

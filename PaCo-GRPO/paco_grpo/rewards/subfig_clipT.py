@@ -5,6 +5,6 @@ import sys
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder, whose modules would hide the standard library's
-    from paco_grpo.rewards.clip import OPEN_CLIP, OPEN_CLIP_WEIGHTS, download, open_clip_model
+    from paco_grpo.rewards.clip import OPEN_CLIP, OPEN_CLIP_WEIGHTS, OpenClip, download
 
-    download(f"{OPEN_CLIP} {OPEN_CLIP_WEIGHTS}", open_clip_model(OPEN_CLIP, OPEN_CLIP_WEIGHTS, "cpu").load)
+    download(OpenClip(OPEN_CLIP, OPEN_CLIP_WEIGHTS, "cpu", "float32").load)

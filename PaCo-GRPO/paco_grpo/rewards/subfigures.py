@@ -1,12 +1,12 @@
 """For rewards that compare the sub-figures of a grid with each other."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from paco_grpo.types import Item
+from paco_grpo.item import Item
 from paco_judge.grid import pairs, parse_layout, split_image
 
 
@@ -18,27 +18,18 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
     return rows, cols
 
 
-class SubfigurePairs:
-    """Mean cosine of two sub-figures over all unordered pairs of an image.
+def mean_over_pairs(
+    name: str, features: Callable[[Sequence[Image.Image]], Any]
+) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
+    """The reward ``name``: mean cosine of two sub-figures over all unordered pairs of an image, in [−1, 1].
 
-    Args:
-        name: For messages.
-        features: Images → unit features (n, C).
-        check: Called before training.
+    ``features``: images → unit features, a tensor (n, C). (No torch here: judge rewards run in services without it.)
     """
 
-    def __init__(
-        self,
-        name: str,
-        features: Callable[[Sequence[Image.Image]], torch.Tensor],
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.name, self.features, self.check = name, features, check
-
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [−1, 1]."""
-        grids = [check_panels(item, self.name) for item in items]
-        cells = [split_image(image, *grid) for image, grid in zip(images, grids, strict=True)]
-        features = self.features([cell for its_cells in cells for cell in its_cells]).double().cpu().numpy()
-        by_image = np.split(features, np.cumsum([len(its_cells) for its_cells in cells])[:-1])
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        cells = [split_image(image, *check_panels(item, name)) for image, item in zip(images, items, strict=True)]
+        found = features([cell for its_cells in cells for cell in its_cells]).double().cpu().numpy()
+        by_image = np.split(found, np.cumsum([len(its_cells) for its_cells in cells])[:-1])
         return np.array([np.mean([f[i] @ f[j] for i, j in pairs(len(f))]) for f in by_image])
+
+    return score

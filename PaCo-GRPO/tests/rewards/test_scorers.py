@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import save_clip, save_open_clip
 
-from paco_grpo.rewards.clip import ClipScore, PickScore, SubfigClipT, open_clip_model, subfig_clipI
+from paco_grpo.rewards.clip import ClipScore, PickScore, open_clip_model, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from paco_grpo.rewards.registry import build_rewards
@@ -74,7 +74,7 @@ def features(tiny_open_clip):
 
 
 def test_subfig_clipT_is_the_mean_over_panels(tiny_open_clip, features):
-    scores = SubfigClipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
+    scores = subfig_clipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
     for image, score in zip(IMAGES, scores, strict=True):
         cells = zip(split_image(image, 1, 2), ("asleep.", "awake."), strict=True)
         assert score == pytest.approx(np.mean([features(cell) @ features(text) for cell, text in cells]), abs=1e-6)
@@ -89,18 +89,18 @@ def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
         assert score == pytest.approx(expected, abs=1e-6)
 
 
-def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip):
-    for make in (lambda **k: ClipScore(clip_folder, **k), lambda **k: SubfigClipT(*tiny_open_clip, **k)):
-        full, half = make(), make(dtype="bfloat16")
-        assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
-        models = [getattr(reward, "clip", reward)._model for reward in (full, half)]
-        sizes = [sum(p.nbytes for p in model.parameters()) for model in models]
-        assert sizes[1] <= 0.51 * sizes[0]
+@pytest.mark.parametrize("name", ["clipscore", "subfig_clipT"])
+def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, name):
+    kwargs = {"model": clip_folder} if name == "clipscore" else dict(zip(("model", "pretrained"), tiny_open_clip, strict=True))
+    full, half = (build_rewards({name: 1.0}, {name: kwargs | {"dtype": dtype}})[name] for dtype in ("float32", "bfloat16"))
+    assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
+    sizes = [sum(p.nbytes for p in reward.function.check.__self__._model.parameters()) for reward in (full, half)]
+    assert sizes[1] <= 0.51 * sizes[0]
 
 
 def test_open_clip_is_loaded_once_for_all_rewards(tiny_open_clip):
-    shared = open_clip_model(*tiny_open_clip, "cpu")
-    assert SubfigClipT(*tiny_open_clip).clip is shared is open_clip_model(*tiny_open_clip, torch.device("cpu"))
+    shared = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
+    assert subfig_clipT(*tiny_open_clip).check.__self__ is subfig_clipI(*tiny_open_clip).check.__self__ is shared
 
 
 @pytest.mark.parametrize("name", ["pickscore", "subfig_clipT"])

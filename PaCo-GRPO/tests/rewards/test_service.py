@@ -68,7 +68,9 @@ def remote(name: str, url: str, **kwargs):
 
 def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
     name = "reward_factories:gaps"
-    command = [sys.executable, "-m", "paco_grpo.rewards.remote.service", "--reward", name, "--max-body-mb", "1"]
+    # A service's environment need not have torch.
+    start = "import sys; sys.modules['torch'] = None; from paco_grpo.rewards.remote.service import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", start, "--reward", name, "--max-body-mb", "1"]
     with running(command, free_port(), REWARD_SERVICE_KEY="secret") as url:
         with pytest.raises(RewardError, match="401.*api_key"):
             remote(name, url).check()

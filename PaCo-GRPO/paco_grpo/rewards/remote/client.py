@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from paco_grpo.item import Item
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
-from paco_grpo.types import Item
 from paco_judge import transport
 from paco_judge.json_io import parse
 

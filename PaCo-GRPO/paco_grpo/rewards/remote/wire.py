@@ -7,11 +7,10 @@ import base64
 import json
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from PIL import Image
 
-from paco_grpo.types import Item
+from paco_grpo.item import Item
 from paco_judge.images import encode, open_image, to_rgb
 
 _FIELDS = ("item_id", "prompt", "height", "width")
@@ -39,8 +38,8 @@ def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> byte
     return json.dumps({"items": entries, "images": sent}).encode()
 
 
-def decode_request(body: bytes) -> tuple[list[Image.Image], list[SimpleNamespace]]:
-    """The images, and the item of each (``paco_grpo.types.Item`` needs torch). Raises WireError: Another form."""
+def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
+    """The images, and the item of each. Raises WireError: Another form."""
     try:
         message = json.loads(body)
         sent = [entry["images"] for entry in message["items"]] + [[entry["png"] for entry in message["images"]]]
@@ -52,8 +51,7 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[SimpleNamespace
         items = []
         for entry, shown in zip(message["items"], references, strict=True):
             fields = {name: entry[name] for name in (*_FIELDS, "metadata")}
-            first = shown[0] if shown else None
-            items.append(SimpleNamespace(**fields, images=tuple(shown), image=first, more_images=tuple(shown[1:])))
+            items.append(Item(**fields, image=shown[0] if shown else None, more_images=tuple(shown[1:])))
         return images, [items[entry["item"]] for entry in message["images"]]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
